@@ -8,10 +8,12 @@ the start of ``freetrain dashboard``, whose imports and reading of the journal a
 page adds to the memory of the browser's process for it (PSS), compared with a page of one word, after all views were
 shown; ``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, its script and its style sheet.
 
-``driver_slowdown`` is the ratio of the durations of the driver's turns with and without five viewers. In a turn the
-progress of all trainings and some records are written and committed, four times a second. Server and viewers are
-stopped (SIGSTOP) and continued every two seconds, because the load of a shared machine changes; the ratio is the median
-of those of neighbouring periods. Viewers, server and driver share the machine's cores.
+``driver_slowdown`` is measured with a real campaign on an embedded cluster (`_watched_campaign.py`): the ratio of the
+steps per second without and with five viewers. ``turn_slowdown`` is that of the durations of a driver's turns, with the
+synthetic run, which is much longer: in a turn the progress of all trainings and some records are written and committed,
+four times a second. Server and viewers are stopped (SIGSTOP) and continued every few seconds, because the load of a
+shared machine changes; the ratios are the medians of those of neighbouring periods. Viewers, server, driver and
+training share the machine's cores. ``--only-driver`` measures these two.
 """
 
 from __future__ import annotations
@@ -25,17 +27,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from _long_run import LongRun
 from _report import report
+from _watched_campaign import WatchedCampaign
 
 from freetrain_parsl.dashboard.application import page_size
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' browser
 
 from tests.browser import Browser, find
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
 READY = (
@@ -116,33 +122,62 @@ def measure_page(run: Path) -> dict[str, Any]:
     }
 
 
-def measure_driver(run: Path, journal: Path, pairs: int, *, nodes: int, trainings: int) -> dict[str, Any]:
-    """Measure the driver's turns while server and viewers are stopped, and while they run, alternately."""
-    seconds = 2.0
+class Viewers:
+    """The server of a run with viewers of its page, which can be stopped and continued."""
+
+    def __init__(self, run: Path) -> None:
+        self._server = Server(run)
+        address = self._server.address.replace("/?", "/events?")
+        self._viewers = [subprocess.Popen(["curl", "-sN", "-o", "/dev/null", address]) for _ in range(VIEWERS)]
+        time.sleep(10.0)  # they have the history
+
+    def compare(self, measure: Callable[[], float], pairs: int) -> tuple[list[float], list[float]]:
+        """Measure without and with viewers, alternately, so often."""
+        alone: list[float] = []
+        watched: list[float] = []
+        for _ in range(pairs):
+            for number, found in ((signal.SIGSTOP, alone), (signal.SIGCONT, watched)):
+                for process in (self._server.process, *self._viewers):
+                    process.send_signal(number)
+                found.append(measure())
+        return alone, watched
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._viewers:
+            process.terminate()
+            process.wait()
+        self._server.close()
+
+
+def measure_turns(run: Path, journal: Path, pairs: int, *, nodes: int, trainings: int) -> dict[str, Any]:
+    """Measure the turns of a driver with a long history, without and with viewers."""
     driver = LongRun(journal, nodes=nodes, trainings=trainings, begin=time.time() - 86400)
     driver.advance(3600.0)
-    server = Server(run)
-    address = server.address.replace("/?", "/events?")
-    viewers = [subprocess.Popen(["curl", "-sN", "-o", "/dev/null", address]) for _ in range(VIEWERS)]
-    time.sleep(10.0)  # they have the history
-    ratios, alone, watched = [], [], []
-    for _ in range(pairs):
-        pair = []
-        for number, found in ((signal.SIGSTOP, alone), (signal.SIGCONT, watched)):
-            for process in (server.process, *viewers):
-                process.send_signal(number)
-            pair.append(statistics.median(_turns(driver, seconds)))
-            found.append(pair[-1])
-        ratios.append(pair[1] / pair[0])
-    for process in viewers:
-        process.terminate()
-        process.wait()
-    server.close()
+    viewers = Viewers(run)
+    alone, watched = viewers.compare(lambda: statistics.median(_turns(driver, 2.0)), pairs)
+    viewers.close()
     driver.journal.close()
     return {
         "turn_ms": 1000 * statistics.median(alone),
         f"turn_ms_{VIEWERS}_viewers": 1000 * statistics.median(watched),
-        "driver_slowdown": statistics.median(ratios),
+        "turn_slowdown": statistics.median(b / a for a, b in zip(alone, watched, strict=True)),
+    }
+
+
+def measure_campaign(directory: Path, pairs: int) -> dict[str, Any]:
+    """Measure the steps per second of a real campaign, without and with viewers."""
+    campaign = WatchedCampaign(directory)
+    try:
+        viewers = Viewers(campaign.run_dir)
+        alone, watched = viewers.compare(lambda: campaign.rate(4.0), pairs)
+        viewers.close()
+    finally:
+        campaign.close()
+    return {
+        "steps_per_second": statistics.median(alone),
+        f"steps_per_second_{VIEWERS}_viewers": statistics.median(watched),
+        "driver_slowdown": statistics.median(a / b for a, b in zip(alone, watched, strict=True)),
     }
 
 
@@ -162,20 +197,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="an hour on 100 nodes with 20 trainings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the rows")
+    parser.add_argument("--only-driver", action="store_true", help="do not measure the page; needs no Chromium")
     arguments = parser.parse_args()
     nodes, trainings, hours, pairs = (100, 20, 1, 3) if arguments.quick else (1000, 200, 24, 25)
     with tempfile.TemporaryDirectory(prefix="ft-dashboard-") as directory:
         os.chmod(directory, 0o700)  # noqa: PTH101 - the run's directory is private
-        past, live = Path(directory, "past"), Path(directory, "live")
+        past, live, real = Path(directory, "past"), Path(directory, "live"), Path(directory, "real")
         for run in (past, live):
             (run / "freetrain").mkdir(parents=True)
-        journal = past / "freetrain" / "journal.sqlite"
-        writer = LongRun(journal, nodes=nodes, trainings=trainings, begin=time.time() - 3600 * hours)
-        writer.advance(3600.0 * hours)
-        writer.journal.close()
-        row = {"nodes": nodes, "trainings": trainings, "hours": hours}
-        row |= measure_page(past)
-        row |= measure_driver(live, live / "freetrain" / "journal.sqlite", pairs, nodes=nodes, trainings=trainings)
+        row: dict[str, Any] = {"nodes": nodes, "trainings": trainings, "hours": hours}
+        if not arguments.only_driver:
+            journal = past / "freetrain" / "journal.sqlite"
+            writer = LongRun(journal, nodes=nodes, trainings=trainings, begin=time.time() - 3600 * hours)
+            writer.advance(3600.0 * hours)
+            writer.journal.close()
+            row |= measure_page(past)
+        real.mkdir()
+        row |= measure_campaign(real, pairs)
+        row |= measure_turns(live, live / "freetrain" / "journal.sqlite", pairs, nodes=nodes, trainings=trainings)
     report("The live page", [row], ["starlette", "uvicorn"], arguments.json)
 
 

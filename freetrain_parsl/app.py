@@ -18,7 +18,7 @@ from freetrain_parsl.planning.settings import RescaleCosts
 from freetrain_parsl.sweeps.names import check_template, fill_template, is_template
 from freetrain_parsl.sweeps.points import SweepPoint, combined, zipped
 from freetrain_parsl.training.checkpoints.code_identity import code_of
-from freetrain_parsl.training.signature import check_signature
+from freetrain_parsl.training.signature import bind_call, check_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -241,15 +241,7 @@ class TrainingApp(AppBase):
         TypeError
             The function does not accept them.
         """
-        signature = inspect.signature(self.func)
-        session, *others = signature.parameters.values()
-        if session.name in kwargs and session.kind is session.POSITIONAL_OR_KEYWORD:
-            raise TypeError(f"{self.__name__}(): the argument {session.name!r} is the session, which is not passed")
-        try:
-            signature.bind(None, *args, **{**self.kwargs, **kwargs})
-        except TypeError as error:
-            taken = ", ".join(str(parameter) for parameter in others) or "none"
-            raise TypeError(f"{self.__name__}(): {error}; the arguments after the session are: {taken}") from None
+        bind_call(self.__name__, inspect.signature(self.func), args, {**self.kwargs, **kwargs})
 
     def request(self, name: str, code: Code | None = None, call: str = "") -> TrainingRequest:
         """Return the description of one training of this app, for the executor.

@@ -12,12 +12,21 @@ from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.trackers.settings import importable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import ModuleType
 
     from freetrain_parsl.app import TrainingApp
 
-__all__ = ["LoadedApp", "check_arguments", "load_app"]
+__all__ = [
+    "LoadedApp",
+    "check_arguments",
+    "check_call",
+    "import_failure",
+    "load_app",
+    "no_such_app",
+    "no_training_app",
+    "parse_reference",
+]
 
 
 class LoadedApp:
@@ -56,11 +65,7 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
     """
     from freetrain_parsl.app import TrainingApp
 
-    place, colon, function = reference.rpartition(":")
-    if not (colon and place and function.isidentifier()):
-        raise InvalidInput(f"an app is named 'module:function' or 'path.py:function', got {reference[:80]!r}")
-    is_path = place.endswith(".py") or "/" in place
-    file = _find(directory / user_path(place)) if is_path else None
+    place, function, file = parse_reference(reference, directory)
     import_path = directory.resolve() if file is None else file.parent
     module = _import(place if file is None else file.stem, import_path)
     if file is not None and Path(module.__file__ or "").resolve() != file:
@@ -71,24 +76,61 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
     app = getattr(module, function, None)
     if app is None:
         there = [name for name, value in vars(module).items() if isinstance(value, TrainingApp)]
-        raise InvalidInput(
-            f"{place} has no {function!r}{did_you_mean(function, there)}; "
-            f"its training apps: {', '.join(there) or 'none'}"
-        )
+        raise no_such_app(place, function, there)
     if not isinstance(app, TrainingApp):
-        raise InvalidInput(f"{reference} is not a training app: decorate it with @training_app")
+        raise no_training_app(reference)
     return LoadedApp(reference, app, import_path)
 
 
+def parse_reference(reference: str, directory: Path) -> tuple[str, str, Path | None]:
+    """Return the module or path that a reference names, the function, and the file if it is a path.
+
+    Raises
+    ------
+    InvalidInput
+        It is not a reference, or there is no such file.
+    """
+    place, colon, function = reference.rpartition(":")
+    if not (colon and place and function.isidentifier()):
+        raise InvalidInput(f"an app is named 'module:function' or 'path.py:function', got {reference[:80]!r}")
+    is_path = place.endswith(".py") or "/" in place
+    return place, function, _find(directory / user_path(place)) if is_path else None
+
+
+def no_such_app(place: str, function: str, there: Sequence[str]) -> InvalidInput:
+    """Describe that a module has no such training app, but these."""
+    return InvalidInput(
+        f"{place} has no {function!r}{did_you_mean(function, there)}; its training apps: {', '.join(there) or 'none'}"
+    )
+
+
+def no_training_app(reference: str) -> InvalidInput:
+    """Describe that a function is not a training app."""
+    return InvalidInput(f"{reference} is not a training app: decorate it with @training_app")
+
+
 def check_arguments(app: TrainingApp, arguments: Mapping[str, Any]) -> None:
-    """Reject arguments that the app's function does not accept.
+    """Reject arguments that the app's function does not accept; see `check_call`."""
+    check_call(inspect.signature(app.func), arguments, app.check_arguments)
+
+
+def check_call(signature: inspect.Signature, arguments: Mapping[str, Any], bind: Callable[..., object]) -> None:
+    """Reject arguments that a training function does not accept.
+
+    Parameters
+    ----------
+    signature
+        Of the function.
+    arguments
+        By name, without the session.
+    bind
+        Raises TypeError if the function cannot be called with them.
 
     Raises
     ------
     InvalidInput
         It lists the argument and the valid ones.
     """
-    signature = inspect.signature(app.func)
     session, *others = signature.parameters or [""]
     takes_any = any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values())
     for name in arguments:
@@ -100,7 +142,7 @@ def check_arguments(app: TrainingApp, arguments: Mapping[str, Any]) -> None:
             known = ", ".join(others) or "none"
             raise InvalidInput(f"the app takes no argument {name!r}{did_you_mean(name, others)}; it takes: {known}")
     try:
-        app.check_arguments(**arguments)
+        bind(**arguments)
     except TypeError as error:
         raise InvalidInput(str(error)) from None
 
@@ -121,9 +163,12 @@ def _import(name: str, path: Path) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything, or exit
-        raise InvalidInput(
-            f"importing {name} from {path} failed: {type(error).__name__}: {_first_line(error)}"
-        ) from error
+        raise import_failure(name, path, error) from error
+
+
+def import_failure(name: str, path: Path, error: BaseException) -> InvalidInput:
+    """Describe that a module cannot be imported."""
+    return InvalidInput(f"importing {name} from {path} failed: {type(error).__name__}: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

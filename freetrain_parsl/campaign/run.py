@@ -50,7 +50,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "BEFORE_THE_RUN",
     "CELLS",
+    "CONTROL",
+    "DRIVER",
     "CampaignRun",
     "find_run",
     "make_run_directory",
@@ -63,6 +66,15 @@ __all__ = [
 
 CELLS: Final = "notebook"
 """Directory in the run directory with training apps of a notebook, which may exist before the run."""
+
+DRIVER: Final = "driver"
+"""Directory in the run directory with the files of a detached driver, which may exist before the run."""
+
+CONTROL: Final = "notebook.lock"
+"""File in the run directory that the notebook which controls the run has locked; it may exist before the run."""
+
+BEFORE_THE_RUN: Final = frozenset({CELLS, DRIVER, CONTROL})
+"""What may be in a run directory before the run is created."""
 
 _PERIOD = 0.25  # seconds between polls of futures and signals
 _RUN_NAME = "freetrain-run-"
@@ -140,7 +152,7 @@ def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, boo
     made = not run_dir.exists()
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(path.name != CELLS for path in run_dir.iterdir()):
+        if any(path.name not in BEFORE_THE_RUN for path in run_dir.iterdir()):
             raise InvalidInput(
                 f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
             )

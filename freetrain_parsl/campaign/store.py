@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["DATABASE", "DriverRecord", "RunStore", "TrainingRecord"]
+__all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord"]
 
 DATABASE = "campaign.sqlite"
 
@@ -62,6 +62,10 @@ CREATE TABLE request (        -- from other shells
     time REAL NOT NULL
 );
 """
+
+
+class StateUnreadable(InvalidInput, sqlite3.OperationalError):
+    """The state of a run cannot be read or written: a reader is told why in one line, a driver tries again."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +127,7 @@ class RunStore:
             raise InvalidInput(f"{shown(directory)}: {error.strerror or error}") from None
         if not found:
             raise InvalidInput(f"{shown(directory)} is not a run directory of 'freetrain run': it has no {DATABASE}")
-        try:
-            version = self._one("PRAGMA user_version")[0]
-        except sqlite3.Error as error:
-            raise InvalidInput(f"{self._path} cannot be read: {error}") from None
+        version = self._one("PRAGMA user_version")[0]
         if version != _VERSION:
             raise InvalidInput(f"{self._path} is of another version of FreeTrain (format {version}, not {_VERSION})")
 
@@ -138,10 +139,19 @@ class RunStore:
         trainings: Sequence[str],
         clock: Callable[[], float] = time.time,
     ) -> RunStore:
-        """Create the database of a new run atomically, private to the user."""
+        """Create the database of a new run atomically, private to the user.
+
+        Raises
+        ------
+        InvalidInput
+            Another process creates, or has created, a run in this directory.
+        """
         path = directory / DATABASE
         aside = path.with_suffix(".new")
-        os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            raise InvalidInput(f"{shown(directory)}: another process creates a run there; give another one") from None
         with closing(sqlite3.connect(aside)) as database, database:
             database.executescript(_SCHEMA)
             database.executemany(
@@ -356,8 +366,15 @@ class RunStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self._path, timeout=_BUSY)) as database, database:
-            yield database
+        try:
+            # Without the mode, a database that was removed would be made again, empty.
+            name = f"{self._path.absolute().as_uri()}?mode=rw"
+            with closing(sqlite3.connect(name, timeout=_BUSY, uri=True)) as database, database:
+                yield database
+        except sqlite3.Error as error:
+            if not self._path.exists():
+                raise StateUnreadable(f"{shown(self.directory)} was removed, or its {DATABASE}") from None
+            raise StateUnreadable(f"{self._path} cannot be used: {error}") from None
 
     def _write(self, statement: str, *values: Any) -> None:
         with self._transaction() as database:

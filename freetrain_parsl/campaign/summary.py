@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.executor.journal import last_record
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.run import FailedStarts, RunState
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.store import RunStore, TrainingRecord
-    from freetrain_parsl.report.run import FailedStarts
 
 __all__ = ["ago", "driver_line", "failed_starts_of", "home_lines", "journal_state_of", "summary", "trainings_of"]
 
@@ -77,20 +78,31 @@ def ago(seconds: float) -> str:
 
 
 def failed_starts_of(store: RunStore) -> FailedStarts | None:
-    """Return the failed block starts recorded in the journal of the living driver."""
-    run = journal_state_of(store)
-    return None if run is None else run.failed_starts
+    """Return the failed block starts that the journal of the living driver has recorded last."""
+    if (journal := _living_journal(store)) is None:
+        return None
+    try:
+        entry = last_record(journal, record.StartsFailed)
+    except sqlite3.Error:  # as in `journal_state_of`; or it does not exist yet
+        return None
+    return FailedStarts.of(entry) if isinstance(entry, record.StartsFailed) else None
 
 
 def journal_state_of(store: RunStore) -> RunState | None:
     """Return what the journal of the living driver says; ``None`` without such a driver, or if it cannot be read."""
+    if (journal := _living_journal(store)) is None:
+        return None
+    try:
+        return RunState(journal).refresh()
+    except sqlite3.Error:  # the write-ahead log of another host cannot be read here
+        return None
+
+
+def _living_journal(store: RunStore) -> Path | None:
     driver = store.last_driver()
     if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
         return None
-    try:
-        return RunState(Path(driver.journal)).refresh()
-    except sqlite3.Error:  # the write-ahead log of another host cannot be read here
-        return None
+    return Path(driver.journal)
 
 
 def driver_line(store: RunStore, clock: float | None = None) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.run import CampaignRun
     from freetrain_parsl.campaign.store import TrainingRecord
     from freetrain_parsl.report.run import FailedStarts, TrainingState
-
-RunDirectory = Annotated[
-    Path | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory. Default: newest in the current directory.")
-]
 
 _STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim", "cancelled": "dim"}
 _NUMBER = re.compile(r"[0-9][0-9.]*( [kMGT]?B)?")

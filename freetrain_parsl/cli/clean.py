@@ -9,7 +9,7 @@ from freetrain_parsl.campaign.lock import driver_lock
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.run import find_run, read_site, refuse_living_driver
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import RunDirectory
+from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 
 __all__ = ["clean"]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from freetrain_parsl.campaign.run_source import open_source
-from freetrain_parsl.cli.campaign_view import RunDirectory
+from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.dashboard.server import ServerOptions, serve
 

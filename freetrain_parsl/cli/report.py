@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sqlite3
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.report_page import PHASES, UNUSED, write_report_page
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import trainings_of
-from freetrain_parsl.cli.campaign_view import RunDirectory
+from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
 
@@ -127,7 +129,8 @@ def _read(store: RunStore) -> tuple[NodeTime, dict[str, dict[str, Any]]]:
             continue
         try:
             entries = (entry for _, entry in read_journal(path))
-            account.add(node_time(entries, ended=driver.ended is not None))
+            alive = driver_state(driver) is DriverState.ALIVE
+            account.add(node_time(entries, ended=driver.ended, now=time.time() if alive else None))
             progress |= read_progress(path)
         except (sqlite3.Error, ValueError) as error:
             raise InvalidInput(f"the journal {path} cannot be read: {error}") from None

@@ -9,7 +9,8 @@ import typer
 
 from freetrain_parsl.campaign.run import CampaignRun, find_run, refuse_living_driver
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import RunDirectory, drive_and_report, print_detached
+from freetrain_parsl.cli.campaign_view import drive_and_report, print_detached
+from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import check_on_code_change

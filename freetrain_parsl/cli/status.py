@@ -11,7 +11,8 @@ from rich.console import Console
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line, failed_starts_of, home_lines, summary, trainings_of
-from freetrain_parsl.cli.campaign_view import RunDirectory, print_trainings
+from freetrain_parsl.cli.campaign_view import print_trainings
+from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.remote.sites.coordinator_file import site_lines
 

@@ -12,7 +12,7 @@ from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line
-from freetrain_parsl.cli.campaign_view import RunDirectory
+from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 
 if TYPE_CHECKING:

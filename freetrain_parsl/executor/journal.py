@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Journal", "JournalEntry", "newest_entry", "read_journal", "read_progress"]
+__all__ = ["Journal", "JournalEntry", "last_record", "newest_entry", "read_journal", "read_progress"]
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
@@ -130,7 +130,7 @@ class Journal:
         """
         self._progress[training] = (time, json.dumps(asdict(progress)))
         self._samples.admit(training)
-        if progress.loss is not None and (kept := self._samples.choose(time, training, {"loss": progress.loss})):
+        if progress.loss is not None and (kept := self._samples.choose_loss(time, training, progress.loss)):
             self.write(time, record.ValuesSampled(training, progress.step, kept))
 
     def keep_values(self, time: float, training: str, rows: Sequence[str]) -> None:
@@ -183,6 +183,21 @@ def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, JournalEntry
             yield number, JournalEntry(time, kind, subject, json.loads(detail))
     finally:
         database.close()
+
+
+def last_record(path: Path, kind: type[Record]) -> Record | None:
+    """Return the last record of a class, without reading the others; ``None`` if there is none."""
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        row = database.execute(
+            "SELECT time, kind, subject, detail FROM event WHERE kind = ? ORDER BY id DESC LIMIT 1", (type_name(kind),)
+        ).fetchone()
+    finally:
+        database.close()
+    if row is None:
+        return None
+    time, name, subject, detail = row
+    return JournalEntry(time, name, subject, json.loads(detail)).record
 
 
 def newest_entry(path: Path) -> int:

@@ -16,7 +16,7 @@ from freetrain_parsl.executor.payloads import pack_training
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["pack_or_refuse", "pack_task"]
+__all__ = ["first_line", "pack_or_refuse", "pack_task", "type_name"]
 
 
 def pack_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -48,12 +48,12 @@ def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         found = next(_culprits(function, args, kwargs), None)
         if found is None:
             raise InvalidTrainer(
-                f"training function {name}() cannot be sent to the nodes: {_first_line(error)}"
+                f"training function {name}() cannot be sent to the nodes: {first_line(error)}"
             ) from error
         what, value, refusal = found
         raise InvalidTrainer(
-            f"training function {name}() cannot be sent to the nodes: {what} is of type {_type_name(value)} and "
-            f"cannot be pickled ({_first_line(refusal)}); create it inside the function, or in a module that the "
+            f"training function {name}() cannot be sent to the nodes: {what} is of type {type_name(value)} and "
+            f"cannot be pickled ({first_line(refusal)}); create it inside the function, or in a module that the "
             "nodes can import"
         ) from error
 
@@ -119,10 +119,12 @@ def _refusal(value: Any) -> BaseException | None:
     return None
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """Return the name of a value's class, with its module unless it is built in."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text; its class if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -27,10 +27,16 @@ class ValueSamples:
 
     def __init__(self) -> None:
         self._times: dict[str, dict[str, tuple[float, float]]] = {}  # training -> name -> first, last
+        self._with_loss: set[str] = set()  # trainings that report the loss of their steps
 
     def admit(self, training: str) -> None:
         """Choose values that this training logs, too; slots may name others."""
         self._times.setdefault(training, {})
+
+    def choose_loss(self, time: float, training: str, loss: float) -> dict[str, float]:
+        """Return the mean loss of a progress report as ``loss``, if it is to be kept."""
+        self._with_loss.add(training)
+        return self.choose(time, training, {"loss": loss})
 
     def choose(self, time: float, training: str, values: Mapping[str, object]) -> dict[str, float]:
         """Return those of the values that are to be kept; `time` in seconds."""
@@ -51,8 +57,8 @@ class ValueSamples:
     def choose_rows(self, time: float, training: str, rows: Sequence[str]) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield the step and the values to be kept of the newest rows of a report, see `protocol.reports.Logged`.
 
-        Trainings that were not admitted have none.
-        The loss that the user logs is not the mean loss of progress reports, and gets another name.
+        Trainings that were not admitted have none. A value that the user logs as ``loss`` is left out if the training
+        reports the loss of its steps, too: that is the curve of this name.
         """
         if training not in self._times:
             return
@@ -60,9 +66,8 @@ class ValueSamples:
             row = parse_row(text)
             if row is None:
                 continue
-            values = {_LOGGED_LOSS if name == "loss" else name: value for name, value in row.values.items()}
+            values = {
+                name: value for name, value in row.values.items() if name != "loss" or training not in self._with_loss
+            }
             if chosen := self.choose(time, training, values):
                 yield row.step, chosen
-
-
-_LOGGED_LOSS = "loss (logged)"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.run import CELLS
-from freetrain_parsl.campaign.site import find_site_file
+from freetrain_parsl.campaign.app_source import check_campaign
+from freetrain_parsl.campaign.run import BEFORE_THE_RUN, CELLS
+from freetrain_parsl.campaign.site import Site, find_site_file
 from freetrain_parsl.campaign.store import DATABASE, RunStore
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer, UsageError
-from freetrain_parsl.notebook.cells import CellCampaign
+from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.executor.run_directory import check_run_directory
+from freetrain_parsl.notebook.cells import CAMPAIGN_FILE, CellCampaign
 from freetrain_parsl.notebook.control import controller_of, take_control
-from freetrain_parsl.notebook.launch import run_command
+from freetrain_parsl.notebook.launch import environment_of_user
 from freetrain_parsl.notebook.run import StartedRun
 from freetrain_parsl.notebook.shown import ShownCampaign
 from freetrain_parsl.notebook.snapshot import short_path
 from freetrain_parsl.protocol.options import check_on_code_change
+from freetrain_parsl.remote.detached import driver_process, local_status, run_detached
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -86,6 +91,9 @@ class NotebookCampaign:
     def start(self, *, on_code_change: OnCodeChange | None = None) -> StartedRun:
         """Start the campaign's driver in the background and show the run; attach to it if it exists already.
 
+        It checks the files and the arguments of the functions, and returns. The driver imports the functions and asks
+        the batch system; what it refuses is shown, and raised by ``results``.
+
         Parameters
         ----------
         on_code_change
@@ -105,18 +113,15 @@ class NotebookCampaign:
         if on_code_change is not None:
             check_on_code_change(on_code_change)
         if not (self._run_dir / DATABASE).exists():
-            self._create()
-            print(f"started {short_path(self._run_dir)}")  # noqa: T201 - the output of the cell
-            run = self._attach()
+            run = self._begin()
         else:
             self._refuse_another_campaign()
             changed = [] if self._cells is None else self._cells.changes_since(self._run_dir / CELLS)
             run = self._attach()
-            if not changed:
-                print(f"attached to {short_path(self._run_dir)}: {_what_next(run.state)}")  # noqa: T201 - as above
-            else:
+            if changed:
                 self._take_new_code(run, _some(changed), on_code_change)
                 return run
+            print(f"attached to {short_path(self._run_dir)}: {_what_next(run.state)}")  # noqa: T201 - the output of the cell
         if not run.controls:
             print(f"read-only: another notebook ({controller_of(self._run_dir)}) controls this run")  # noqa: T201 - as above
         run.show()
@@ -137,38 +142,67 @@ class NotebookCampaign:
     def __repr__(self) -> str:
         return f"<campaign {self._file or 'of this notebook'}, run directory {self._run_dir}>"
 
-    def _attach(self) -> StartedRun:
-        source = ShownCampaign(self._run_dir)
+    def _attach(self, name: str = "", trainings: Sequence[str] = ()) -> StartedRun:
+        source = ShownCampaign(self._run_dir, name=name, trainings=trainings)
         return StartedRun(source, controls=take_control(self._run_dir))
 
-    def _create(self) -> None:
-        """Create the run and start its driver; what is refused leaves nothing behind."""
-        cells = self._run_dir / CELLS
+    def _begin(self) -> StartedRun:
+        """Check the campaign here, and start the driver, which checks the rest and creates the run."""
+        file = self._run_dir / CELLS / CAMPAIGN_FILE if self._cells is not None else self._file
+        assert file is not None, "a campaign is a file, or of cells"
+        command = self._command(file)
+        process = driver_process(self._run_dir)
+        if process is not None and local_status(self._run_dir, None).state == "starting":
+            if list(process.command) != command:
+                raise InvalidInput(
+                    f"{self._run_dir} is starting another campaign; give another run_dir, or look at that one: "
+                    f"watch({str(self._run_dir)!r})"
+                )
+            print(f"attached to {short_path(self._run_dir)}: it is starting")  # noqa: T201 - the output of the cell
+            return self._attach()
+        name, trainings = self._check(file)
+        self._make_directory()
+        if not take_control(self._run_dir):
+            raise InvalidInput(
+                f"another notebook ({controller_of(self._run_dir)}) is starting {self._run_dir}; run the cell again"
+            )
         if self._cells is not None:
-            if self._run_dir.exists() and any(path.name != CELLS for path in self._run_dir.iterdir()):
-                raise InvalidInput(f"{self._run_dir} is not empty, and not a run; give another run_dir")
-            made = not self._run_dir.exists()
-            try:
-                self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
-                raise InvalidInput(f"run_dir {self._run_dir}: {error.strerror}; choose another directory") from None
-            try:
-                self._run(self._cells.write(cells))
-            except UsageError:
-                if not (self._run_dir / DATABASE).exists():
-                    CellCampaign.remove(cells)
-                    if made:
-                        self._run_dir.rmdir()
-                raise
-        else:
-            assert self._file is not None, "a campaign is a file, or of cells"
-            self._run(self._file)
+            self._cells.write(self._run_dir / CELLS)
+        run_detached(self._run_dir, command, self._here, environment_of_user(os.environ))
+        print(f"started {short_path(self._run_dir)}")  # noqa: T201 - as above
+        return self._attach(name, trainings)
 
-    def _run(self, file: Path) -> None:
-        command = ["run", str(file), "--config", self._config, "--run-dir", str(self._run_dir), "--detach"]
+    def _check(self, file: Path) -> tuple[str, tuple[str, ...]]:
+        """Refuse what shows at once, before anything is written, and return the names of campaign and trainings."""
+        check_run_directory(self._run_dir)
+        variables = Variables(self._settings)
+        Site.load(self._site(), variables)
+        if self._cells is None:
+            checked = check_campaign(self._file_text(), str(file), file.parent, variables)
+        else:
+            self._cells.check()
+            checked = check_campaign(self._cells.text, str(file), file.parent, variables, self._cells.by_reference())
+        variables.refuse_unused()
+        return checked
+
+    def _make_directory(self) -> None:
+        try:
+            self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if any(path.name not in BEFORE_THE_RUN for path in self._run_dir.iterdir()):
+                raise InvalidInput(f"{self._run_dir} is not empty, and not a run; give another run_dir")
+        except OSError as error:
+            raise InvalidInput(f"run_dir {self._run_dir}: {error.strerror}; choose another directory") from None
+
+    def _command(self, file: Path) -> list[str]:
+        command = ["run", str(file), "--config", self._config, "--run-dir", str(self._run_dir)]
         for name, value in self._settings.items():
             command += ["--set", f"{name}={value}"]
-        run_command(command, self._here)
+        return command
+
+    def _site(self) -> Path:
+        """Return the site file, which is relative to where the notebook was when the campaign was made."""
+        in_directory = self._here / self._config
+        return in_directory if in_directory.exists() else Path(self._config)
 
     def _refuse_another_campaign(self) -> None:
         store = RunStore(self._run_dir)
@@ -178,8 +212,7 @@ class NotebookCampaign:
                 f"{self._run_dir} is the run of another version of this campaign; give another run_dir to start this "
                 f"one, or look at that one: watch({str(self._run_dir)!r})"
             )
-        in_directory = self._here / self._config
-        site = find_site_file(in_directory if in_directory.exists() else Path(self._config)).absolute()
+        site = find_site_file(self._site()).absolute()
         if store.fact("site_file") != str(site):
             raise InvalidInput(
                 f"{self._run_dir} is a run at {store.fact('site_file')}, not at {site}; give another run_dir"

@@ -15,10 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -31,7 +30,9 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.app import TrainingApp
 
-__all__ = ["CellCampaign", "load_apps"]
+__all__ = ["CAMPAIGN_FILE", "CellCampaign", "load_apps"]
+
+CAMPAIGN_FILE: Final = "campaign.yaml"
 
 _MODULE = "freetrain_cells"
 _PICKLE = "cells.pickle"
@@ -116,24 +117,34 @@ class CellCampaign:
         InvalidTrainer
             An app uses an object that cannot be pickled.
         """
-        from freetrain_parsl.executor.packing import pack_or_refuse
         from freetrain_parsl.executor.payloads import pack_training
 
-        for app in self.apps.values():
-            pack_or_refuse(app.func, (), {})  # it names what cannot be pickled
+        self.check()
         payload = pack_training(_nothing, (), dict(self.apps))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_output(directory / f"{_MODULE}.py", _SOURCE)
         _write_private(directory / _PICKLE, payload)
         self.write_code(directory)
-        file = directory / "campaign.yaml"
+        file = directory / CAMPAIGN_FILE
         write_output(file, self.text)
         return file
 
-    @staticmethod
-    def remove(directory: Path) -> None:
-        """Remove the files again."""
-        shutil.rmtree(directory, ignore_errors=True)
+    def check(self) -> None:
+        """Refuse apps that cannot be written.
+
+        Raises
+        ------
+        InvalidTrainer
+            An app uses an object that cannot be pickled.
+        """
+        from freetrain_parsl.executor.packing import pack_or_refuse
+
+        for app in self.apps.values():
+            pack_or_refuse(app.func, (), {})  # it names what cannot be pickled
+
+    def by_reference(self) -> dict[str, TrainingApp]:
+        """Return the apps by their references in the campaign file."""
+        return {f"{_MODULE}.py:{name}": app for name, app in self.apps.items()}
 
     def write_code(self, directory: Path) -> None:
         """Write the digests of the apps' code."""

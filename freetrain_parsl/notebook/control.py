@@ -11,12 +11,13 @@ import os
 import platform
 from typing import TYPE_CHECKING, Final
 
+from freetrain_parsl.campaign.run import CONTROL
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["controller_of", "take_control"]
 
-_FILE = "notebook.lock"
 _HELD: Final[dict[Path, int]] = {}  # file -> descriptor: closing it, or another one of the file, would release the lock
 
 
@@ -25,7 +26,7 @@ def take_control(run_dir: Path) -> bool:
 
     On a file system without locks, each process does.
     """
-    path = (run_dir / _FILE).resolve()
+    path = (run_dir / CONTROL).resolve()
     if path in _HELD:
         return True
     file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -45,6 +46,6 @@ def take_control(run_dir: Path) -> bool:
 def controller_of(run_dir: Path) -> str:
     """Describe the process that controlled a run last; empty: none did."""
     try:
-        return (run_dir / _FILE).read_text(encoding="utf-8", errors="replace")[:100]
+        return (run_dir / CONTROL).read_text(encoding="utf-8", errors="replace")[:100]
     except OSError:
         return ""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["environment_of_user", "run_command"]
+__all__ = ["environment_of_user", "reason_in", "run_command"]
 
 _COMMAND = "from freetrain_parsl.cli import main; main()"
 _OF_THE_KERNEL = re.compile(r"JPY_.*|JUPYTER.*|FORCE_COLOR|CLICOLOR(_FORCE)?|PYDEVD_.*|IPY.*|VSCODE_.*")
@@ -58,5 +58,10 @@ def run_command(arguments: Sequence[str], directory: Path | None = None) -> str:
     )
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip() or f"it ended with code {done.returncode}").splitlines()
-        raise InvalidInput(_PREFIX.sub("", said[-1]))
+        raise InvalidInput(reason_in(said[-1]))
     return done.stdout
+
+
+def reason_in(line: str) -> str:
+    """Return the message in the last line of a command's output."""
+    return _PREFIX.sub("", line)

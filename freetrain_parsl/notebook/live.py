@@ -1,7 +1,8 @@
 """A display that goes on updating while other cells run: a thread reads the run and sends what has changed.
 
 While the run goes on, the output of the cell has the live view, if anywidget is installed, and the state as a table for
-viewers that cannot show it. When the run ends, the table and a picture take its place, which a saved notebook keeps.
+viewers that cannot show it. When the run ends, the table and pictures of its nodes and curves take its place, which a
+saved notebook keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import FreeTrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from freetrain_parsl.notebook.shown import ShownRun
     from freetrain_parsl.notebook.snapshot import RunSnapshot
@@ -27,24 +28,25 @@ __all__ = ["LiveDisplay", "bundle_of", "in_kernel"]
 
 _PERIOD = 1.0  # seconds between looks at the run
 _TABLE_PERIOD = 2.0  # seconds between updates of a table
-_LAST_UPDATE = 15.0  # seconds for which a cell waits for the final picture
+_LAST_UPDATE = 15.0  # seconds for which a cell waits for the final pictures
 _SAVED_PERIOD = 300.0  # seconds between updates of the table behind a live view, which draw that view anew
 
 
-def bundle_of(snapshot: RunSnapshot, picture: Picture | None = None) -> dict[str, Any]:
+def bundle_of(snapshot: RunSnapshot, pictures: Sequence[Picture] = ()) -> dict[str, Any]:
     """Return what is shown of a run, by MIME type.
 
     Parameters
     ----------
     snapshot
         Its state.
-    picture
-        Shown below the table; ``None``: nothing.
+    pictures
+        Shown below the table.
     """
     page = snapshot.html()
-    if picture is not None and picture.png is not None:
-        data = base64.b64encode(picture.png).decode()
-        page += f"<img alt='{html.escape(picture.text)}' src='data:image/png;base64,{data}'>"
+    for picture in pictures:
+        if picture.png is not None:
+            data = base64.b64encode(picture.png).decode()
+            page += f"<img alt='{html.escape(picture.text)}' src='data:image/png;base64,{data}'>"
     return {"text/plain": snapshot.text(), "text/html": page}
 
 
@@ -60,8 +62,8 @@ class LiveDisplay:
     ----------
     source
         Where its state is read.
-    picture
-        Returns the picture of the run that has ended.
+    pictures
+        Returns the pictures of the run that has ended.
     pause
         Waits for that many seconds, and returns whether to end the updates.
     clock
@@ -71,13 +73,13 @@ class LiveDisplay:
     def __init__(
         self,
         source: ShownRun,
-        picture: Callable[[], Picture],
+        pictures: Callable[[], Sequence[Picture]],
         *,
         pause: Callable[[float], bool] = _sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
-        self._picture = picture
+        self._pictures = pictures
         self._pause = pause
         self._clock = clock
         self._handles: list[Any] = []
@@ -135,7 +137,7 @@ class LiveDisplay:
 
     def _bundle(self, snapshot: RunSnapshot) -> dict[str, Any]:
         if snapshot.over:
-            return bundle_of(snapshot, self._picture())
+            return bundle_of(snapshot, self._pictures())
         return {**_shown_by(self._widget), **bundle_of(snapshot)}
 
 

@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.logs import log_lines, shown_line, trainings_of
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.notebook.control import controller_of
 from freetrain_parsl.notebook.launch import run_command
 from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
-from freetrain_parsl.notebook.timeline import timeline_picture
+from freetrain_parsl.notebook.pictures import curves_picture, timeline_picture
 from freetrain_parsl.notebook.values import TextLines, results_table
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class WatchedRun:
     def __init__(self, source: ShownRun, sleep: Callable[[float], None] = time.sleep) -> None:
         self._source = source
         self._sleep = sleep
-        self._display = LiveDisplay(source, self.timeline)
+        self._display = LiveDisplay(source, lambda: (self.timeline(), self.curves()))
 
     @property
     def directory(self) -> Path:
@@ -62,12 +62,21 @@ class WatchedRun:
 
         The columns are ``state``, ``done`` (the fraction of its samples), the numbers and texts of the result, and
         ``error`` where a training has failed.
+
+        Raises
+        ------
+        InvalidInput
+            The run was refused when its driver started, has not been created yet, or was removed.
         """
         return results_table(self._source.results())
 
     def timeline(self) -> Picture:
         """Draw the nodes over time, with the trainings that ran on them; needs matplotlib (extra ``report``)."""
         return timeline_picture(self._source.journals(), self._source.snapshot().title)
+
+    def curves(self) -> Picture:
+        """Draw the loss and what trainings log against steps; needs matplotlib (extra ``report``)."""
+        return curves_picture(self._source.view(), self._source.snapshot().title)
 
     def logs(self, training: str | None = None, *, tail: int | None = None) -> TextLines:
         """Return what a training has printed, or all of them, merged by time.
@@ -121,10 +130,13 @@ class WatchedRun:
             print(self._source.snapshot().text())  # noqa: T201 - the output of a cell is what this is for
 
     def __repr__(self) -> str:
-        return self._source.snapshot().text()
+        return str(self._repr_mimebundle_()["text/plain"])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:  # noqa: ARG002 - IPython's
-        return bundle_of(self._source.snapshot())
+        try:
+            return bundle_of(self._source.snapshot())
+        except FreeTrainError as error:  # IPython would print a traceback
+            return {"text/plain": str(error)}
 
 
 class StartedRun(WatchedRun):
@@ -142,7 +154,7 @@ class StartedRun(WatchedRun):
 
     def __init__(self, source: ShownCampaign, *, controls: bool, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(source, sleep)
-        self._store = source.store
+        self._campaign = source
         self.controls = controls
 
     def stop(self, timeout: float = 120.0) -> str:
@@ -168,7 +180,7 @@ class StartedRun(WatchedRun):
         while (state := self.state) == "starting" and time.monotonic() < end:
             self._sleep(_POLL)  # a driver that begins ignores earlier requests
         if state == "running":
-            self._store.request_stop()
+            self._campaign.store.request_stop()
         return self.wait(max(0.0, end - time.monotonic()))
 
     def resume(self, *, on_code_change: OnCodeChange | None = None, retry_failed: bool = False) -> None:

@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.run_source import CampaignSource
-from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.notebook.launch import reason_in
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow, short_path
 from freetrain_parsl.notebook.values import outcome_row
-from freetrain_parsl.remote.detached import local_status
+from freetrain_parsl.remote.detached import driver_process, local_status
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from freetrain_parsl.campaign.store import TrainingRecord
@@ -76,7 +78,7 @@ class ShownRun(ABC):
 
 
 class ShownCampaign(ShownRun):
-    """A run of a campaign, whose driver is another process.
+    """A run of a campaign, whose driver is another process, and may yet have to create the run.
 
     Parameters
     ----------
@@ -84,35 +86,75 @@ class ShownCampaign(ShownRun):
         Its run directory.
     clock
         Seconds since the epoch.
+    name, trainings
+        What is shown until the run has been created.
 
     Raises
     ------
     InvalidInput
-        It is not a run directory.
+        It is not a run directory, and will not become one.
     """
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        clock: Callable[[], float] = time.time,
+        *,
+        name: str = "",
+        trainings: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         self.directory = run_dir.absolute()
-        self.store = RunStore(self.directory)
         self._clock = clock
         self._journal = _JournalReader()
-        self._reader = RunReader(self.store.fact("name"), CampaignSource(self.store).journals, clock)
+        self._name = name or self.directory.name
+        self._expected = tuple(trainings)
+        self._store: RunStore | None = None
+        self._campaign: CampaignSource | None = None
+        if self._open() is None and driver_process(self.directory) is None:
+            RunStore(self.directory)  # it refuses by name
+        self._reader = RunReader(self._name, self._driver_journals, clock)
+
+    @property
+    def store(self) -> RunStore:
+        """The state of the run.
+
+        Raises
+        ------
+        InvalidInput
+            The run has not been created: its driver starts, or has refused it.
+        """
+        store = self._open()
+        if store is None:
+            status = local_status(self.directory, None)
+            raise InvalidInput(reason_in(status.message) if status.over else f"{self.directory} is {status.state}")
+        return store
+
+    def _open(self) -> RunStore | None:
+        """Return the state of the run, once it has been created."""
+        if self._store is None and (self.directory / DATABASE).exists():
+            self._store = RunStore(self.directory)
+            self._campaign = CampaignSource(self._store)
+            self._name = str(self._store.fact("name"))
+        return self._store
 
     def _snapshot(self) -> RunSnapshot:
         """Return the state in the store, with progress from the journal of the last driver."""
-        status = local_status(self.store)
+        store = self._open()
+        status = local_status(self.directory, store)
         run = self._last_journal()
-        notes = [status.message] if status.message else []
+        notes = [reason_in(status.message)] if status.message else []
         if run is not None and run.failed_starts is not None and not status.over:
             notes.append(run.failed_starts.sentence(self._clock()))
         return RunSnapshot(
-            title=self.store.fact("name"),
+            title=self._name,
             state=status.state,
             place=short_path(self.directory),
-            rows=tuple(_campaign_row(item, run) for item in trainings_of(self.store)),
+            rows=tuple(TrainingRow(name, "waiting") for name in self._expected)
+            if store is None
+            else tuple(_campaign_row(item, run) for item in trainings_of(store)),
             taken=self._clock(),
-            notes=(*notes, *home_lines(self.store)),
+            notes=(*notes, *([] if store is None else home_lines(store))),
             over=status.over,
         )
 
@@ -128,26 +170,35 @@ class ShownCampaign(ShownRun):
 
     def journals(self) -> list[Path]:
         """Return the journals of all drivers."""
-        paths = (Path(driver.journal) for driver in self.store.drivers() if driver.journal is not None)
+        store = self._open()
+        drivers = [] if store is None else store.drivers()
+        paths = (Path(driver.journal) for driver in drivers if driver.journal is not None)
         return [path for path in paths if path.exists()]
 
     def _explanation(self) -> list[str]:
         """Return the state of the driver, of the windows, and of each training that has not finished."""
-        status = local_status(self.store)
-        lines = ["the driver is starting"] if status.state == "starting" else [driver_line(self.store)]
+        store = self._open()
+        status = local_status(self.directory, store)
+        if store is None:
+            return [reason_in(status.message) or "the driver is starting"]
+        lines = ["the driver is starting"] if status.state == "starting" else [driver_line(store)]
         run = None if status.over else self._last_journal()
         if run is not None:
             lines += _machine_lines(run, self._clock())
-        for item in trainings_of(self.store):
+        for item in trainings_of(store):
             if item.error:
                 lines.append(f"{item.name}: {item.state}: {' '.join(item.error.split())}")
             elif item.state not in ("finished", "cancelled"):
                 known = None if run is None else run.trainings.get(item.name)
                 lines.append(f"{item.name}: {item.state}{_reason(known, run, self._clock(), item.remark or '')}")
-        return [*lines, *home_lines(self.store)]
+        return [*lines, *home_lines(store)]
+
+    def _driver_journals(self) -> list[DriverJournal]:
+        self._open()
+        return [] if self._campaign is None else self._campaign.journals()
 
     def _last_journal(self) -> RunState | None:
-        driver = self.store.last_driver()
+        driver = None if self._store is None else self._store.last_driver()
         return None if driver is None or driver.journal is None else self._journal.read(Path(driver.journal))
 
 

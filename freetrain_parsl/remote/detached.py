@@ -9,17 +9,18 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.campaign.run import DRIVER
 from freetrain_parsl.remote.launch import launch, process_of
 from freetrain_parsl.remote.verbs import status_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.remote.launch import Process
     from freetrain_parsl.remote.messages import RemoteStatus
 
-__all__ = ["DRIVER", "drive_detached", "local_status"]
-
-DRIVER = "driver"
-"""Directory of the process' files, in the run directory."""
+__all__ = ["drive_detached", "driver_process", "local_status", "run_detached"]
 
 
 def drive_detached(run_dir: Path, *, config: Path | None = None, on_code_change: str | None = None) -> None:
@@ -37,15 +38,42 @@ def drive_detached(run_dir: Path, *, config: Path | None = None, on_code_change:
         command += ["--config", str(config)]
     if on_code_change is not None:
         command += ["--on-code-change", on_code_change]
-    directory = run_dir / DRIVER
-    directory.mkdir(mode=0o700, exist_ok=True)
-    launch(directory, command, Path.cwd(), os.environ)
+    run_detached(run_dir, command, Path.cwd(), os.environ)
 
 
-def local_status(store: RunStore) -> RemoteStatus:
+def run_detached(run_dir: Path, command: Sequence[str], directory: Path, environment: Mapping[str, str]) -> None:
+    """Start the process that drives a run, and return once it has recorded itself.
+
+    Parameters
+    ----------
+    run_dir
+        The run directory, absolute. It exists; ``freetrain run`` may yet have to create the run in it.
+    command
+        Arguments of ``freetrain``.
+    directory, environment
+        Where it runs, and with which variables.
+    """
+    files = run_dir / DRIVER
+    files.mkdir(mode=0o700, exist_ok=True)
+    launch(files, command, directory, environment)
+
+
+def driver_process(run_dir: Path) -> Process | None:
+    """Return the last detached process of a run; ``None``: there was none."""
+    return process_of(run_dir / DRIVER)
+
+
+def local_status(run_dir: Path, store: RunStore | None) -> RemoteStatus:
     """Return the state of a run on this host: of its detached process if it has one, else of its last driver.
 
     It has no summary, so that it can be asked for every second.
+
+    Parameters
+    ----------
+    run_dir
+        The run directory.
+    store
+        Its state; ``None``: the run has not been created yet, or was refused.
     """
-    directory = store.directory / DRIVER
+    directory = run_dir / DRIVER
     return status_of(directory, process_of(directory), store, with_summary=False)

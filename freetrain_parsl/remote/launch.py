@@ -135,7 +135,7 @@ def read_document(path: Path, *keys: str) -> dict[str, Any] | None:
     """
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
         document = None

@@ -108,7 +108,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
         return facts
     facts["copying"] = list(mover.lines)
     if (run := journal_state_of(store)) is not None:
-        facts["held"] = run.held_nodes(time.time())
+        facts["held"] = run.blocks.held(time.time())
         for name, training in run.trainings.items():
             total, done = training.progress.get("samples_total"), training.progress.get("samples")
             if total and done is not None:

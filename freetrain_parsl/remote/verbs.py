@@ -106,7 +106,7 @@ def status_of(
     clock
         Seconds since the epoch.
     with_summary
-        Whether the status has the summary, which reads the whole journal.
+        Whether the status has the summary, with all trainings.
     """
     driver = None if store is None else store.last_driver()
     document = summary(store) if store is not None and with_summary else None

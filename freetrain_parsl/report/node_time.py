@@ -63,7 +63,8 @@ class NodeTime:
     begin, end
         Times of the first and last entry, seconds since the epoch; ``None`` without entries.
     unfinished
-        Number of blocks whose end is not recorded; they are counted until the last entry.
+        Number of blocks whose end is not recorded; they are counted until now or, if their driver was killed, until its
+        last entry.
     slots_per_node
         Number of slots of a node.
     requests
@@ -110,7 +111,7 @@ class NodeTime:
         self.end = max((time for time in (self.end, other.end) if time is not None), default=None)
 
 
-def node_time(entries: Iterable[JournalEntry], *, ended: bool) -> NodeTime:
+def node_time(entries: Iterable[JournalEntry], *, ended: float | None = None, now: float | None = None) -> NodeTime:
     """Account for the node time of one driver.
 
     Parameters
@@ -118,12 +119,17 @@ def node_time(entries: Iterable[JournalEntry], *, ended: bool) -> NodeTime:
     entries
         Its journal, in order of time.
     ended
-        Whether the driver has ended by itself, and its last blocks with it.
+        When the driver has ended by itself, and its last blocks with it, seconds since the epoch; ``None``: it runs, or
+        was killed.
+    now
+        The time, if it runs.
     """
     fold = NodeTimeFold()
     for entry in entries:
         fold.take(entry.time, entry.record)
-    return fold.finish(ended=ended)
+    if now is not None:
+        fold.so_far(now)
+    return fold.finish(ended)
 
 
 @dataclass
@@ -203,10 +209,12 @@ class NodeTimeFold:
         self._account.slots_per_node = max(self._slots.values(), default=1)
         return self._account
 
-    def finish(self, *, ended: bool) -> NodeTime:
+    def finish(self, ended: float | None) -> NodeTime:
         """Return the account at the end of the journal; see `node_time`."""
+        if ended is not None:
+            self._now = max(self._now, ended)
         for block in list(self._ends):
-            if ended:
+            if ended is not None:
                 self._end(block, _WITH_THE_DRIVER)
             else:
                 self._account.unfinished += 1

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import read_journal, read_progress
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.blocks import BlockFold
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from freetrain_parsl.report.blocks import BlockHistory
 
 __all__ = ["FailedStarts", "Fragment", "RunState", "TrainingState"]
 
@@ -170,6 +173,11 @@ class FailedStarts:
     next_attempt: float | None
     reason: str
 
+    @classmethod
+    def of(cls, entry: record.StartsFailed) -> FailedStarts | None:
+        """Return what a record says; ``None``: a block has started again."""
+        return cls(entry.count, entry.most, entry.next_attempt, entry.reason) if entry.count else None
+
     def sentence(self, now: float) -> str:
         """Describe it in one line."""
         if self.next_attempt is None:
@@ -202,9 +210,9 @@ class RunState:
         """Cohort -> why none of its trainings runs."""
         self.node_kinds: dict[str, str] = {}
         """Node -> its kind, where there are several kinds."""
-        self._blocks: dict[str, tuple[int, float]] = {}  # those that have not ended: nodes, and when they end
-        self.blocks_requested = 0
-        self.blocks_ended: list[str] = []
+        self.blocks = BlockFold()
+        self.changed_block: BlockHistory | None = None
+        """The block that the last record concerned."""
         self.failed_starts: FailedStarts | None = None
         self.solve_seconds: list[float] = []
         self.solves_proven = 0
@@ -220,6 +228,7 @@ class RunState:
 
     def take(self, time: float, entry: record.Record | None) -> None:
         """Take the next record; ``None``, one of another version, is ignored."""
+        self.changed_block = None
         if entry is None:
             return
         if (training := self.trainings.get(entry.subject)) is not None:
@@ -259,15 +268,15 @@ class RunState:
             else:
                 training.waits_with_cohort = self.stalled_cohorts.get(training.cohort, "")
 
-    def held_nodes(self, now: float) -> list[tuple[int, float]]:
-        """Return the nodes of the blocks that are requested and have not ended, and for how many seconds each lasts.
+    @property
+    def blocks_requested(self) -> int:
+        """Number of blocks that were requested."""
+        return self.blocks.requested
 
-        Parameters
-        ----------
-        now
-            Seconds since the epoch.
-        """
-        return [(nodes, ends - now) for nodes, ends in self._blocks.values() if ends > now]
+    @property
+    def blocks_ended(self) -> list[str]:
+        """Why blocks have ended."""
+        return self.blocks.endings
 
     @property
     def completed(self) -> int:
@@ -282,18 +291,18 @@ class RunState:
                 self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
             case (
                 record.BlockRequested()
+                | record.BlockSubmitted()
                 | record.BlockStarted()
                 | record.BlockYields()
                 | record.BlockReleased()
                 | record.BlockEnded()
             ):
-                self._on_block_record(time, entry)
+                self.changed_block = self.blocks.take(time, entry)
             case record.NodeJoined(subject=node):
                 if entry.node_kind:
                     self.node_kinds[node] = entry.node_kind
             case record.StartsFailed():
-                failed = FailedStarts(entry.count, entry.most, entry.next_attempt, entry.reason)
-                self.failed_starts = failed if entry.count else None
+                self.failed_starts = FailedStarts.of(entry)
             case record.CohortJoined() | record.CohortStalled() | record.ArrayMeasured():
                 self._on_cohort_record(entry.subject, entry)
             case record.Decision():
@@ -313,27 +322,6 @@ class RunState:
             case record.ArrayMeasured():
                 if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
                     self.gains[cohort] = (entry.members, entry.gain)
-
-    def _on_block_record(
-        self,
-        time: float,
-        entry: record.BlockRequested
-        | record.BlockStarted
-        | record.BlockYields
-        | record.BlockReleased
-        | record.BlockEnded,
-    ) -> None:
-        nodes, ends = self._blocks.pop(entry.subject, (0, 0.0))
-        match entry:
-            case record.BlockRequested():
-                self.blocks_requested += 1
-                self._blocks[entry.subject] = len(entry.nodes), time + entry.seconds
-            case record.BlockStarted():
-                self._blocks[entry.subject] = len(entry.nodes), ends if entry.ends is None else entry.ends
-            case record.BlockYields():
-                self._blocks[entry.subject] = nodes, entry.closes
-            case record.BlockEnded():
-                self.blocks_ended.append(entry.reason)
 
     def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
         match entry:

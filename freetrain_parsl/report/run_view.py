@@ -19,6 +19,7 @@ from freetrain_parsl.report.sentences import actions_in_words, cause_in_words, i
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from freetrain_parsl.report.blocks import BlockHistory
     from freetrain_parsl.report.run import TrainingState
 
 __all__ = ["FORMAT", "RunView"]
@@ -78,6 +79,7 @@ class RunView:
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
         self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
+        self._interrupted: set[str] = set()  # trainings whose last fragment was ended by a failure
         self._touched: set[str] = set()  # trainings whose rows are to be written
         self._solves: list[record.Decision] = []
 
@@ -134,15 +136,15 @@ class RunView:
         if time is not None:
             self._now = max(self._now, time)
         self._ended = how
+        if time is None:
+            self._interrupted |= {name for name, one in self._state.trainings.items() if one.state == "running"}
+        for block in self._state.blocks.end_driver(self._now, f"the driver {_ENDS[how]}"):
+            self._write_block(block)
         self._state.end_driver(self._now)
         self._node_states.end_driver(self._now)
         self._windows.end_driver(self._now)
-        self._node_time.so_far(self._now)
-        self._earlier.add(self._node_time.finish(ended=time is not None))
+        self._earlier.add(self._node_time.finish(time))
         self._node_time = NodeTimeFold()
-        for row in self._block_rows.values():
-            if self._tables["blocks"].value(row, "ended") is None:
-                self._tables["blocks"].change(row, ended=self._relative(self._now), reason=f"the driver {_ENDS[how]}")
         for name in self._training_rows:
             self._touch_fragment(name)
         self._touched |= self._training_rows.keys()
@@ -237,9 +239,21 @@ class RunView:
                 self._on_block_record(time, entry)
         if entry.subject in self._state.trainings:
             self._on_training_record(entry)
-        if (incident := incident_of(entry)) is not None:
+        if self._is_unplanned(entry) and (incident := incident_of(entry)) is not None:
             level, text = incident
             self._tables["incidents"].add(self._relative(time), int(level), entry.subject, text)
+
+    def _is_unplanned(self, entry: record.Record) -> bool:
+        """Return whether something was repaired, if a training resumes: it also does after it was moved by plan."""
+        match entry:
+            case record.FragmentEnded():
+                self._interrupted -= {entry.subject}
+                self._interrupted |= {entry.subject} if entry.failure else set()
+            case record.FragmentResumed(subject=training):
+                was_interrupted = training in self._interrupted
+                self._interrupted.discard(training)
+                return was_interrupted
+        return True
 
     def _on_step(self, time: float, step: record.PlannerStep) -> None:
         for event in step.events:
@@ -266,26 +280,25 @@ class RunView:
         )
 
     def _on_block_record(self, time: float, entry: record.Record) -> None:
-        blocks, name = self._tables["blocks"], entry.subject
-        if isinstance(entry, record.BlockRequested):
-            now = self._relative(time)
-            self._block_rows[name] = blocks.add(name, "", len(entry.nodes), entry.seconds, now, None, None, "")
-            return
-        row = self._block_rows.get(name)
         match entry:
-            case record.BlockStarted(nodes=nodes):
+            case record.BlockStarted(subject=name, nodes=nodes):
                 self._node_states.on_block_started(time, name, nodes)
                 self._windows.on_block_started(name, nodes)
-                if row is not None:
-                    blocks.change(row, nodes=len(nodes), started=self._relative(time))
-            case record.BlockSubmitted() if row is not None:
-                blocks.change(row, job=entry.job)
-            case record.BlockReleased() if row is not None:
-                blocks.change(row, reason=f"released: {entry.reason}")
-            case record.BlockEnded():
+            case record.BlockEnded(subject=name):
                 self._node_states.on_block_ended(time, name)
-                if row is not None:
-                    blocks.change(row, ended=self._relative(time), reason=entry.reason)
+        if self._state.changed_block is not None:
+            self._write_block(self._state.changed_block)
+
+    def _write_block(self, block: BlockHistory) -> None:
+        rows, now = self._tables["blocks"], self._relative
+        started, ended = (None if time is None else now(time) for time in (block.started, block.ended))
+        row = self._block_rows.get(block.name)
+        if row is None:
+            self._block_rows[block.name] = rows.add(
+                block.name, block.job, block.nodes, block.walltime, now(block.requested), started, ended, block.reason
+            )
+        else:
+            rows.change(row, job=block.job, nodes=block.nodes, started=started, ended=ended, reason=block.reason)
 
     def _on_requests(self, time: float, entry: record.BatchRequests) -> None:
         begin = self._relative(time) - round(entry.seconds, 1)

@@ -8,9 +8,27 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import InvalidTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-__all__ = ["check_signature"]
+__all__ = ["bind_call", "check_signature"]
+
+
+def bind_call(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Check the arguments of a call of a training function, excluding the session.
+
+    Raises
+    ------
+    TypeError
+        The function does not accept them.
+    """
+    session, *others = signature.parameters.values()
+    if session.name in kwargs and session.kind is session.POSITIONAL_OR_KEYWORD:
+        raise TypeError(f"{name}(): the argument {session.name!r} is the session, which is not passed")
+    try:
+        signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        taken = ", ".join(str(parameter) for parameter in others) or "none"
+        raise TypeError(f"{name}(): {error}; the arguments after the session are: {taken}") from None
 
 
 def check_signature(func: Callable[..., Any]) -> None:

@@ -158,7 +158,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="is not a run directory of 'freetrain run'"):
         RunStore(tmp_path)
     (tmp_path / DATABASE).write_text("this is not a database, whatever its name says" * 100)
-    with pytest.raises(InvalidInput, match="cannot be read: file is not a database"):
+    with pytest.raises(InvalidInput, match="cannot be used: file is not a database"):
         RunStore(tmp_path)
 
 
@@ -328,3 +328,23 @@ def test_resume_says_what_it_tries_again_and_what_it_leaves_out(store) -> None:
         "left out, failed: b; --retry-failed or --retry NAME retries them",
     ]
     assert store.training("a").error is None
+
+
+def test_a_run_that_was_removed_is_refused_in_one_line_and_not_made_again(tmp_path):
+    """Whatever is asked, by a reader that has it open; the driver takes it for an error of SQLite, and tries again."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    store = RunStore.create(directory, {"name": "x"}, ["a"])
+    (directory / "campaign.sqlite").unlink()
+    for ask in (store.trainings, store.last_driver, store.request_stop, lambda: store.fact("name")):
+        with pytest.raises(InvalidInput, match=r"run was removed, or its campaign\.sqlite$") as caught:
+            ask()
+        assert isinstance(caught.value, sqlite3.OperationalError)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_damaged_state_is_refused_by_name(tmp_path):
+    store = RunStore.create(tmp_path, {"name": "x"}, ["a"])
+    (tmp_path / "campaign.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(InvalidInput, match=r"campaign\.sqlite cannot be used: file is not a database"):
+        store.trainings()

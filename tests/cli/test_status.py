@@ -141,6 +141,16 @@ def test_times_are_told_in_peoples_units(seconds, text) -> None:
     assert ago(seconds) == text
 
 
+def test_status_does_not_read_the_whole_journal(store, tmp_path, monkeypatch) -> None:
+    """Of a run of a day this took half a second of a processor; its last failed start is all that it needs."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.write(1.0, StartsFailed("", 3, 5, time.time() + 3600, "exit code 1"))
+    journal.close()
+    store.describe_driver(store.begin_driver(*own_identity()), "freetrain.x.", journal.path)
+    monkeypatch.setattr("freetrain_parsl.report.run.RunState.refresh", lambda _: pytest.fail("read"))
+    assert json.loads(freetrain("status", "--json").stdout)["failed_starts"]["count"] == 3
+
+
 def test_status_and_explain_say_that_blocks_cannot_start(store, tmp_path) -> None:
     """The warning ends once a block has started, or the driver is gone."""
     journal = Journal(tmp_path / "journal.sqlite")

@@ -43,7 +43,16 @@ def test_rows_that_are_none_and_trainings_that_are_unknown_have_no_values():
     assert list(samples.choose_rows(0.0, "stranger", [row(1, loss=1.0)])) == []
     samples.admit("t")
     rows = ["{", "[]", row(7, loss=1.0, accuracy=0.5)]
-    assert list(samples.choose_rows(0.0, "t", rows)) == [(7, {"loss (logged)": 1.0, "accuracy": 0.5})]
+    assert list(samples.choose_rows(0.0, "t", rows)) == [(7, {"loss": 1.0, "accuracy": 0.5})]
+
+
+def test_a_logged_loss_is_no_second_curve_of_a_training_whose_steps_have_one():
+    """The curve ``loss`` is the mean of all samples; one that only logs a loss has that."""
+    samples = ValueSamples()
+    assert samples.choose_loss(0.0, "t", 0.9) == {"loss": 0.9}
+    assert list(samples.choose_rows(0.0, "t", [row(7, loss=1.0, accuracy=0.5)])) == [(7, {"accuracy": 0.5})]
+    samples.admit("u")
+    assert list(samples.choose_rows(0.0, "u", [row(7, loss=1.0)])) == [(7, {"loss": 1.0})]
 
 
 def test_the_journal_has_a_sample_of_the_losses_and_logged_values(tmp_path):

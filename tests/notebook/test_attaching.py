@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import shutil
 import sys
+import time
 
 import pytest
 
@@ -10,9 +14,10 @@ from freetrain_parsl import training_app
 from freetrain_parsl.campaign.site import shipped_sites
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
-from freetrain_parsl.notebook import Campaign
+from freetrain_parsl.notebook import Campaign, watch
 from freetrain_parsl.notebook.cells import CellCampaign
 
+APP = "@training_app\ndef train(session): ...\n"
 CAMPAIGN = "trainings: [{app: 'net.py:train'}]\n"
 
 
@@ -103,6 +108,7 @@ def test_what_is_no_campaign_is_refused(campaign, more, message):
 def test_a_directory_that_cannot_be_made_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    (tmp_path / "a.py").write_text(APP)
     with pytest.raises(InvalidInput, match="file/run: Not a directory; choose another directory"):
         Campaign([{"app": "a.py:train"}], run_dir="file/run").start()
 
@@ -112,6 +118,91 @@ def test_a_directory_with_something_else_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()
+    (tmp_path / "a.py").write_text(APP)
     with pytest.raises(InvalidInput, match="is not empty, and not a run"):
         Campaign([{"app": "a.py:train"}], run_dir="run").start()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "message"),
+    [
+        (CAMPAIGN, "local", r"sweep\.yaml:1: trainings\[1\]\.app: no such file: .*/net\.py"),
+        (CAMPAIGN + "nodes: 3\n", "local", r"sweep\.yaml:2: unknown key 'nodes'"),
+        (CAMPAIGN, "nowhere", "no such file: nowhere, and no shipped site"),
+    ],
+)
+def test_what_shows_at_once_is_refused_before_a_process_starts(text, config, message, tmp_path, monkeypatch):
+    """It leaves nothing behind, so that the same cell can be mended and run again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", lambda *_: pytest.fail("started"))
+    (tmp_path / "sweep.yaml").write_text(text)
+    with pytest.raises(InvalidInput, match=message):
+        Campaign("sweep.yaml", config=config).start()
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.yaml"]
+
+
+def launched(run_dir, output, *, code=2):
+    """Write the files of a driver that has ended before it created its run."""
+    driver = run_dir / "driver"
+    driver.mkdir(parents=True)
+    record = {"command": ["run"], "host": platform.node(), "pid": 1, "started": 1, "since": 1.0}
+    (driver / "process.json").write_text(json.dumps(record))
+    (driver / "exit.1.1.json").write_text(json.dumps({"code": code}))
+    (driver / "output.log").write_text(output)
+
+
+def test_what_the_driver_refuses_is_shown_and_raised(tmp_path, capsys):
+    """In one line, without the name of the command that was run."""
+    launched(tmp_path / "run", "freetrain run: c.yaml:3: training 'a' needs 9 nodes\n")
+    view = watch(tmp_path / "run")
+    assert "run: failed, 0 of 0 trainings finished" in capsys.readouterr().out
+    assert "\nc.yaml:3: training 'a' needs 9 nodes" in view.snapshot().text()
+    with pytest.raises(InvalidInput, match=r"^c\.yaml:3: training 'a' needs 9 nodes$"):
+        view.results()
+    assert view.wait() == "failed"
+    assert str(view.explain()) == "c.yaml:3: training 'a' needs 9 nodes"
+    assert str(view.timeline()) == "run: no node has been used yet"
+
+
+def test_a_run_that_was_refused_can_be_started_again(tmp_path, monkeypatch):
+    """The directory is not taken for a run of something else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(APP)
+    (tmp_path / "sweep.yaml").write_text(CAMPAIGN)
+    launched(tmp_path / "freetrain-run-sweep", "freetrain run: the partition is down\n")
+    started = []
+    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", lambda *given: started.append(given))
+    assert Campaign("sweep.yaml").start().controls
+    [(run_dir, command, directory, _)] = started
+    assert run_dir == tmp_path / "freetrain-run-sweep"
+    assert command[:2] == ["run", str(tmp_path / "sweep.yaml")]
+    assert directory == tmp_path
+
+
+def test_a_run_that_was_removed_is_named_in_one_line(run_dir):
+    """Whatever the notebook asks of it."""
+    run = Campaign("sweep.yaml").start()
+    shutil.rmtree(run_dir)
+    for ask in (run.results, run.timeline, run.explain, run.snapshot, run.wait, run.stop):
+        with pytest.raises(InvalidInput, match=r"freetrain-run-sweep was removed, or its campaign\.sqlite$"):
+            ask()
+    assert repr(run).endswith("freetrain-run-sweep was removed, or its campaign.sqlite")
+
+
+def test_a_run_that_starts_on_another_host_is_not_started_again(tmp_path, monkeypatch, capsys):
+    """Whether that process still runs cannot be seen here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.yaml").write_text(CAMPAIGN)
+    campaign = Campaign("sweep.yaml")
+    launched(tmp_path / "freetrain-run-sweep", "")
+    driver = tmp_path / "freetrain-run-sweep" / "driver"
+    (driver / "exit.1.1.json").unlink()
+    command = ["run", str(tmp_path / "sweep.yaml"), "--config", "local", "--run-dir", str(driver.parent)]
+    record = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
+    (driver / "process.json").write_text(json.dumps(record))
+    assert campaign.start().state == "starting"
+    assert "attached to freetrain-run-sweep: it is starting" in capsys.readouterr().out
+    (driver / "process.json").write_text(json.dumps({**record, "command": ["run", "other.yaml"]}))
+    with pytest.raises(InvalidInput, match="is starting another campaign"):
+        campaign.start()

@@ -229,9 +229,28 @@ def test_futures_of_this_kernel_are_watched(notebook: Notebook, directory: Path)
 
 
 def test_start_returns_while_the_campaign_begins(notebook: Notebook, directory: Path) -> None:
-    """It waits until the campaign was checked, not until anything trains."""
+    """It waits neither for imports nor for the batch system; the driver is stopped also while it starts."""
+    notebook.run("from freetrain_parsl.notebook import Campaign")
     begin = time.monotonic()
     notebook.run(START)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 10, "1 s where nothing else runs"
     assert text_of(notebook.run("run.state")) in ("'starting'", "'running'")
+    assert "another campaign" in notebook.fail(START.replace('"campaign.yaml"', '"other.yaml"'))
     assert text_of(notebook.run("run.stop()")) == "'stopped'", "also while the driver starts"
+
+
+def test_what_the_driver_refuses_is_shown_and_raised(notebook: Notebook, directory: Path) -> None:
+    """An import that fails is known only there; the cell can be mended and run again."""
+    (directory / "broken.py").write_text("import missing_package\n@training_app\ndef train(session): ...\n")
+    text = (directory / "campaign.yaml").read_text()
+    (directory / "campaign.yaml").write_text("trainings: [{app: 'broken.py:train'}]\n")
+    notebook.run(TABLES)
+    shown = notebook.run(START)
+    assert text_of(notebook.run("run.wait(60)")) == "'failed'"
+    refusal = notebook.fail("run.results()")
+    assert "No module named 'missing_package'" in refusal
+    assert len(refusal.splitlines()) == 1
+    assert "campaign.yaml:1: trainings[1].app: importing broken from" in text_of(shown)
+    (directory / "campaign.yaml").write_text(text)
+    assert "started run" in text_of(notebook.run(START))
+    assert text_of(notebook.run("run.wait(90)")) == "'finished'"

@@ -15,13 +15,14 @@ from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import environment_of_user, run_command
 from freetrain_parsl.notebook.live import LiveDisplay, in_kernel
+from freetrain_parsl.notebook.pictures import curves_picture, stays_of, timeline_picture
 from freetrain_parsl.notebook.run import WatchedRun
 from freetrain_parsl.notebook.shown import ShownFutures
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
-from freetrain_parsl.notebook.timeline import stays_of, timeline_picture
 from freetrain_parsl.notebook.values import Picture, TextLines, outcome_row, results_table
 from freetrain_parsl.notebook.watching import watch
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.curves import draw_curves
 from freetrain_parsl.report.run_view import RunView
 
 HOSTILE = "<script>alert('1')</script>"
@@ -139,7 +140,7 @@ class _States:
         return RunView("sweep")
 
 
-def displayed(monkeypatch, *states, seconds, picture=lambda: Picture("none")):
+def displayed(monkeypatch, *states, seconds, pictures=lambda: (Picture("none"),)):
     """Open a display of a run and return what its output shows, one after the other, until its thread ends."""
     shown = []
     ticks = itertools.count(step=seconds)
@@ -149,7 +150,7 @@ def displayed(monkeypatch, *states, seconds, picture=lambda: Picture("none")):
             shown.append(bundle)
 
     monkeypatch.setattr("IPython.display.display", lambda bundle, **_: shown.append(bundle) or Handle())
-    display = LiveDisplay(_States(*states), picture, pause=lambda _: False, clock=lambda: float(next(ticks)))
+    display = LiveDisplay(_States(*states), pictures, pause=lambda _: False, clock=lambda: float(next(ticks)))
     display.open()
     display.settle()
     return shown
@@ -164,7 +165,9 @@ def test_a_table_is_updated_when_something_has_changed(monkeypatch):
     monkeypatch.setitem(sys.modules, "anywidget", None)
     monkeypatch.delitem(sys.modules, "freetrain_parsl.notebook.widget", raising=False)
     states = (WAITING, WAITING, OSError("gone for now"), RUNNING, RUNNING, FINISHED)
-    shown = displayed(monkeypatch, *states, seconds=3, picture=lambda: Picture("nodes", b"png"))
+    shown = displayed(
+        monkeypatch, *states, seconds=3, pictures=lambda: (Picture("nodes", b"png"), Picture("curves", b"abc"))
+    )
     assert [bundle["text/plain"].split(",")[0] for bundle in shown] == [
         "sweep: running",
         "sweep: running",
@@ -172,6 +175,7 @@ def test_a_table_is_updated_when_something_has_changed(monkeypatch):
     ]
     assert "a         running" in shown[1]["text/plain"]
     assert "data:image/png;base64,cG5n" in shown[2]["text/html"]
+    assert "<img alt='curves' src='data:image/png;base64,YWJj'>" in shown[2]["text/html"]
     assert not any(kind.startswith("application/") for bundle in shown for kind in bundle)
 
 
@@ -217,6 +221,27 @@ def test_stays_last_from_start_to_end_of_a_block(tmp_path):
         ("n3", 2.0, 9.0),
     ]
     assert timeline_picture([], "sweep").png is None
+    assert curves_picture(RunView("sweep"), "sweep").png is None
+
+
+@pytest.mark.slow  # imports matplotlib
+def test_the_curves_of_a_run_are_a_picture_with_the_loss_first(tmp_path):
+    """Of a run that has ended, a saved notebook has them, too."""
+    view = RunView("sweep")
+    view.take(
+        [
+            (1.0, record.TrainingSubmitted("a", 1, 1, None)),
+            (2.0, record.ValuesSampled("a", 10, {"accuracy": 0.5})),
+            (2.0, record.ValuesSampled("a", 10, {"loss": 0.5})),
+            (3.0, record.ValuesSampled("a", 20, {"loss": 0.4})),
+        ]
+    )
+    picture = curves_picture(view, "sweep")
+    assert picture.png is not None
+    assert picture.png.startswith(b"\x89PNG")
+    seen = view.since()
+    assert draw_curves(seen["curves"], ["a"], tmp_path / "curves.svg", title="t") == ("loss", "accuracy")
+    assert "accuracy" in (tmp_path / "curves.svg").read_text()
 
 
 @pytest.mark.slow

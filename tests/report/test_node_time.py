@@ -12,6 +12,7 @@ from freetrain_parsl.executor.journal import JournalEntry
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import type_name
 from freetrain_parsl.report.node_time import NodePhase, NodeTime, node_time
+from freetrain_parsl.report.run_view import RunView
 
 
 def entry(time, written):
@@ -19,8 +20,10 @@ def entry(time, written):
     return JournalEntry(time, type_name(type(written)), detail.pop("subject"), detail)
 
 
-def account(*timed, ended=True):
-    return node_time([entry(time, written) for time, written in timed], ended=ended)
+def account(*timed, ended=True, end=None, now=None):
+    """Account for a driver; if it has ended, then at `end` or with its last entry."""
+    end = end if timed == () or end is not None else timed[-1][0]
+    return node_time([entry(time, written) for time, written in timed], ended=(end or 0.0) if ended else None, now=now)
 
 
 def fragment(training, generation, *nodes):
@@ -112,6 +115,21 @@ def test_blocks_end_with_their_driver_but_not_with_a_killed_one(ended):
     assert found.held == 2 * 6
     assert found.unfinished == (not ended)
     assert found.returned == (2 * 94 if ended else 0)
+
+
+def test_nodes_are_held_until_the_driver_has_ended_not_only_until_its_last_entry():
+    """And those of a driver that runs until now."""
+    assert account(*BLOCK[:6], end=20.0).held == account(*BLOCK[:6], ended=False, now=20.0).held == 2 * 10
+
+
+@pytest.mark.parametrize("ended", [53.0, None])
+def test_the_page_has_the_node_time_of_the_report(ended):
+    """Both count a driver that has ended to its end, and a killed one to its last entry."""
+    view = RunView("demo")
+    view.take(BLOCK[:6])
+    view.end_driver(ended, "finished" if ended else "killed")
+    seconds = view.since()["run"]["node_seconds"]
+    assert sum(seconds.values()) == account(*BLOCK[:6], ended=ended is not None, end=ended).held
 
 
 def test_drivers_of_one_run_add_up():

@@ -213,13 +213,13 @@ def test_blocks_hold_nodes_until_they_end(tmp_path: Path) -> None:
     journal.write(20.0, record.BlockStarted("b1", ["n0", "n1"], 120.0))
     journal.commit()
     run = RunState(tmp_path / "blocks.sqlite").refresh()
-    assert run.held_nodes(20.0) == [(1, 90.0), (2, 100.0)]
+    assert sorted(run.blocks.held(20.0)) == [(1, 90.0), (2, 100.0)]
     journal.write(30.0, record.BlockYields("b1", ["n0", "n1"], 50.0, "a job needs them"))
     journal.write(31.0, record.BlockReleased("b2", "idle"))
     journal.commit()
-    assert run.refresh().held_nodes(40.0) == [(2, 10.0)]
-    assert run.held_nodes(50.0) == []
+    assert run.refresh().blocks.held(40.0) == [(2, 10.0)]
+    assert run.blocks.held(50.0) == []
     journal.write(45.0, record.BlockEnded("b1", ["n0", "n1"], "preempted"))
     journal.close()
-    assert run.refresh().held_nodes(45.0) == []
+    assert run.refresh().blocks.held(45.0) == []
     assert (run.blocks_requested, run.blocks_ended) == (2, ["preempted"])

@@ -93,6 +93,43 @@ def test_failures_are_counted_and_stated():
     assert "the group of 2 nodes ended" in table(delta, "incidents")[0]["text"]
 
 
+@pytest.mark.parametrize(("failure", "stated"), [(True, 2), (False, 0)])
+def test_a_training_that_resumes_after_it_was_moved_by_plan_was_not_repaired(failure, stated):
+    """As a member that leaves its array: nothing had failed."""
+    delta = view_of(
+        *RUN[:3],
+        (111.0, record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0)),
+        (120.0, record.FragmentEnded("a", 1, ["n1"], failure=failure)),
+        (121.0, record.FragmentStarted("a", 2, ["n1"], in_place=False, paused=0.0)),
+        (121.0, record.FragmentResumed("a", 5)),
+    ).since()
+    assert len(table(delta, "incidents")) == stated
+
+
+def test_a_training_that_resumes_after_its_driver_was_killed_was_repaired(tmp_path, journal):
+    """The failure is the driver's."""
+    second = tmp_path / "second.sqlite"
+    entries = [
+        (300.0, record.TrainingSubmitted("a", 1, 2, 1000)),
+        (310.0, record.FragmentStarted("a", 1, ["n9"], in_place=False, paused=0.0)),
+        (310.0, record.FragmentResumed("a", 5)),
+    ]
+    write(second, *entries)
+    drivers = [DriverJournal(journal, how="killed"), DriverJournal(second)]
+    delta = RunReader("demo", lambda: drivers, clock=lambda: 500.0).refresh().since()
+    assert table(delta, "incidents")[-1]["text"] == "resumed from the checkpoint of step 5"
+
+
+def test_a_block_has_what_became_of_it_also_if_its_driver_was_killed():
+    """Its row is written from the fold that `RunState` has."""
+    view = view_of(*RUN, (161.0, record.BlockRequested("ft-2", ["n3"], 50.0, None)))
+    first, second = table(view.since(), "blocks")
+    assert (first["job"], first["nodes"], first["started"], first["ended"]) == ("77", 2, 5.0, 50.0)
+    assert (first["reason"], second["ended"]) == ("was preempted for another job", None)
+    view.end_driver(None, "killed")
+    assert table(view.since(), "blocks")[1]["reason"] == "the driver was killed"
+
+
 def test_a_training_that_was_interrupted_is_not_one_that_failed():
     ends = [(170.0, record.TrainingFailed("a", "NoSpace: x", final=False)), (170.0, record.TrainingFailed("b", "E: x"))]
     delta = view_of(*RUN, *ends).since()

@@ -8,8 +8,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
-
 from freetrain_parsl.errors import InvalidSettings
 
 if TYPE_CHECKING:
@@ -99,6 +97,9 @@ def node_command(python: str | None, container: Container | None, directories: I
     InvalidSettings
         A directory's name cannot be passed to the container.
     """
+    # Imported here: checks of site files need this module, and Parsl takes a second.
+    from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
+
     interpreter = python or (sys.executable if container is None else "python3")
     words = [interpreter, "-m", "freetrain_parsl.executor.slot.pilot"]
     words += [interpreter, "-m", "freetrain_parsl.executor.htex.worker_pool"]

@@ -13,12 +13,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from parsl.serialize import serialize
-
-from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.errors import CannotFuse, TrainingError
 from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
+from freetrain_parsl.executor.slot.result import serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
 from freetrain_parsl.protocol.messages import (
     AddMember,
@@ -193,8 +192,8 @@ class ArrayRun:
         payload = b""
         if isinstance(ended, Finished):
             try:
-                end, payload = RunFinished(ended.progress), serialize(ended.value)
-            except Exception as error:  # noqa: BLE001 - pickling an object may raise any exception
+                end, payload = RunFinished(ended.progress), serialize_result(member, ended.value)
+            except TrainingError as error:
                 end, payload = end_by(error)
         elif isinstance(ended, Paused):
             end = RunPaused(ended.reason, ended.progress)

@@ -9,10 +9,9 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from parsl.serialize import serialize
-
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
+from freetrain_parsl.executor.slot.result import serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
 from freetrain_parsl.protocol.messages import (
     AddMember,
@@ -124,7 +123,7 @@ class TrainingRun:
             if isinstance(ended, Finished):
                 end = RunFinished(ended.progress)
                 is_first = self._membership is not None and self._membership.rank == 0
-                payload = serialize(ended.value) if is_first else b""
+                payload = serialize_result(self._training, ended.value) if is_first else b""
             else:
                 end = RunPaused(ended.reason, ended.progress)
         except KeyboardInterrupt as error:

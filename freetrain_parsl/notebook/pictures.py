@@ -1,4 +1,4 @@
-"""The picture of a run's nodes over time, from the journals of all its drivers."""
+"""The pictures of a run: its nodes over time, and its curves, from the journals of all its drivers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,37 @@ from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from freetrain_parsl.executor.journal import JournalEntry
+    from freetrain_parsl.report.run_view import RunView
 
-__all__ = ["stays_of", "timeline_picture"]
+__all__ = ["curves_picture", "stays_of", "timeline_picture"]
+
+_NO_MATPLOTLIB = "for a picture: pip install 'freetrain-parsl[report]'"
+
+
+def curves_picture(view: RunView, title: str) -> Picture:
+    """Draw loss and metrics against steps; without matplotlib, only describe them.
+
+    Parameters
+    ----------
+    view
+        The run.
+    title
+        Title of the picture.
+    """
+    seen = view.since()
+    curves = seen["curves"]
+    if not curves:
+        return Picture(f"{title}: no loss and no metric yet")
+    text = f"{title}: {', '.join(dict.fromkeys(curve['name'] for curve in curves))} against steps"
+    try:
+        from freetrain_parsl.report.curves import draw_curves
+
+        return _drawn(text, lambda path: draw_curves(curves, seen["trainings"]["name"], path, title=title))
+    except ImportError:
+        return Picture(f"{text}; {_NO_MATPLOTLIB}")
 
 
 def timeline_picture(journals: Sequence[Path], title: str) -> Picture:
@@ -43,12 +69,16 @@ def timeline_picture(journals: Sequence[Path], title: str) -> Picture:
     try:
         from freetrain_parsl.report.timeline import draw_timeline
 
-        with tempfile.TemporaryDirectory(prefix="freetrain-") as directory:
-            path = Path(directory) / "timeline.png"
-            draw_timeline(whole, stays, path, title=title)
-            return Picture(text, path.read_bytes())
+        return _drawn(text, lambda path: draw_timeline(whole, stays, path, title=title))
     except ImportError:
-        return Picture(f"{text}; for a picture: pip install 'freetrain-parsl[report]'")
+        return Picture(f"{text}; {_NO_MATPLOTLIB}")
+
+
+def _drawn(text: str, draw: Callable[[Path], object]) -> Picture:
+    with tempfile.TemporaryDirectory(prefix="freetrain-") as directory:
+        path = Path(directory) / "picture.png"
+        draw(path)
+        return Picture(text, path.read_bytes())
 
 
 def stays_of(entries: Iterable[JournalEntry]) -> list[dict[str, Any]]:

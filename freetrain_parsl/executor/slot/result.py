@@ -1,0 +1,74 @@
+"""Serialization of what a training function returns; errors name the part that cannot be pickled."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Final
+
+from parsl.serialize import serialize
+
+from freetrain_parsl.errors import TrainingError
+from freetrain_parsl.executor.packing import first_line, type_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["serialize_result"]
+
+_DEEPEST: Final = 8
+_MOST_PARTS: Final = 10_000  # that are tried
+
+
+def serialize_result(training: str, value: object) -> bytes:
+    """Serialize the return value of a training function.
+
+    Raises
+    ------
+    TrainingError
+        It cannot be pickled; the message names the training, the part and its type.
+    """
+    try:
+        return bytes(serialize(value))
+    except Exception as error:  # noqa: BLE001 - pickling an object may raise any exception
+        where, part, refusal = _culprit(value, error)
+        raise TrainingError(
+            f"training {training!r} is done, but cannot return its result: {where} is of type {type_name(part)} and "
+            f"cannot be pickled ({first_line(refusal)}); return numbers, texts, tensors, and lists or dicts of these"
+        ) from None
+
+
+def _culprit(value: object, error: Exception) -> tuple[str, object, Exception]:
+    """Return the innermost part that cannot be pickled, where it is, and why not."""
+    where, tried, seen = "the returned value", 0, {id(value)}
+    for _ in range(_DEEPEST):
+        for place, part in _parts(value):
+            tried += 1
+            if tried > _MOST_PARTS:
+                return where, value, error
+            if id(part) not in seen and (refusal := _refusal(part)) is not None:
+                seen.add(id(part))
+                where, value, error = f"{where}{place}", part, refusal
+                break
+        else:
+            break
+    return where, value, error
+
+
+def _parts(value: object) -> Iterator[tuple[str, object]]:
+    """Return what a container or an object consists of."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r:.40}]", part) for key, part in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    else:
+        attributes: Any = getattr(value, "__dict__", {})
+        if not isinstance(value, (type, FunctionType)):
+            yield from ((f".{name}", part) for name, part in dict(attributes).items())
+
+
+def _refusal(value: object) -> Exception | None:
+    try:
+        serialize(value)
+    except Exception as error:  # noqa: BLE001 - pickling an object may raise any exception
+        return error
+    return None

@@ -1,0 +1,50 @@
+"""A result that cannot be pickled: the error names the training, the part and its type."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from freetrain_parsl.errors import TrainingError
+from freetrain_parsl.executor.slot.result import serialize_result
+
+
+class History:
+    def __init__(self, hook):
+        self.losses = [0.5]
+        self.hook = hook
+
+
+class Loop:
+    def __init__(self):
+        self.again = self
+        self.stream = (number for number in range(3))
+
+
+def generator():
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        (generator(), r"the returned value is of type generator"),
+        ({"loss": 0.1, "log": [0, generator()]}, r"the returned value\['log'\]\[1\] is of type generator"),
+        ((History(generator()),), r"the returned value\[0\]\.hook is of type generator"),
+        (Loop(), r"the returned value\.stream is of type generator"),
+        ([{"socket": socket.socket()}], r"the returned value\[0\]\['socket'\] is of type socket\.socket"),
+    ],
+    ids=["itself", "nested", "attribute", "cycle", "socket"],
+)
+def test_the_part_that_cannot_be_pickled_is_named(value, part):
+    with pytest.raises(TrainingError, match=rf"^training 'a' is done, but cannot return its result: {part}") as caught:
+        serialize_result("a", value)
+    assert "cannot be pickled" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_result_that_can_be_pickled_is_returned():
+    from parsl.serialize import deserialize
+
+    assert deserialize(serialize_result("a", {"loss": [0.5]})) == {"loss": [0.5]}
