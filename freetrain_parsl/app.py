@@ -13,6 +13,7 @@ from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.executor.likeness import likeness_of
 from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
 from freetrain_parsl.planning.settings import RescaleCosts
 from freetrain_parsl.sweeps.names import check_template, fill_template, is_template
@@ -311,7 +312,8 @@ class TrainingApp(AppBase):
         """
         code = code_of(self.func) if code is None else code
         name, call = self.names_of(args, kwargs)
-        return self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
+        request = self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
+        return replace(request, likeness=likeness_of(self.func, code, args, {**self.kwargs, **kwargs}))
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AppFuture:
         """Submit the training of one call, described by `call_request`."""
