@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, InvalidSettings
-from freetrain_parsl.executor.node_kinds import check_kind_name
 from freetrain_parsl.replay.logs import where_named
+from freetrain_parsl.settings_checks import check_kind_name
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
 if TYPE_CHECKING:
