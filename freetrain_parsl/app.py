@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from parsl.app.app import AppBase
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
+from freetrain_parsl.executor.app_options import AppOptions, Scaling, curves_of, kinds_of
+from freetrain_parsl.executor.likeness import likeness_of
 from freetrain_parsl.planning.settings import RescaleCosts
 from freetrain_parsl.sweeps.names import check_template, fill_template, is_template
 from freetrain_parsl.sweeps.points import SweepPoint, combined, zipped
@@ -21,7 +21,7 @@ from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.signature import bind_call, check_signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime, timedelta
 
     from parsl.dataflow.futures import AppFuture
@@ -31,30 +31,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import Code, OnCodeChange
 
 __all__ = ["Scaling", "TrainingApp", "training_app"]
-
-Scaling: TypeAlias = "CurveLike | Mapping[str, CurveLike]"
-"""A scaling curve, or one for each kind of node."""
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The options that a call may override; see `training_app`."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    scaling: Scaling = None
-    priority: float = 1.0
-    deadline: datetime | timedelta | None = None
-    samples: int | None = None
-    epochs: int | None = None
-    rescale_costs: RescaleCosts | None = None
-    seed: int = 0
-    checkpoint_interval: timedelta | None = None
-    name: str | None = None
-    on_code_change: OnCodeChange = "refuse"
-    fuse: Fuse = "auto"
-    node_kinds: Sequence[str] = ()
-    tracker: Any = None
 
 
 class TrainingApp(AppBase):
@@ -66,7 +42,7 @@ class TrainingApp(AppBase):
     def __init__(
         self,
         func: Callable[..., Any],
-        options: _Options,
+        options: AppOptions,
         *,
         data_flow_kernel: DataFlowKernel | None = None,
         executors: Sequence[str] | Literal["all"] = "all",
@@ -87,8 +63,8 @@ class TrainingApp(AppBase):
         self.__module__ = func.__module__
         self.__wrapped__ = func
         self._options = options
-        self._curve, self._curves = _curves_of(options.scaling)
-        self._node_kinds = _kinds_of(options.node_kinds) or tuple(self._curves)
+        self._curve, self._curves = curves_of(options.scaling)
+        self._node_kinds = kinds_of(options.node_kinds) or tuple(self._curves)
         # Raises at the decorator if the description is invalid. Not every function's name can be a training's.
         called = func.__name__ if func.__name__.isidentifier() and func.__name__.isascii() else ""
         if is_template(options.name):
@@ -123,7 +99,7 @@ class TrainingApp(AppBase):
         ... def train(session, lr=0.1): ...
         >>> urgent = train.options(name="urgent", priority=10.0)
         """
-        known = {item.name for item in fields(_Options)}
+        known = {item.name for item in fields(AppOptions)}
         if unknown := sorted(set(changes) - known):
             raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
         return TrainingApp(
@@ -303,7 +279,8 @@ class TrainingApp(AppBase):
         """
         code = code_of(self.func) if code is None else code
         name, call = self.names_of(args, kwargs)
-        return self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
+        request = self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
+        return replace(request, likeness=likeness_of(self.func, code, args, {**self.kwargs, **kwargs}))
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AppFuture:
         """Submit the training of one call, described by `call_request`."""
@@ -488,29 +465,13 @@ def training_app(
     >>> train.__name__
     'train'
     """
-    known = {item.name for item in fields(_Options)}
+    known = {item.name for item in fields(AppOptions)}
     if unknown := sorted(set(options) - known):
         raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
 
     def decorate(func: Callable[..., Any]) -> TrainingApp:
         return TrainingApp(
-            func, _Options(**options), executors=executors, cache=cache, data_flow_kernel=data_flow_kernel
+            func, AppOptions(**options), executors=executors, cache=cache, data_flow_kernel=data_flow_kernel
         )
 
     return decorate if function is None else decorate(function)
-
-
-def _kinds_of(names: object) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise InvalidTrainer(f"node_kinds is a list of names, such as ['gpu'], got {names!r}")
-    return tuple(dict.fromkeys(names))
-
-
-def _curves_of(scaling: Scaling) -> tuple[ScalingCurve, dict[str, ScalingCurve]]:
-    """Return the curve wherever none is given for the kind of node, and the curves by kind."""
-    if not isinstance(scaling, Mapping) or not any(isinstance(key, str) for key in scaling):
-        return ScalingCurve.of(cast("CurveLike", scaling)), {}
-    if not all(isinstance(key, str) for key in scaling):
-        raise InvalidTrainer(f"scaling: give numbers of nodes or kinds of nodes, not both, got {list(scaling)!r}")
-    curves = {kind: ScalingCurve.of(curve) for kind, curve in cast("Mapping[str, CurveLike]", scaling).items()}
-    return next(iter(curves.values())), curves

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 from freetrain_parsl.errors import InvalidSettings
 
-__all__ = ["check_count", "check_duration"]
+__all__ = ["check_count", "check_duration", "check_kind_name"]
 
 _ZERO = timedelta(0)
+_KIND = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 
 
 def check_duration(setting: str, value: object, *, least: timedelta | None = None) -> None:
@@ -50,3 +52,17 @@ def check_count(setting: str, value: object, *, least: int = 1, most: int | None
         raise InvalidSettings(f"{setting} must be a whole number of at least {least}, got {value!r}")
     if most is not None and value > most:
         raise InvalidSettings(f"{setting} must be at most {most:,}")
+
+
+def check_kind_name(name: str) -> None:
+    """Check that a kind of node can have this name.
+
+    Raises
+    ------
+    InvalidSettings
+        It is not a word of letters, digits, ``_`` and ``-`` that begins with a letter.
+    """
+    if not re.fullmatch(_KIND, name):
+        raise InvalidSettings(
+            f"a kind of node is named by 1 to 32 letters, digits, '_' or '-', the first a letter, got {name[:40]!r}"
+        )

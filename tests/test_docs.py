@@ -24,8 +24,8 @@ from freetrain_parsl import (
     TrainingSession,
     TrainingSettings,
 )
-from freetrain_parsl.app import _Options
 from freetrain_parsl.cli.commands import app
+from freetrain_parsl.executor.app_options import AppOptions
 from freetrain_parsl.planning.policies import MilpPolicy
 
 pytestmark = pytest.mark.slow
@@ -276,7 +276,7 @@ def test_settings_page_is_complete():
 def test_options_page_is_complete():
     """The page on training apps lists all options of the decorator, and all methods of the session."""
     page = DOCS / "howto" / "write-a-training-app.md"
-    options = {item.name for item in fields(_Options)}
+    options = {item.name for item in fields(AppOptions)}
     assert _documented(page, "Options, for all calls or for one") == options | {
         "executors",
         "cache",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.cluster.nodesets import NodeNames
-from freetrain_parsl.executor.node_kinds import check_kind_name
+from freetrain_parsl.settings_checks import check_kind_name
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.example import write_example
 from freetrain_parsl.replay.fusion_curves import fusion_curve
 from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.replay.node_kinds import KindOfNodes, read_kinds, state_kinds, with_kinds
 from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
 from freetrain_parsl.replay.site_comparison import compare_sites
@@ -107,6 +108,10 @@ def replay(
     node_hour_price: Annotated[
         float | None, typer.Option(metavar="PRICE", help="Price of a node-hour, in any currency.")
     ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=NODES[:SPEED]", help="Nodes of a kind, by name; once for each kind."),
+    ] = None,
     site: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=LOG[,KEY=VALUE]", help="Instead of LOG, several: sites among which trainings move."),
@@ -138,16 +143,20 @@ def replay(
         missing = "LOG" if log is None and not site else "--trainers"
         raise UsageError(f"replay: {missing} is missing; 'freetrain replay --example DIR' writes inputs to try it with")
     try:
-        chosen = _trainers(trainers, rescale_seconds)
+        kinds = read_kinds(kind or [])
+        chosen = _trainers(trainers, rescale_seconds, kinds)
         contestants = _contestants(policy, knowledge, objective or chosen.objective, horizon)
         settings = replace(_settings(cost, curves, start_seconds, concurrent), blocks=_blocks(blocks, nodes_per_block))
         fused = _fusion(fusion, chosen, what_if=what_if)
         _check_price(node_hour_price)
         lists = [Path(re.sub(r"^sweep:[0-9]+x", "", trainers)), *([] if fusion is None else [Path(fusion)])]
         price = node_hour_price
+        if kinds:
+            _refuse_beside_kinds({"--blocks": blocks, "--curves": None if settings.curves is Curves.KNOWN else curves})
         if site:
             refuse_beside_sites(
                 {
+                    "--kind": kind,
                     "LOG": log,
                     "--nodes": nodes,
                     "--processors-per-node": processors_per_node,
@@ -180,6 +189,7 @@ def replay(
                     partition=partition,
                     mask_idle_above=mask_outages,
                 )
+                state_kinds(holes, log, kinds)
                 advance(f"reading {log.name}", 1.0)
                 if fused is not None:
                     result = compare_fusion(
@@ -206,8 +216,8 @@ def replay(
 # Options.
 
 
-def _trainers(spec: str, rescale_seconds: str | None) -> TrainerSet:
-    chosen = trainer_set(spec)
+def _trainers(spec: str, rescale_seconds: str | None, kinds: Sequence[KindOfNodes]) -> TrainerSet:
+    chosen = with_kinds(trainer_set(spec, [kind.name for kind in kinds]), kinds)
     if rescale_seconds is None:
         return chosen
     seconds = [_number(part) for part in rescale_seconds.split(",")]
@@ -252,6 +262,12 @@ def _refuse_without_sites(given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value is not None:
             raise InvalidSettings(f"{option}: is about moves between sites; give sites with --site NAME=LOG")
+
+
+def _refuse_beside_kinds(given: Mapping[str, object]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidSettings(f"{option}: does not work with --kind; leave out one of them")
 
 
 def _settings(cost: str, curves: str, start_seconds: float | None, concurrent: int | None) -> ReplaySettings:

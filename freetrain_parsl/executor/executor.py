@@ -47,8 +47,9 @@ from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_duration
+from freetrain_parsl.storage.learned_curves import read_rates
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.trackers.settings import parse_trackers
 from freetrain_parsl.typed_arguments import wrong_types_refused
@@ -260,6 +261,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._log_handler: logging.Handler | None = None
         self._logs: LogWriter | None = None
         self._values: ValueWriter | None = None
+        self._checkpoint_root = Path()
         self._observers: dict[str, Callable[[Sequence[str]], None]] = {}
         self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
@@ -306,6 +308,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         root = Path(self.checkpoint_dir) if self.checkpoint_dir is not None else Path(self.run_dir) / "checkpoints"
         root = root.absolute()
         root_identity = prepare_root(root)
+        self._checkpoint_root = root
         self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
         log_dir = Path(self.log_dir or Path(self.run_dir) / "logs").absolute()
         self._logs = LogWriter(log_dir)
@@ -428,7 +431,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             return future
         if self._values is not None:
             self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
-        return self._accept(self._submissions.add_training(request, pack_or_refuse(func, args, kwargs)))
+        training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs))
+        if request.likeness:
+            threads = self.trainings.threads_per_slot
+            training.curve_key = digest_of([request.likeness, str(self.slots_per_node), str(threads)])
+            training.rates = read_rates(self._checkpoint_root, training.curve_key)
+        return self._accept(training)
 
     def _accept(self, item: Training | Task) -> Future[Any]:
         assert self._driver is not None, "Parsl starts an executor before it submits to it"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, did_you_mean
-from freetrain_parsl.settings_checks import check_count
+from freetrain_parsl.settings_checks import check_count, check_kind_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -18,23 +17,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.trainings import TrainingRequest
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["KindOfSlots", "NodeKind", "check_kind_name", "named_kinds", "refuse_unknown_kinds"]
-
-_NAME = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
-
-
-def check_kind_name(name: str) -> None:
-    """Check that a kind of node can have this name.
-
-    Raises
-    ------
-    InvalidSettings
-        It is not a word of letters, digits, ``_`` and ``-`` that begins with a letter.
-    """
-    if not re.fullmatch(_NAME, name):
-        raise InvalidSettings(
-            f"a kind of node is named by 1 to 32 letters, digits, '_' or '-', the first a letter, got {name[:40]!r}"
-        )
+__all__ = ["KindOfSlots", "NodeKind", "named_kinds", "refuse_unknown_kinds"]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.protocol.options import Code
+    from freetrain_parsl.storage.learned_curves import Rates
     from freetrain_parsl.trackers.settings import TrackerSpec
 
 __all__ = ["Fuse", "Fusion", "Limits", "SharedSettings", "Training", "TrainingRequest", "cache_identity", "fusion_of"]
@@ -113,6 +114,8 @@ class TrainingRequest:
         Kind of node -> `scaling` there, where it differs.
     trackers
         Where the values that it logs go; ``None``: the executor's.
+    likeness
+        Equal for trainings that are as fast as each other on the same nodes (`likeness_of`); empty: unknown.
     """
 
     options: SessionOptions
@@ -127,6 +130,7 @@ class TrainingRequest:
     node_kinds: tuple[str, ...] = ()
     scaling_by_kind: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
     trackers: tuple[TrackerSpec, ...] | None = None
+    likeness: str = ""
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):
@@ -244,11 +248,27 @@ class SharedSettings:
 
 @dataclass
 class Training:
-    """A submitted training: its request, its function with arguments, and its future."""
+    """A submitted training.
+
+    Parameters
+    ----------
+    request
+        Its description.
+    payload
+        Its function with arguments.
+    future
+        Its future.
+    curve_key
+        Under which its scaling curve is kept; empty: it is not.
+    rates
+        The rates that trainings of this key have measured before.
+    """
 
     request: TrainingRequest
     payload: bytes
     future: Future[Any]
+    curve_key: str = ""
+    rates: Rates = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -12,10 +12,12 @@ At every instant with a change (BFTrainer, arXiv 2106.12091, as in its public re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from freetrain_parsl.planning.model import Trainer
 
 __all__ = ["Account", "Losses"]
@@ -49,6 +51,8 @@ class Account:
         When it was submitted, on the log's clock, seconds.
     weight
         Value of a sample.
+    kinds
+        Node -> its kind; empty if all nodes are alike. All nodes of a trainer are of one kind.
 
     Attributes
     ----------
@@ -68,6 +72,7 @@ class Account:
     preemptions: int = 0
     started: float | None = None
     finished: float | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def work_left(self) -> float:
@@ -125,4 +130,6 @@ class Account:
     def _hold(self, nodes: frozenset[str]) -> None:
         self.nodes = nodes
         enough = len(nodes) >= self.trainer.min_nodes
-        self.rate = self.trainer.rate(min(len(nodes), self.trainer.max_nodes)) if enough else 0.0
+        kind = next((self.kinds.get(node, "") for node in nodes), "")
+        here = self.trainer.on_kind(kind) if kind else self.trainer
+        self.rate = here.rate(min(len(nodes), here.max_nodes)) if enough else 0.0

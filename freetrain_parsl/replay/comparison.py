@@ -115,7 +115,8 @@ def compare(
     settings = settings or ReplaySettings()
     refuse_missing_forecasts(log, contestants)
     on_progress("oracle", 0.0)
-    rates = BestRates(trainers.trainers, OBJECTIVES[trainers.objective])
+    kinds = sorted(set(log.kinds.values()))
+    rates = BestRates(trainers.trainers, OBJECTIVES[trainers.objective], kinds or [""])
     yardstick = Yardstick.of(rates, log, concurrent=settings.concurrent)
     on_progress("oracle", 1.0)
 
@@ -138,6 +139,7 @@ def compare(
         "trainers": {"spec": trainers.name, "count": len(trainers.trainers), "objective": trainers.objective},
         "notes": _notes(trainers, yardstick.nodes, settings.concurrent),
         "dedicated_nodes": yardstick.nodes,
+        "idle_by_kind": log.mean_idle_by_kind() if kinds else {},
         "cost": settings.cost.value,
         "curves": settings.curves.value,
         "concurrent": settings.concurrent,

@@ -6,6 +6,7 @@ import gzip
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,6 +90,8 @@ class HoleLog(ABC):
         The date of `start`, if known; without a time zone if the log has none.
     has_forecasts : bool
         Whether the log contains when holes were expected to close.
+    kinds : mapping of str to str
+        The kind of each node that is ever idle; empty if all nodes are alike.
     """
 
     name: str
@@ -101,6 +104,7 @@ class HoleLog(ABC):
     masked: tuple[tuple[float, float], ...] = ()
     date: datetime | None = None
     has_forecasts: bool = False
+    kinds: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def changes(self, *, forecasts: bool = False) -> Iterator[Change]:
@@ -117,8 +121,15 @@ class HoleLog(ABC):
 
     def mean_idle(self) -> float:
         """Return the mean number of idle nodes over the log's time."""
-        held = sum(hole.end - hole.start for change in self.changes() for hole in change.opened)
-        return held / (self.end - self.start)
+        return sum(self.mean_idle_by_kind().values())
+
+    def mean_idle_by_kind(self) -> dict[str, float]:
+        """Return the mean number of idle nodes of each kind over the log's time, in order of the kinds' names."""
+        held = dict.fromkeys(sorted(set(self.kinds.values())) or [""], 0.0)
+        for change in self.changes():
+            for hole in change.opened:
+                held[self.kinds.get(hole.node, "")] += hole.end - hole.start
+        return {kind: seconds / (self.end - self.start) for kind, seconds in held.items()}
 
 
 @dataclass(frozen=True)

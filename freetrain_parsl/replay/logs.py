@@ -13,6 +13,7 @@ from freetrain_parsl.replay.idle_log import IDLE_HEADER, IdleLog
 from freetrain_parsl.replay.job_log import JobLog, RecordedJob
 from freetrain_parsl.replay.outages import LogWithoutOutages
 from freetrain_parsl.replay.sacct import SacctLog, is_sacct_header
+from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.replay.holes import HoleLog
 
-__all__ = ["open_log", "read_jobs"]
+__all__ = ["open_log", "read_jobs", "where_named"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _FIRST_YEAR = 1980  # no job log is older
@@ -119,6 +120,15 @@ def read_jobs(path: str | PathLike[str], *, lenient: bool = False) -> Iterator[R
     if kind == "swf":
         return _swf_jobs(path, SwfLog(path, lenient=lenient))
     return iter(SacctLog(path, lenient=lenient))
+
+
+def where_named(path: Path, node: str) -> str | None:
+    """Return file and line in which a log first names a node; ``None`` if it does not."""
+    if _kind(path) == "idle":
+        lines = ((number, text.partition(",")[0].strip()) for number, text in numbered_lines(path))
+        return next((f"{path}:{number}" for number, name in lines if name == node), None)
+    jobs = (job for job in read_jobs(path, lenient=True) if job.hosts is not None)
+    return next((job.where for job in jobs if node in expand_hosts(job.hosts or "")), None)
 
 
 def _swf_jobs(path: Path, swf: SwfLog) -> Iterator[RecordedJob]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,12 +86,14 @@ class Yardstick:
         InvalidInput
             No node was ever idle.
         """
-        mean_idle = log.mean_idle()
+        by_kind = log.mean_idle_by_kind()
+        mean_idle = sum(by_kind.values())
         if mean_idle <= 0:
             raise InvalidInput(f"{log.name}: no node is ever idle, so there is nothing to train in")
         dedicated_bins, oracle_bins = Bins(log.start, log.end), Bins(log.start, log.end)
         dedicated = 0.0
-        for nodes, share in _neighbours(mean_idle):
+        for corner in product(*map(_neighbours, by_kind.values())):
+            nodes, share = tuple(count for count, _ in corner), math.prod(weight for _, weight in corner)
             bins = Bins(log.start, log.end)
             dedicated += share * ideal_value(rates, log, nodes=nodes, concurrent=concurrent, bins=bins)
             dedicated_bins.include(bins, share)

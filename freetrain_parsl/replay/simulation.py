@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.replay.block_site import BlockSettings
     from freetrain_parsl.replay.holes import Change, HoleLog
-    from freetrain_parsl.replay.ideal import BestRates
+    from freetrain_parsl.replay.ideal import BestRates, Idle
 
 __all__ = ["Cost", "Curves", "Knowledge", "Outcome", "Replay", "ReplaySettings", "replay"]
 
@@ -195,7 +195,7 @@ class Replay:
         self._planner = Planner(policy, _PLANNER if blocks is None else blocks.planner.in_seconds(), self._decided)
         self._outcome = Outcome(Bins(log.start, log.end), Bins(log.start, log.end))
         self._accounts = {
-            trainer.name: Account(trainer, log.start + trainer.submitted, self._weight(trainer))
+            trainer.name: Account(trainer, log.start + trainer.submitted, self._weight(trainer), kinds=log.kinds)
             for trainer in rates.trainers
         }
         self._index = {trainer.name: index for index, trainer in enumerate(rates.trainers)}
@@ -203,7 +203,7 @@ class Replay:
         self._alive: dict[str, Account] = {}
         self._profiles: dict[str, Profile] = {}
         self._owners: dict[str, str] = {}
-        self._idle = 0
+        self._idle_by_kind = dict.fromkeys(rates.kinds, 0)
         self._now = log.start
 
     def run(self) -> Outcome:
@@ -231,6 +231,8 @@ class Replay:
 
     def _weight(self, trainer: Trainer) -> float:
         """Return the value of a sample: the objective is proportional to the rate."""
+        if (kind := self._best.kinds[0]) != "":
+            trainer = trainer.on_kind(kind)  # a sample is worth the same on all kinds
         nodes = next((n for n, rate in trainer.curve.points if n >= trainer.min_nodes and rate > 0), trainer.max_nodes)
         nodes = min(nodes, trainer.max_nodes)
         rate = trainer.rate(nodes)
@@ -267,39 +269,49 @@ class Replay:
         if seconds <= 0:
             return
         outcome = self._outcome
-        used, value = 0, 0.0
+        used, value = dict.fromkeys(self._idle_by_kind, 0), 0.0
         for name, account in self._alive.items():
             if not account.nodes:
                 continue
             account.run(seconds)
-            used += len(account.nodes)
+            used[self._kind(next(iter(account.nodes)))] += len(account.nodes)
             value += account.weight * account.rate
             outcome.trainer_bins.add_rate(self._shown_as(name), self._now, target, len(account.nodes))
             if name in self._profiles:
                 self._profiles[name].observe(len(account.nodes), account.rate * seconds, seconds)
         outcome.value += value * seconds
         outcome.idle_seconds += self._idle * seconds
-        outcome.used_seconds += used * seconds
+        outcome.used_seconds += sum(used.values()) * seconds
         outcome.bins.add_rate("idle", self._now, target, self._idle)
         outcome.bins.add_rate("value", self._now, target, value)
-        if used < self._idle:
-            outcome.unused += seconds * self._value_of_unused(used)
+        if used != self._idle_by_kind:
+            outcome.unused += seconds * self._value_of_unused(tuple(used.values()))
         self._now = target
 
     def _shown_as(self, name: str) -> str:
         """Return the name under which the nodes of a trainer are counted over time."""
         return name
 
-    def _value_of_unused(self, used: int) -> float:
+    @property
+    def _idle(self) -> int:
+        return sum(self._idle_by_kind.values())
+
+    def _kind(self, node: str) -> str:
+        return self._log.kinds.get(node, "")
+
+    def _value_of_unused(self, used: Idle) -> float:
         """Return the value per second that the idle nodes could add to that of the `used` ones."""
         alive = frozenset(self._index[name] for name in self._alive)
-        return self._best(alive, self._idle) - self._best(alive, used)
+        return self._best(alive, tuple(self._idle_by_kind.values())) - self._best(alive, used)
 
     # Events.
 
     def _take(self, change: Change) -> list[ev.Event]:
         """Convert a change in the log to events for the planner."""
-        self._idle += len(change.opened) - len(change.closed)
+        for hole in change.opened:
+            self._idle_by_kind[self._kind(hole.node)] += 1
+        for node in change.closed:
+            self._idle_by_kind[self._kind(node)] -= 1
         events: list[ev.Event] = []
         if self._site is not None:
             self._preempt(self._site.change(change))
@@ -308,7 +320,10 @@ class Replay:
             events.append(ev.NodesLeft(self._now, change.closed))
         if change.opened and self._site is None:
             perfect = self._settings.knowledge is Knowledge.PERFECT
-            nodes = tuple(PoolNode(hole.node, hole.end if perfect else None) for hole in change.opened)
+            nodes = tuple(
+                PoolNode(hole.node, hole.end if perfect else None, node_kind=self._kind(hole.node))
+                for hole in change.opened
+            )
             events.append(ev.NodesJoined(self._now, _IDLE, nodes))
         if change.expected is not None:
             events.append(ev.NodesForecast(self._now, change.expected, change.due))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.accounts import Account
     from freetrain_parsl.replay.comparison import Contestant, OnProgress
     from freetrain_parsl.replay.holes import HoleLog
+    from freetrain_parsl.replay.ideal import Idle
     from freetrain_parsl.replay.simulation import Outcome
     from freetrain_parsl.replay.trainers import TrainerSet
 
@@ -170,7 +171,7 @@ class _SweepReplay(Replay):
     def _shown_as(self, name: str) -> str:
         return name.rpartition("[")[0]
 
-    def _value_of_unused(self, used: int) -> float:  # noqa: ARG002 - there are no reference values
+    def _value_of_unused(self, used: Idle) -> float:  # noqa: ARG002 - there are no reference values
         return 0.0
 
     def _finish(self) -> list[ev.Event]:

@@ -65,7 +65,8 @@ def read_trainers(
     - ``min`` (1), ``max``: numbers of nodes;
     - ``work``: samples, or ``endless`` (the default);
     - ``curve``: a model's name, the file of a curve (relative to this one), or breakpoints: in YAML a mapping
-      ``{1: 100, 2: 190}``, in CSV ``1:100;2:190``, nodes and samples per second;
+      ``{1: 100, 2: 190}``, in CSV ``1:100;2:190``, nodes and samples per second; or a model or file for each kind of
+      node, in YAML ``{gpu: resnet50, cpu: slow.csv}``, in CSV ``gpu:resnet50;cpu:slow.csv``;
     - ``rescale``: seconds lost at a change, ``{up: 18, down: 12, start: 10}`` or ``up:18;down:12;start:10``;
       missing ones are zero, and without this key a model's own costs are used;
     - ``priority`` (1); ``deadline``: seconds after the log's start (none);
@@ -115,20 +116,24 @@ def _trainers(entry: _Entry, models: Mapping[str, Model]) -> list[Trainer]:
         if key not in entry.values:
             raise entry.wrong(key, f"a trainer needs {key!r}")
     name, count = str(entry.get("name", "")), entry.count("count", 1)
-    curve, costs = _curve(entry, models)
+    curves, costs = _curves(entry, models)
+    curve = next(iter(curves.values()))
+    curves.pop("", None)
     deadline = entry.number("deadline", 0.0) if "deadline" in entry.values else None
     endless = entry.get("work", "endless") == "endless"
     minimum, maximum = entry.count("min", 1), entry.count("max", 1)
     if minimum > maximum:
         raise entry.wrong("min", f"trainer {name!r}: min ({minimum}) is more than max ({maximum})")
-    if curve.first_nodes > minimum:
-        problem = f"trainer {name!r}: its curve starts at {curve.first_nodes} nodes, min is {minimum}"
+    if (first := max(one.first_nodes for one in (curve, *curves.values()))) > minimum:
+        problem = f"trainer {name!r}: its curve starts at {first} nodes, min is {minimum}"
         raise entry.wrong("curve", f"{problem}; add a point at or below {minimum} nodes, or raise min")
     costs = _costs(entry, costs)
     work = math.inf if endless else entry.number("work", 0.0, positive=True)
     priority, submit = entry.number("priority", 1.0, positive=True), entry.number("submit", 0.0)
     try:
         trainer = Trainer(name, minimum, maximum, curve, costs, work, priority, deadline, submit)
+        if curves:
+            trainer = replace(trainer, node_kinds=tuple(curves), curves=curves)
     except UsageError as error:
         raise entry.wrong("name", str(error)) from error
     if count == 1:
@@ -136,9 +141,20 @@ def _trainers(entry: _Entry, models: Mapping[str, Model]) -> list[Trainer]:
     return [replace(trainer, name=numbered(name, index, count)) for index in range(count)]
 
 
-def _curve(entry: _Entry, models: Mapping[str, Model]) -> tuple[ScalingCurve, CostsInSeconds]:
-    """Return the curve, and the costs that come with a model."""
+def _curves(entry: _Entry, models: Mapping[str, Model]) -> tuple[dict[str, ScalingCurve], CostsInSeconds]:
+    """Return the curve of each kind of node, or the only one under an empty name, and the costs of a (first) model."""
     value = entry.get("curve", None)
+    by_kind = _pairs(value) if isinstance(value, str) else value
+    if not isinstance(by_kind, dict) or not by_kind or not all(_is_text(each) for each in by_kind.values()):
+        curve, costs = _curve(entry, value, models)
+        return {"": curve}, costs
+    found = {str(kind): _curve(entry, each, models) for kind, each in by_kind.items()}
+    return {kind: curve for kind, (curve, _) in found.items()}, next(iter(found.values()))[1]
+
+
+def _curve(entry: _Entry, value: Any, models: Mapping[str, Model]) -> tuple[ScalingCurve, CostsInSeconds]:
+    """Return the curve, and the costs that come with a model."""
+    text = value
     if isinstance(value, str) and value.lower() in models:
         model = models[value.lower()]
         return model.curve, model.costs
@@ -147,7 +163,6 @@ def _curve(entry: _Entry, models: Mapping[str, Model]) -> tuple[ScalingCurve, Co
     if isinstance(value, str):
         value = _pairs(value)
     if not isinstance(value, dict):
-        text = entry.get("curve", None)
         near = did_you_mean(str(text), tuple(models))
         raise entry.wrong(
             "curve", f"no curve {text!r}{near}; give a file, breakpoints, or a model of {', '.join(models)}"
@@ -173,6 +188,10 @@ def _costs(entry: _Entry, default: CostsInSeconds) -> CostsInSeconds:
         return CostsInSeconds(**{name: _float(seconds) for name, seconds in value.items()})
     except UsageError as error:
         raise entry.wrong("rescale", str(error)) from error
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and math.isnan(_float(value))
 
 
 def _pairs(text: str) -> dict[str, str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from freetrain_parsl.replay.models import MODELS
 from freetrain_parsl.replay.trainer_files import numbered, read_trainers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from freetrain_parsl.replay.models import Model
 
@@ -50,7 +51,7 @@ class TrainerSet:
     sweeps: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
 
 
-def trainer_set(spec: str) -> TrainerSet:
+def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:
     """Make a built-in set, or read one from a file.
 
     Parameters
@@ -61,6 +62,8 @@ def trainer_set(spec: str) -> TrainerSet:
         the log's start. ``sweep:NxLIST``: a sweep of N members for each trainer of a list; objective throughput.
         Anything else is the path of a list, see `read_trainers`; its objective is priority if priorities differ, else
         throughput if all have the same curve, else speed-up.
+    kinds
+        The kinds of nodes for which a list may have curves.
 
     Raises
     ------
@@ -83,13 +86,21 @@ def trainer_set(spec: str) -> TrainerSet:
         raise InvalidSettings(
             f"unknown trainers {spec!r}; give hpo:N, mixed:N, sweep:NxLIST, or the path of a .yaml or .csv list"
         )
-    trainers = read_trainers(path, MODELS)
+    trainers = read_trainers(path, MODELS, partial(_of_other_kinds, kinds))
     objective = "speedup"
     if len({trainer.priority for trainer in trainers}) > 1:
         objective = "priority"
-    elif len({trainer.curve for trainer in trainers}) == 1:
+    elif len({(trainer.curve, *trainer.curves.values()) for trainer in trainers}) == 1:
         objective = "throughput"
     return TrainerSet(path.name, trainers, objective)
+
+
+def _of_other_kinds(kinds: Collection[str], trainer: Trainer) -> str | None:
+    unknown = [kind for kind in trainer.curves if kind not in kinds]
+    if unknown and not kinds:
+        given = ", ".join(unknown)
+        return f"its curve is for kinds of nodes ({given}); 'freetrain replay --kind NAME=NODES' states which these are"
+    return f"no nodes are of kind {unknown[0]!r}; there are {', '.join(kinds)}" if unknown else None
 
 
 def with_costs(trainers: TrainerSet, up: float, down: float) -> TrainerSet:

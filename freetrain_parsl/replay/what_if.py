@@ -58,7 +58,9 @@ class Case:
             for item in self.rates.trainers
         ]
         settings = replace(self.settings, cost=Cost.FULL if start else Cost.PAPER, start_seconds=start)
-        return replay(self.log, BestRates(trainers, self.rates.objective), self.make_policy(), settings).value
+        return replay(
+            self.log, BestRates(trainers, self.rates.objective, self.rates.kinds), self.make_policy(), settings
+        ).value
 
 
 def what_if(

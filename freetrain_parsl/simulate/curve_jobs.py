@@ -73,6 +73,8 @@ def read_trainer_workload(file: Path, gpus: int) -> tuple[JobRequest, ...]:
     def problem(trainer: Trainer) -> str | None:
         if not 0 < trainer.work_left < math.inf:
             return "a job needs 'work', a positive number of samples: without, it never ends"
+        if trainer.curves:
+            return "a job has one curve; give it without kinds of nodes"
         if trainer.max_nodes > gpus:
             return f"max is {trainer.max_nodes} GPUs, the cluster has {gpus}"
         if any(trainer.rate(count) <= 0 for count in range(trainer.min_nodes, trainer.max_nodes + 1)):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.journal import Journal
 
-STEPS = 6  # of each training
+STEPS = 6  # of each training, unless a test sets another number
 
 
 class UserError(Exception):
@@ -92,6 +92,7 @@ class ArrayWorld:
         self.assigned: dict[str, frozenset[str]] = {}
         self.reason = "UserError: no"
         self.best_size = 4
+        self.steps = STEPS
         self.fuses = True
         self.structures: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
@@ -257,8 +258,8 @@ class ArrayWorld:
                 self._member_ended(process, name, RunFailed(self.reason), serialized_exception(UserError(name)))
             elif full:
                 self._member_ended(process, name, StorageFailed("no space", "is full"))
-            elif process.members[name] >= STEPS:
-                self.saved[name] = STEPS
+            elif process.members[name] >= self.steps:
+                self.saved[name] = self.steps
                 self._member_ended(process, name, RunFinished(self._progress(process, name)), serialize(name))
             else:
                 process.members[name] += 1
@@ -289,8 +290,8 @@ class ArrayWorld:
             end = RunFailed(self.reason)
         elif full:
             end = StorageFailed("no space", "is full")
-        elif process.members[name] >= STEPS:
-            self.saved[name] = STEPS
+        elif process.members[name] >= self.steps:
+            self.saved[name] = self.steps
             end = RunFinished(progress)
         else:
             process.members[name] += 1
@@ -306,7 +307,7 @@ class ArrayWorld:
         return Progress(
             step,
             samples=10 * step,
-            samples_total=10 * STEPS,
+            samples_total=10 * self.steps,
             rate=10.0,
             checkpoint_step=saved,
             structure=self.structures.get(name, "common") if process.is_array else "",

@@ -166,34 +166,100 @@ def test_no_more_members_than_the_user_allows(make) -> None:
     assert all(future.done() for future in world.futures.values())
 
 
-def test_a_node_that_joins_gets_members_of_the_others(make) -> None:
+def released(world: ArrayWorld, slot: str) -> list[str]:
+    """Return the members that a process was commanded to release, and has not received yet."""
+    return [message.member for message in world.processes[slot].inbox if isinstance(message, msg.ReleaseMember)]
+
+
+def paused(world: ArrayWorld, slot: str) -> bool:
+    """Return whether a process has a command to pause all members."""
+    return any(isinstance(message, msg.PauseRun) for message in world.processes[slot].inbox)
+
+
+def spread(make: Callable[..., ArrayWorld], *nodes: str, turns: int = 3) -> ArrayWorld:
+    """Return a world of two nodes in which four members train on these."""
     world = make(nodes=2)
     world.best_size = 8
+    world.steps = 60
     submit(world, 4)
     world.advance(1.0)
-    world.assign("cohort-1", frozenset({"n0"}))
-    world.settle(3)
+    world.assign("cohort-1", frozenset(nodes))
+    world.settle(turns)
+    return world
+
+
+def test_a_node_that_joins_gets_members_of_the_others(make) -> None:
+    world = spread(make, "n0")
     assert arrays(world) == [4]
     world.assign("cohort-1", frozenset({"n0", "n1"}))
-    world.settle(3)
+    world.settle(5)
     assert arrays(world) == [2, 2]
-    world.settle(20)
+    world.settle(70)
     assert all(future.done() for future in world.futures.values())
+
+
+def test_members_that_change_to_a_new_array_train_on_until_it_takes_them(make) -> None:
+    """The members of an array start one after another."""
+    world = spread(make, "n0")
+    world.assign("cohort-1", frozenset({"n0", "n1"}))
+    world.advance()
+    assert released(world, "s1") == ["t3"]
+    world.settle()
+    assert list(world.processes["s1"].members) == ["t0", "t1", "t2"]
+    for _ in range(20):  # the new array has not begun
+        world.advance()
+        world.receive("s1")
+        world.step("s1")
+        world.deliver("s1")
+    assert list(world.processes["s1"].members) == ["t0", "t1", "t2"]
+    world.settle(3)
+    assert (list(world.processes["s1"].members), list(world.processes["s2"].members)) == (["t0", "t1"], ["t3", "t2"])
 
 
 def test_a_node_that_is_taken_gives_its_members_back(make) -> None:
-    world = make(nodes=2)
-    world.best_size = 8
-    submit(world, 4)
-    world.advance(1.0)
-    world.assign("cohort-1", frozenset({"n0", "n1"}))
-    world.settle(2)
+    world = spread(make, "n0", "n1", turns=2)
     assert arrays(world) == [2, 2]
     world.assign("cohort-1", frozenset({"n1"}))
-    world.settle(4)
+    world.settle(6)
     assert arrays(world) == [4]
-    world.settle(20)
+    world.settle(70)
     assert all(future.done() for future in world.futures.values())
+
+
+def test_members_on_a_node_that_is_taken_train_on_until_another_array_takes_them(make) -> None:
+    world = spread(make, "n0", "n1", turns=4)
+    world.assign("cohort-1", frozenset({"n1"}))
+    world.advance()
+    (first,) = released(world, "s1")
+    assert not paused(world, "s1")
+    world.settle(4)
+    assert first in world.processes["s2"].members
+    assert len(world.processes["s2"].members) == 4
+
+
+def test_a_node_that_is_taken_is_vacated_within_seconds(make) -> None:
+    """The other array may take long to start what it was given."""
+    world = spread(make, "n0")
+    world.assign("cohort-1", frozenset({"n1"}))
+    world.advance()
+    assert not paused(world, "s1")
+    world.advance(5.0)
+    assert paused(world, "s1")
+
+
+def test_a_node_that_is_taken_is_vacated_at_once_if_no_other_takes_its_members(make) -> None:
+    world = spread(make, "n0", "n1", turns=4)
+    world.assign("cohort-1", frozenset())
+    world.advance()
+    assert paused(world, "s1")
+    assert paused(world, "s2")
+
+
+def test_a_node_that_closes_is_vacated_at_once(make) -> None:
+    world = spread(make, "n0", "n1", turns=4)
+    world.processes["s1"].slot.leaving = True
+    world.advance()
+    assert paused(world, "s1")
 
 
 def test_trainings_that_cannot_be_fused_train_alone_and_so_do_later_ones(make) -> None:

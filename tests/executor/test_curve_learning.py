@@ -131,6 +131,36 @@ def test_a_new_training_of_the_same_name_is_unknown() -> None:
     assert run.learning.completed(again) == again
 
 
+def test_a_training_begins_with_what_one_like_it_has_measured_until_its_own_steps_outweigh_that() -> None:
+    earlier = Run(ScalingCurve.to_be_learned())
+    for nodes, rate in ((1, 100.0), (2, 190.0), (4, 300.0)):
+        earlier.trains(nodes, rate)
+    rates_before = earlier.learning.measured("t")
+    assert rates_before == {"": {1: 100.0, 2: 190.0, 4: 300.0}}
+    learning = CurveLearning()
+    learning.recall("t", rates_before)
+    later = learning.completed(planner.TrainerSubmitted(0.0, trainer(curve=ScalingCurve.to_be_learned())))
+    assert isinstance(later, planner.TrainerSubmitted)
+    assert rates(later.trainer, 1, 2, 4) == [100.0, 190.0, 300.0]
+    assert later.trainer.max_nodes == 8
+    run = Run()
+    run.learning = learning
+    found = run.trains(2, 380.0, seconds=1000.0)
+    assert rates(found, 1, 2)[1] == pytest.approx(380.0, rel=0.01)
+
+
+def test_rates_of_kinds_of_nodes_that_there_are_no_more_are_not_used() -> None:
+    learning = CurveLearning()
+    learning.recall("t", {"gpu": {1: 100.0}})
+    assert learning.completed(planner.TrainerSubmitted(0.0, trainer())) == planner.TrainerSubmitted(0.0, trainer())
+
+
+def test_rates_of_an_elastic_batch_are_not_kept() -> None:
+    run = ElasticRun()
+    run.settle(1)
+    assert run.learning.measured("t") == {}
+
+
 class ElasticRun:
     """A training with elastic batches: a step takes 10 ms, and 0.1 ms for each sample on a node."""
 

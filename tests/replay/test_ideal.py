@@ -40,8 +40,9 @@ def test_the_best_rate_is_that_of_the_best_of_all_counts(
             for counts in choices
             if sum(counts) <= nodes
         )
-        rate, counts = rates.best(alive, nodes)
-        assert rate == rates(alive, nodes) == pytest.approx(best)
+        rate, placed = rates.best(alive, (nodes,))
+        counts = {index: count for index, (_, count) in placed.items()}
+        assert rate == rates(alive, (nodes,)) == pytest.approx(best)
         assert sum(counts.values()) <= nodes
         assert sum(worth(trainers[i], n) for i, n in counts.items() if n) == pytest.approx(best)
 
@@ -50,7 +51,7 @@ def test_trainers_that_are_alike_but_for_their_names_can_be_worth_different_valu
     """A user-defined objective may depend on anything."""
     alike = [trainer(name, {1: 1.0}, most=1) for name in ("plain", "dear")]
     rates = BestRates(alike, lambda item, nodes: 5.0 * nodes if item.name == "dear" else 1.0 * nodes)
-    assert rates.best(frozenset({0, 1}), 1) == (5.0, {0: 0, 1: 1})
+    assert rates.best(frozenset({0, 1}), (1,)) == (5.0, {0: (0, 0), 1: (0, 1)})
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +92,7 @@ def test_trainers_that_end_by_hand() -> None:
     ]
     rates = BestRates(trainers, THROUGHPUT)
     bins = Bins(0.0, 100.0, 40)  # of 2.5 s
-    assert ideal_value(rates, log, nodes=2, bins=bins) == pytest.approx(300)
+    assert ideal_value(rates, log, nodes=(2,), bins=bins) == pytest.approx(300)
     assert bins.sums("value")[:8] / 2.5 == pytest.approx([18.0] * 4 + [16.0] * 3 + [0.0])
     assert ideal_value(rates, log) == pytest.approx(300)  # one after the other on one node: 10 s and 25 s
     assert ideal_value(rates, SmallLog([("a", 0, 12)])) == pytest.approx(100 + 2 * 8)

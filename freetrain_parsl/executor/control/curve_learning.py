@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.protocol.reports import BatchReport, Progress
+    from freetrain_parsl.storage.learned_curves import Rates
 
 __all__ = ["CurveLearning"]
 
 _SIGNIFICANT = 0.05  # relative change of a rate below which the planner keeps the curve that it has
+_RECALLED_SECONDS = 10.0  # of training, for which rates that an earlier training has measured count
 
 
 @dataclass
@@ -47,6 +49,13 @@ class _Known:
         self.batch = 0
         self.sent = trainer
         self.last: _Stretch | None = None
+
+    def recall(self, rates: Rates) -> None:
+        """Begin with the rates of an earlier training; its own soon outweigh them."""
+        for kind, some in rates.items():
+            if kind in self.profiles:
+                for nodes, rate in some.items():
+                    self.profiles[kind].observe(nodes, rate * _RECALLED_SECONDS, _RECALLED_SECONDS)
 
     @property
     def known(self) -> bool:
@@ -108,6 +117,7 @@ class CurveLearning:
     def __init__(self, speeds: Mapping[str, float] = MappingProxyType({})) -> None:
         self._speeds = speeds
         self._known: dict[str, _Known] = {}
+        self._recalled: dict[str, Rates] = {}
         self._stated: dict[str, ScalingCurve] = {}
 
     def completed(self, event: planner.Event) -> planner.Event:
@@ -116,6 +126,7 @@ class CurveLearning:
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
                 if trainer.name not in self._known:
                     self._known[trainer.name] = known = _Known(trainer, self._speeds)
+                    known.recall(self._recalled.pop(trainer.name, {}))
                     known.sent = self._learned(known, self.best_rate())
                 known = self._known[trainer.name]
                 known.trainer = trainer
@@ -127,6 +138,20 @@ class CurveLearning:
             case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
                 self._known.pop(name, None)
         return event
+
+    def recall(self, name: str, rates: Rates) -> None:
+        """Take what a training that was like this one has measured, before this one is submitted to the planner."""
+        if rates:
+            self._recalled[name] = rates
+
+    def measured(self, name: str) -> Rates:
+        """Return what a training has measured; nothing if its batch size changes, on which its rates depend."""
+        known = self._known.get(name)
+        if known is None or known.elastic:
+            return {}
+        measured = {kind: one.measured for kind, one in known.profiles.items()}
+        rates = {kind: {n: rate for n, rate in some.items() if rate > 0} for kind, some in measured.items()}
+        return {kind: some for kind, some in rates.items() if some}
 
     def take_stated(self, event: planner.Event) -> None:
         """Take an event about a cohort, which measures its own curve."""

@@ -234,6 +234,7 @@ class ControlLoop(threading.Thread):
                 self._server.send(slot, Exit())
             self._record_requests(last=True)
             self._journal.close()
+            self._manager.close()
             self._server.close()
 
     def _turn(self) -> None:

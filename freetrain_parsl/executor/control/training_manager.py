@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.control.command_runner import CommandRunner
+from freetrain_parsl.executor.control.curve_keeper import CurveKeeper
 from freetrain_parsl.executor.control.curve_learning import CurveLearning
 from freetrain_parsl.executor.control.fusion.cohort_manager import CohortManager
 from freetrain_parsl.executor.control.rendezvous import RendezvousServer
@@ -102,6 +103,7 @@ class TrainingManager:
         self._numbers = count(1)
         self._machine_nodes: tuple[int | None, Mapping[str, int]] = (None, {})
         self._curves = CurveLearning({kind: slots.speed for kind, slots in registry.kinds.items() if kind})
+        self._keeper = CurveKeeper(settings.options.checkpoint_root)
         self.rendezvous = RendezvousServer(send)
         self._cohorts = CohortManager(
             settings,
@@ -133,6 +135,7 @@ class TrainingManager:
         machine = TrainingMachine(training.request, settings.limits, settings.costs, self._numbers, self._clock())
         managed = _Managed(training, machine)
         self._managed.append(managed)
+        self._curves.recall(training.name, training.rates)
         self._carry_out(managed, machine.submit())
         self._compare_with_machine(managed)
 
@@ -176,6 +179,10 @@ class TrainingManager:
         """Fail every training."""
         self._cohorts.fail_all(error)
         self._handle_all(on.Failed(error))
+
+    def close(self) -> None:
+        """Keep what was learned of the scaling curves: the run is over."""
+        self._keeper.close()
 
     def advance(self) -> None:
         """Advance every training one step towards its assignment."""
@@ -251,6 +258,9 @@ class TrainingManager:
             )
             for learned in changed:
                 self._inform(learned)
+            key = managed.training.curve_key
+            if key and changed and (rates := self._curves.measured(managed.machine.name)):
+                self._keeper.keep(key, rates)
             size = self._curves.next_batch(managed.machine.name, len(group.nodes), kind)
             if size is not None:
                 self._handle(managed, on.BatchChosen(size))

@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.control.fusion.arrays import CohortArrays
 from freetrain_parsl.executor.control.fusion.cohort_trainer import CohortTrainer
-from freetrain_parsl.executor.control.fusion.members import CohortMember, MemberGoal, MemberResponse, RunningArray
+from freetrain_parsl.executor.control.fusion.members import CohortMember, MemberGoal, MemberResponse
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
 from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
 from freetrain_parsl.executor.control.training.response import Response
 from freetrain_parsl.executor.control.training.stall import waiting_reason
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import PauseRun, ReleaseMember
 from freetrain_parsl.protocol.reports import (
     ArraySized,
     PauseReason,
@@ -33,6 +33,7 @@ from freetrain_parsl.protocol.reports import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from freetrain_parsl.executor.control.fusion.members import RunningArray
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
@@ -47,9 +48,7 @@ Addressed: TypeAlias = "tuple[str | None, Command]"
 
 _OWN_ERRORS = ("NonFiniteLoss", "UsageError", "CheckpointMismatch", "CodeChanged")  # not caused by an array
 _UNSUPPORTED = "it has a sharded model, a GradScaler, or a loader with an option that arrays do not support"
-_WORTH_MOVING = 3.0  # starts of an array that a member must still need to be moved to a free slot
 _MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the cause
-_FIRST_SIZE = 2  # members of an array that does not know yet how many it can train
 
 
 class Cohort:
@@ -91,18 +90,15 @@ class Cohort:
         self.name = name
         self._limits = limits
         self._slots_per_node = slots_per_node
-        self._numbers = numbers
-        self._limit = None if requests[0].fusion is None else requests[0].fusion.limit  # the same for all
+        limit = None if requests[0].fusion is None else requests[0].fusion.limit  # the same for all
         self._response = Response(now)
-        self._trainer = CohortTrainer(name, self._limit, costs, slots_per_node, best_rate, self._response)
+        self._trainer = CohortTrainer(name, limit, costs, slots_per_node, best_rate, self._response)
         self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
-        self._queue: list[CohortMember] = []
         self._answering: list[MemberResponse] = []  # those with commands
-        self._arrays: dict[str, RunningArray] = {}  # by slot
+        self._arrays = CohortArrays(name, limit, self._trainer, self._response, numbers)
         self._desired: frozenset[str] = frozenset()
         self._holds = False  # the checkpoint directory cannot be used
-        self._size: int | None = None  # the best size of an array, once it is known
-        self._gain = 0.0  # at this size
+        self._gain = 0.0  # of arrays of the best size
         self._structure = structure
         self._refusal = ""
         self._stall = ""
@@ -132,7 +128,7 @@ class Cohort:
     @property
     def runs(self) -> Mapping[str, int]:
         """Slot -> number of the run in it."""
-        return {slot: array.run for slot, array in self._arrays.items()}
+        return self._arrays.runs
 
     @property
     def members(self) -> Sequence[str]:
@@ -159,7 +155,7 @@ class Cohort:
             response = MemberResponse(request.name, now, self._answering)
             member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
             self._members[member.name] = member
-            self._queue.append(member)
+            self._arrays.queue.append(member)
         self._log(record.CohortJoined(self.name, [request.name for request in requests]))
         self._trainer.update(self._members.values())
 
@@ -199,7 +195,7 @@ class Cohort:
             case on.MemberOver():
                 self._member_over(event)
             case on.Reported(report=ArraySized() as sized):
-                if (array := self._array(event.slot, event.run)) is not None:
+                if (array := self._arrays.of_run(event.slot, event.run)) is not None:
                     self._sized(array, sized)
             case on.RunOver():
                 self._run_over(event)
@@ -216,19 +212,17 @@ class Cohort:
     # ── time ──────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        leaving = {slot.node for slot in self._registry.slots.values() if slot.leaving}
+        leaving = frozenset(slot.node for slot in self._registry.slots.values() if slot.leaving)
         wanted = frozenset() if self._holds or self.over else self._desired - leaving
-        for array in self._arrays.values():
-            if array.node not in wanted:
-                self._pause(array)
+        for array in self._arrays:
             if array.deadline is not None and self._response.now > array.deadline:
                 self._do(do.Kill(array.slot, "it did not exit in time"))
             for member in array.members.values():
                 member.explain_stall(array, self._response.now)
-        if wanted:
-            if len(self._members) <= len(wanted):
-                self._use_all_nodes()
-            self._place(self._free(wanted))
+        if wanted and len(self._members) <= len(wanted):
+            self._use_all_nodes()
+        count = sum(member.goal is MemberGoal.TRAIN for member in self._members.values())
+        self._arrays.place(self._free(wanted), wanted=wanted, leaving=leaving, members=count)
         if self._members:
             self._trainer.update(self._members.values())
         self._explain_stall()
@@ -253,79 +247,10 @@ class Cohort:
         slots = [self._registry.complete_slots([node]) or [] for node in sorted(nodes)]
         return [slot for each in slots for slot in each if slot.busy is None and not slot.leaving]
 
-    def _place(self, free: Sequence[Slot]) -> None:
-        """Fill the arrays from the queue, start arrays in free slots, and divide arrays if the queue is empty."""
-        arrays = [array for array in self._arrays.values() if not array.pausing]
-        count = sum(member.goal is MemberGoal.TRAIN for member in self._members.values())
-        if count == 0 or not (arrays or free):
-            return
-        sizes = self._trainer.sizes(count, len(arrays) + len(free), self._size)
-        self._start_arrays(free, sizes, len(arrays))
-        moving = any(array.releasing for array in arrays)
-        divides = bool(free) and not self._queue and not moving  # slots remain for which there is no member
-        for array in arrays:
-            self._release_beyond(array, min(array.size, max(sizes)) if divides else array.size)
-        for array in sorted(arrays, key=lambda each: each.staying):
-            for member in self._next(min(array.size, max(sizes)) - array.staying):
-                self._add(array, member)
-
-    def _start_arrays(self, free: Sequence[Slot], sizes: Sequence[int], running: int) -> None:
-        room = max(0, len(sizes) - running)
-        first = max(sizes) if self._size is not None else _FIRST_SIZE
-        share = -(-len(self._queue) // max(1, min(room, len(free))))
-        for slot in free[:room]:
-            members = self._next(min(first, share, max(sizes)))
-            if not members:
-                return
-            array = RunningArray(slot.name, slot.node, next(self._numbers), len(members), self._response.now)
-            array.size = self._size or _FIRST_SIZE
-            self._arrays[slot.name] = array
-            names = tuple(member.name for member in members)
-            self._do(do.FormArray(slot.name, array.run, names, self._limit, self._size))
-            self._log(record.ArrayStarted(self.name, array.name, array.node))
-            for member in members:
-                self._add(array, member)
-
-    def _next(self, count: int) -> list[CohortMember]:
-        """Take members out of the queue."""
-        taken = self._queue[: max(0, count)]
-        del self._queue[: len(taken)]
-        return taken
-
-    def _add(self, array: RunningArray, member: CohortMember) -> None:
-        array.members[member.name] = member
-        array.shared = array.shared or len(array.members) > 1
-        member.response.do(do.Add(array.slot, self.name, array.run))
-
-    def _release_beyond(self, array: RunningArray, size: int) -> None:
-        """Make members leave an array that has more than `size`: the last that joined, which have done least."""
-        surplus = array.staying - max(1, size)
-        for name in reversed(array.members):
-            if surplus <= 0:
-                return
-            left = array.members[name].seconds_left
-            if name not in array.releasing and (left is None or left > _WORTH_MOVING * self._trainer.start_seconds):
-                self._release(array, name)
-                surplus -= 1
-
-    def _release(self, array: RunningArray, name: str) -> None:
-        if name not in array.releasing and not array.pausing:
-            array.releasing.add(name)
-            self._do(do.Send(array.slot, ReleaseMember(self.name, array.run, name)))
-
-    def _pause(self, array: RunningArray) -> None:
-        if not array.pausing:
-            array.pausing = True
-            self._do(do.Send(array.slot, PauseRun(self.name, array.run)))
-
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
-    def _array(self, slot: str, run: int) -> RunningArray | None:
-        array = self._arrays.get(slot)
-        return array if array is not None and array.run == run else None
-
     def _member_reported(self, event: on.MemberReported) -> None:
-        array = self._array(event.slot, event.run)
+        array = self._arrays.of_run(event.slot, event.run)
         if array is None or (member := array.members.get(event.member)) is None:
             return
         if not array.trains:
@@ -346,7 +271,7 @@ class Cohort:
             self._leave(member, reason or _UNSUPPORTED)
         elif member.structure != self._structure and member.goal is MemberGoal.TRAIN:
             member.goal = MemberGoal.REGROUP
-            self._release(array, member.name)
+            self._arrays.release(array, member.name)
 
     def _take_progress(self, array: RunningArray, member: CohortMember, progress: Progress) -> None:
         if member.began is None:
@@ -364,13 +289,13 @@ class Cohort:
             return
         array.size = sized.size
         if sized.reason:  # the array was too large
-            self._size = self._limit = sized.size
+            self._arrays.limit_to(sized.size)
             return
         if sized.gain_size > 1:  # else nothing was timed
             self._trainer.measured_gain(sized.gain_size, sized.gain)
         if sized.decided and sized.fused:
             if sized.gain > self._gain:  # else another array has found a better size
-                self._size, self._gain = sized.size, sized.gain
+                self._arrays.size, self._gain = sized.size, sized.gain
             self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
 
     def _refuse(self, reason: str) -> None:
@@ -387,16 +312,16 @@ class Cohort:
 
     def _dismiss(self, member: CohortMember) -> None:
         """Make a member leave its array, or the queue."""
-        array = next((array for array in self._arrays.values() if member.name in array.members), None)
+        array = self._arrays.with_member(member.name)
         if array is not None:
-            self._release(array, member.name)
+            self._arrays.release(array, member.name)
         else:
             self._back(member)
 
     # ── the ends ──────────────────────────────────────────────────────────────────────────────────
 
     def _member_over(self, event: on.MemberOver) -> None:
-        array = self._array(event.slot, event.run)
+        array = self._arrays.of_run(event.slot, event.run)
         if array is None or (member := array.members.get(event.member)) is None:
             return
         end = event.end
@@ -426,7 +351,7 @@ class Cohort:
         self._back(member)
 
     def _run_over(self, event: on.RunOver) -> None:
-        array = self._array(event.slot, event.run)
+        array = self._arrays.of_run(event.slot, event.run)
         if array is None:
             return
         self._do(do.Release(event.slot))
@@ -438,7 +363,7 @@ class Cohort:
             self._back(member)
 
     def _slot_lost(self, event: on.SlotLost) -> None:
-        array = self._arrays.get(event.slot)
+        array = self._arrays.in_slot(event.slot)
         if array is None:
             return
         self._end(array, failure=True)
@@ -454,7 +379,7 @@ class Cohort:
             self._back(member)
 
     def _end(self, array: RunningArray, *, failure: bool) -> None:
-        del self._arrays[array.slot]
+        self._arrays.remove(array)
         seconds = max(0.0, self._response.now - array.started)
         self._log(record.ArrayEnded(self.name, array.name, array.node, failure, seconds))
 
@@ -472,12 +397,13 @@ class Cohort:
 
     def _back(self, member: CohortMember) -> None:
         """Do what a member that is in no array is to do next."""
-        if member in self._queue:
-            self._queue.remove(member)
+        queue = self._arrays.queue
+        if member in queue:
+            queue.remove(member)
         match member.goal:
             case MemberGoal.TRAIN:
-                begun = sum(each.tracker.latest is not None for each in self._queue)
-                self._queue.insert(begun if member.tracker.latest is not None else len(self._queue), member)
+                begun = sum(each.tracker.latest is not None for each in queue)
+                queue.insert(begun if member.tracker.latest is not None else len(queue), member)
             case MemberGoal.REGROUP:
                 member.response.do(do.JoinCohort(member.structure))
                 self._forget(member)
@@ -493,19 +419,19 @@ class Cohort:
         del self._members[member.name]
         if not self._members:
             self._trainer.finish()
-            for array in self._arrays.values():
-                self._pause(array)
+            for array in self._arrays:
+                self._arrays.pause(array)
 
     def _fail(self, error: BaseException) -> None:
         for member in list(self._members.values()):
-            array = next((each for each in self._arrays.values() if member.name in each.members), None)
+            array = self._arrays.with_member(member.name)
             if array is not None:
                 self._part(array, member, failure=False)
-            if member in self._queue:
-                self._queue.remove(member)
+            if member in self._arrays.queue:
+                self._arrays.queue.remove(member)
             member.response.do(do.Fail(error))
             self._forget(member)
-        for array in self._arrays.values():
+        for array in self._arrays:
             array.deadline = self._response.now + self._limits.peer_timeout
 
     # ── the checkpoint directory ──────────────────────────────────────────────────────────────────

@@ -148,6 +148,10 @@ class RunningArray:
         Whether it has had several members.
     deadline
         When its process is killed unless it has ended, seconds.
+    filling
+        Whether it is to get members of other arrays, since it has fewer.
+    leave_by
+        When it pauses, because its node is taken, unless its members have changed to other arrays by then, seconds.
     """
 
     slot: str
@@ -161,6 +165,8 @@ class RunningArray:
     trains: bool = False
     shared: bool = False
     deadline: float | None = None
+    filling: bool = True
+    leave_by: float | None = None
 
     @property
     def name(self) -> str:
@@ -171,3 +177,8 @@ class RunningArray:
     def staying(self) -> int:
         """Number of members that were not commanded to leave."""
         return 0 if self.pausing else len(self.members) - len(self.releasing)
+
+    def takes_members(self, most: int) -> bool:
+        """Return whether a member could begin in it at once, if it is to have no more than `most`."""
+        begun = self.trains and all(member.began is not None for member in self.members.values())
+        return begun and self.staying < min(self.size, most)

@@ -1,0 +1,75 @@
+"""Learned scaling curves are kept for later trainings of the same code and shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import parsl
+import pytest
+
+from freetrain_parsl import training_app
+from freetrain_parsl.executor.control.curve_keeper import CurveKeeper
+from freetrain_parsl.executor.recorded_run import read_run
+from freetrain_parsl.planning import events as planner
+from freetrain_parsl.storage.learned_curves import read_rates
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from freetrain_parsl import TrainingApp
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
+    from tests.executor.scenario import Site
+
+
+def test_the_newest_curves_are_written_at_the_latest_when_the_run_ends(tmp_path: Path) -> None:
+    keeper = CurveKeeper(tmp_path)
+    for rate in (10.0, 20.0, 30.0):
+        for key in ("one", "other"):
+            keeper.keep(key, {"": {1: rate}})
+    keeper.close()
+    assert read_rates(tmp_path, "one") == read_rates(tmp_path, "other") == {"": {1: 30.0}}
+
+
+def test_a_run_without_curves_writes_nothing(tmp_path: Path) -> None:
+    CurveKeeper(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def make_app() -> TrainingApp:
+    @training_app
+    def train(session, *, width, lr):
+        import time
+
+        import torch
+        from torch.nn.functional import mse_loss
+        from torch.utils.data import TensorDataset
+
+        net = torch.nn.Linear(width, 1)
+        model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+        data = session.loader(TensorDataset(torch.randn(200, width), torch.randn(200, 1)), batch_size=20)
+        for _epoch in session.epochs(10):
+            for a, b in data:
+                time.sleep(0.05)
+                session.step(mse_loss(model(a), b))
+        return session.metrics["samples"]
+
+    return train
+
+
+def first_curve(site: Site) -> ScalingCurve:
+    """Return the curve with which the first training was submitted to the planner."""
+    events = (event for step in read_run(site.executor.journal_path).steps for event in step.events)
+    return next(event.trainer.curve for event in events if isinstance(event, planner.TrainerSubmitted))
+
+
+@pytest.mark.cluster
+def test_a_later_run_begins_with_the_curve_of_a_training_with_another_learning_rate(start) -> None:
+    site = start(nodes=1)
+    assert make_app()(width=4, lr=0.01).result(timeout=120) == 2000
+    assert first_curve(site).relative
+    parsl.dfk().cleanup()
+    parsl.clear()
+    site = start(nodes=1)
+    assert make_app()(width=4, lr=0.02).result(timeout=120) == 2000
+    assert not first_curve(site).relative
+    assert 50 < first_curve(site)(1) < 400, "20 samples in 50 ms or more"
