@@ -62,10 +62,10 @@ class Batch:
     pieces: tuple[Piece, ...]
     shards: int
 
-    @cached_property
+    @property
     def samples(self) -> int:
         """Samples of the whole batch."""
-        return len(self.positions)
+        return self.positions.shape[0]
 
     @property
     def is_divided(self) -> bool:
@@ -158,7 +158,7 @@ class Order:
             size = self.batch_size * world_size if self.scaled else self.batch_size
         members = positions[begin : begin + size]
         if world_size == 1 and self.shards is None and self.micro_batch is None:  # the general case, sooner
-            return Batch(members, (Piece(members, len(members), 0, last_of_shard=True, last=True),), 1)
+            return Batch(members, (Piece(members, members.shape[0], 0, last_of_shard=True, last=True),), 1)
         count = min(self.shards or world_size, len(members))
         mine = range(rank, rank + 1) if self.shards is None else _part(count, rank, world_size)
         pieces: list[Piece] = []

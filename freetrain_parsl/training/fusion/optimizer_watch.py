@@ -1,4 +1,4 @@
-"""Noting what user code assigns to the states and the parameter groups of optimizers, whose values are kept elsewhere."""
+"""Noting what user code assigns to the states and parameter groups of optimizers, whose values are kept elsewhere."""
 
 from __future__ import annotations
 

@@ -58,6 +58,9 @@ class RowOptimizer(Protocol):
     def release(self) -> None:
         """Give the members' optimizers their states for good."""
 
+    def discard(self) -> None:
+        """Leave the members' optimizers as they are: user code has changed them, and another one takes their states."""
+
 
 def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) -> RowOptimizer:
     """Return the fastest way to step these optimizers, one for each member.
@@ -115,6 +118,9 @@ class OwnOptimizers:
 
     def release(self) -> None:
         """See `RowOptimizer`: they have them."""
+
+    def discard(self) -> None:
+        """See `RowOptimizer`."""
 
 
 Hyperparameters: TypeAlias = dict[str, list[float]]
@@ -312,6 +318,9 @@ class FormulaOptimizer:
     def release(self) -> None:
         """See `RowOptimizer`: their states are views."""
 
+    def discard(self) -> None:
+        """See `RowOptimizer`."""
+
     def take_over(self) -> None:
         """See `RowOptimizer`."""
         self._counters = []
@@ -478,6 +487,10 @@ class HiddenOptimizers:
     def release(self) -> None:
         """See `RowOptimizer`."""
         self.hand_over()
+        self.discard()
+
+    def discard(self) -> None:
+        """See `RowOptimizer`."""
         for hook in self._hooks:
             hook.remove()
 
@@ -494,6 +507,8 @@ class HiddenOptimizers:
                 if all(states):
                     hidden.state[whole] = {name: _joined(name, [state[name] for state in states]) for name in states[0]}
             self._hidden.append(hidden)
+        if all(hidden.state for hidden in self._hidden):
+            self._show()  # these are copies
         self._watch.note()
 
 
