@@ -429,7 +429,8 @@ class AdamKernels(FormulaOptimizer):
                 "amsgrad": False,
                 "maximize": False,
             }
-            calls.append(_KernelCall(members, *([part[i] for i in members] for part in self._parts[number]), options))
+            rows, means, squares, steps = ([part[i] for i in members] for part in self._parts[number])
+            calls.append(_KernelCall(members, rows, means, squares, steps, options))
         return calls
 
 
