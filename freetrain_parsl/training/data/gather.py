@@ -33,7 +33,7 @@ class Gather:
         """Whether the batches can be fetched like this: user code may replace or change the dataset's tensors."""
         tensors = self._dataset.tensors
         if tensors is not self._plain:
-            if not all(map(_is_plain, tensors)):
+            if not (isinstance(tensors, tuple) and all(map(_is_plain, tensors))):  # a list can change
                 return False
             self._plain = tensors
         return not any(tensor.requires_grad for tensor in tensors)
