@@ -35,6 +35,7 @@ class Tally:
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self.device = device
         self._shards = batch.shards
+        self._is_divided = batch.is_divided
         self._losses: list[tuple[int, torch.Tensor | float, torch.Tensor | float]] = []  # shard, mean, its items
         self._samples = self._checksum = 0
         self._values: torch.Tensor | None = None
@@ -83,7 +84,8 @@ class Tally:
         if not piece.weight:
             return
         self._samples += piece.weight
-        self._checksum += piece.checksum
+        if self._is_divided:
+            self._checksum += piece.checksum
         if items is None:
             items = piece.weight
         on_cpu = self.device.type == "cpu"
@@ -107,6 +109,11 @@ class Tally:
     def _read(self) -> _Totals | None:
         """The totals if they are known in this process already; ``None`` on a GPU, or of several members."""
         if self._is_of_one and self.device.type == "cpu":
+            if len(self._losses) == 1:
+                _, mean, items = self._losses[0]
+                assert isinstance(mean, float), "read by add"
+                assert not isinstance(items, torch.Tensor), "likewise"
+                return _Totals(mean * items, items, self._samples, self._checksum)
             loss = float(sum(loss * items for _, loss, items in self._losses))
             items = float(sum(items for _, _, items in self._losses))
             return _Totals(loss, items, self._samples, self._checksum)
@@ -197,20 +204,9 @@ class TrainingMetrics:
         """
         if not self._pending:
             return
-        tensors = [totals for totals in self._pending if isinstance(totals, torch.Tensor)]
-        unread = [totals for totals in self._pending if isinstance(totals, _Unread)]
-        steps = [totals for totals in self._pending if isinstance(totals, _Totals)]
-        if tensors:  # read together: each read waits for a GPU
-            steps += [_Totals(*row) for row in torch.stack(tensors).tolist()]
-        if unread:
-            means = torch.stack([each.loss.reshape(()) for each in unread]).tolist()
-            steps += [
-                _Totals(mean * each.items, each.items, each.samples, each.checksum)
-                for mean, each in zip(means, unread, strict=True)
-            ]
-        loss, items, samples, received = (sum(column) for column in zip(*steps, strict=True))
         expected, self._expected = self._expected, [0, 0]
-        self._pending = []
+        pending, self._pending = self._pending, []
+        loss, items, samples, received = _sum_of(pending)
         if not math.isfinite(loss) or not math.isfinite(items):
             raise NonFiniteLoss(
                 f"the loss is {loss} at step {self.step} or shortly before; lower the learning rate, clip gradients, "
@@ -311,6 +307,24 @@ class TrainingMetrics:
         self.logged.add(self.step, epoch, row)
         self._log = {}
         self._row_open = False
+
+
+def _sum_of(pending: list[torch.Tensor | _Unread | _Totals]) -> tuple[float, ...]:
+    """Return the sums of losses, items, samples and checksums of several steps."""
+    if len(pending) == 1 and isinstance(pending[0], _Totals):
+        return pending[0]
+    tensors = [totals for totals in pending if isinstance(totals, torch.Tensor)]
+    unread = [totals for totals in pending if isinstance(totals, _Unread)]
+    steps = [totals for totals in pending if isinstance(totals, _Totals)]
+    if tensors:  # read together: each read waits for a GPU
+        steps += [_Totals(*row) for row in torch.stack(tensors).tolist()]
+    if unread:
+        means = torch.stack([each.loss.reshape(()) for each in unread]).tolist()
+        steps += [
+            _Totals(mean * each.items, each.items, each.samples, each.checksum)
+            for mean, each in zip(means, unread, strict=True)
+        ]
+    return tuple(sum(column) for column in zip(*steps, strict=True))
 
 
 def _plain(name: str, value: Any) -> float | int | str | bool:

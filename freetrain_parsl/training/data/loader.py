@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.gather import Gather
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
 from freetrain_parsl.training.data.shared_batches import DataSource
@@ -71,6 +72,7 @@ class SessionLoader:
         self._plan = _Plan(runtime.members, self._cursor, runtime.state)
         self._fetched: Iterator[Any] | None = None
         self._seeds = False  # whether the random numbers of a fetch have to be seeded
+        self._gather = Gather.of(dataset, collate_fn, num_workers)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             _with_places(dataset, collate_fn, order.seed, seed_samples=seed_samples),
@@ -153,6 +155,11 @@ class SessionLoader:
     def _fetch(self, positions: torch.Tensor, batch: Batch) -> Iterator[Any]:
         """Yield the data of a batch's pieces, on the device."""
         cursor = self._cursor
+        if self._gather is not None and self._gather.is_possible:  # draws no random numbers
+            self._fetched = None
+            for piece in batch.pieces:
+                yield self._gather(piece.positions, self._runtime.device)
+            return
         if self._seeds:
             self._runtime.seed()
         if self._fetched is None or self._plan.next != cursor.position:

@@ -62,16 +62,20 @@ class Batch:
     pieces: tuple[Piece, ...]
     shards: int
 
-    @cached_property
+    @property
     def samples(self) -> int:
         """Samples of the whole batch."""
-        return len(self.positions)
+        return self.positions.shape[0]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether its samples are in several pieces, of this member or of others."""
+        return self.pieces[0].positions is not self.positions
 
     @cached_property
     def checksum(self) -> int:
-        """See `audit.checksum`."""
-        first = self.pieces[0]
-        return first.checksum if first.positions is self.positions else checksum(self.positions)
+        """See `audit.checksum`; zero if there is nothing to verify, as one piece has all samples."""
+        return checksum(self.positions) if self.is_divided else 0
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class Order:
             size = self.batch_size * world_size if self.scaled else self.batch_size
         members = positions[begin : begin + size]
         if world_size == 1 and self.shards is None and self.micro_batch is None:  # the general case, sooner
-            return Batch(members, (Piece(members, len(members), 0, last_of_shard=True, last=True),), 1)
+            return Batch(members, (Piece(members, members.shape[0], 0, last_of_shard=True, last=True),), 1)
         count = min(self.shards or world_size, len(members))
         mine = range(rank, rank + 1) if self.shards is None else _part(count, rank, world_size)
         pieces: list[Piece] = []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 64) - 1
 _WORDS = 624  # of a Mersenne Twister
-_KEPT_SEEDS = 8
+_KEPT_SEEDS = 64  # at least one for each training of an array
 
 
 def mix(*parts: int) -> int:
@@ -39,13 +39,16 @@ def mix(*parts: int) -> int:
     return state >> 1
 
 
+_mixed = lru_cache(maxsize=32)(mix)  # trainings of an array come to one place after another
+
+
 def seed_all(*parts: int) -> None:
     """Seed the global generators of torch (CPU and CUDA), numpy and Python.
 
     Not by ``torch.manual_seed``: for each kind of accelerator that is not in use it formats a stack trace, which takes
     longer than the step of a small model.
     """
-    seed = mix(*parts)
+    seed = _mixed(*parts)
     torch.default_generator.manual_seed(seed)
     if _has_cuda():
         torch.cuda.manual_seed_all(seed)

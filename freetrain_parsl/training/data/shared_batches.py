@@ -77,7 +77,7 @@ class SharedBatches:
     """
 
     def __init__(self) -> None:
-        self._batches: dict[tuple[int, int], tuple[Batch, Any, list[int]]] = {}
+        self._batches: dict[tuple[int, int], tuple[Batch, Any, list[torch.Tensor], list[int]]] = {}
         self._copying = False
 
     def get(self, epoch: int, position: int, fetch: Callable[[], tuple[Batch, Any]]) -> tuple[Batch, Any]:
@@ -92,16 +92,17 @@ class SharedBatches:
         """
         place = (epoch, position)
         known = self._batches.get(place)
-        if known is not None and not self._copying and _versions(known[1]) != known[2]:
+        if known is not None and not self._copying and _versions(known[2]) != known[3]:
             self._copying = True
             known = None
         if known is None:
             batch, data = fetch()
-            known = batch, data, _versions(data)
+            tensors = _tensors(data)
+            known = batch, data, tensors, _versions(tensors)
             self._batches[place] = known
             while len(self._batches) > _KEPT:
                 del self._batches[next(iter(self._batches))]
-        batch, data, _ = known
+        batch, data, _, _ = known
         # Tensors of its own on the same memory: gradients and flags are each training's.
         make = torch.clone if self._copying else torch.Tensor.detach
         if type(data) in (list, tuple) and all(isinstance(leaf, torch.Tensor) for leaf in data):
@@ -111,11 +112,11 @@ class SharedBatches:
     @property
     def spoiled(self) -> bool:
         """Whether a training has changed, in place, a batch that others have, too."""
-        return not self._copying and any(_versions(data) != known for _, data, known in self._batches.values())
+        return not self._copying and any(_versions(tensors) != known for _, _, tensors, known in self._batches.values())
 
 
-def _versions(data: Any) -> list[int]:
-    return [leaf._version for leaf in _tensors(data)]  # noqa: SLF001 - torch has no public counter of changes in place
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - torch has no public counter of changes in place
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

@@ -55,15 +55,23 @@ class Ambient:
         generators = torch_generators(), random_streams.host_draws()
         return cls(torch.is_grad_enabled(), autocast_state(), *generators, torch.get_default_dtype())
 
-    def restore(self, now: Ambient) -> None:
-        """Make it the current one, where the modes are those of `now`."""
+    def restore(self, now: Ambient, host: HostDraws | None = None) -> None:
+        """Make it the current one, where the modes are those of `now`.
+
+        Parameters
+        ----------
+        now
+            Has the modes that are in place.
+        host
+            State of the generators of numpy and Python that is in place; ``None``: not known.
+        """
         if not self.has_modes_of(now):
             self.restore_modes()
         if self.autocast is not _NO_AUTOCAST:
             torch.clear_autocast_cache()  # its casts of weights; torch clears it when the outermost context ends
         if self.torch_states is not None:
             restore_torch_generators(self.torch_states)
-        if self.host is not None:
+        if self.host is not None and self.host is not host:  # often the same: trainings of a sweep share a seed
             random_streams.restore_host_draws(self.host)
 
     def has_modes_of(self, other: Ambient) -> bool:

@@ -110,13 +110,22 @@ class Segment:
         """Whether its parameters get gradients."""
         return self.trainable_at_first
 
+    def is_in_place(self) -> bool:
+        """Return whether all parameters are where they were stacked, and none was frozen or unfrozen."""
+        trainable = self.trainable_at_first
+        return all(
+            [parameter.data_ptr() for parameter in member] == pointers
+            and all(parameter.requires_grad is trainable for parameter in member)
+            for member, pointers in zip(self.members, self.pointers, strict=True)
+        )
+
     def collect(self) -> None:
         """See `Array.collect`."""
         stacked = [leaf.grad for leaf in self.leaves]
-        own = [[parameter.grad for parameter in member] for member in self.members]
         for leaf in self.leaves:
             leaf.grad = None
         self.missing = set()
+        own = [[parameter.grad for parameter in member] for member in self.members]
         if all(gradient is None for member in own for gradient in member):
             parts = [gradient.reshape(len(self.rows), -1) for gradient in stacked if gradient is not None]
             if len(parts) == len(stacked):
@@ -227,6 +236,8 @@ class Array:
         """
         for segment in self.segments:
             trainable = segment.trainable_at_first
+            if segment.is_in_place():
+                continue
             for row, member in enumerate(segment.members):
                 for number, parameter in enumerate(member):
                     if parameter.requires_grad is not trainable:

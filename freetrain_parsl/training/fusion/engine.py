@@ -321,6 +321,7 @@ class FusionEngine:
                 groups = [len(member.objects.optimizers[number].param_groups) for member in self._members]
                 if len(set(groups)) > 1 or groups[0] != self._groups_of(number):
                     raise CannotFuse("parameter groups were added to an optimizer")
+                self._optimizers[number].discard()
                 self._optimizers[number] = self._row_optimizer(number)
 
     def _groups_of(self, number: int) -> int:

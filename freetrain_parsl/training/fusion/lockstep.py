@@ -17,6 +17,8 @@ from freetrain_parsl.training.fusion.ambient import Ambient
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from freetrain_parsl.training.data.random_streams import HostDraws
+
 __all__ = ["Lockstep", "Meeting", "Strand"]
 
 
@@ -119,8 +121,10 @@ class Lockstep:
         self._hub = greenlet.getcurrent()
         try:
             while self._strands:
+                host = None  # not known: the work of a meeting may have drawn random numbers
                 for strand in [strand for strand in self._strands if strand.meeting is None]:
-                    self._turn(strand, base)
+                    self._turn(strand, base, host)
+                    host = strand.ambient.host
                 if self._strands and all(strand.meeting is not None for strand in self._strands):
                     self._serve()
                     base.restore_modes()
@@ -131,11 +135,11 @@ class Lockstep:
                 strand._greenlet.throw()
             base.restore(Ambient.capture())
 
-    def _turn(self, strand: Strand, base: Ambient) -> None:
+    def _turn(self, strand: Strand, base: Ambient, host: HostDraws | None) -> None:
         assert strand._greenlet is not None
         self.current = strand
         self._announce(strand.name)
-        strand.ambient.restore(base)
+        strand.ambient.restore(base, host)
         strand._greenlet.switch()
         self.current = None
         strand.ambient = Ambient.capture()

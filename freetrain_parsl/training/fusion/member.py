@@ -57,6 +57,7 @@ class MemberRuntime(Runtime):
         self._engine = engine
         self._strand = engine.current_strand
         self._participant: ArrayMember | None = None
+        self._number_of: dict[int, int] = {}  # id of an optimizer -> its place
         self._releases: list[Callable[[], None]] = []
         super().__init__(options, members, mailbox, report, clock)
 
@@ -86,6 +87,7 @@ class MemberRuntime(Runtime):
             return
         models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
         optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+        self._number_of = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
         self._participant = ArrayMember(self.options.name, MemberObjects(models, optimizers))
         for number, each in enumerate(models):
             self._releases.append(intercept(each, partial(self._forward, number, each)))
@@ -151,8 +153,7 @@ class MemberRuntime(Runtime):
         optimizers = batch_runner.begin_step(optimizer)
         if optimizers is None:
             return False
-        known = self._participant.objects.optimizers
-        numbers = tuple(next(n for n, own in enumerate(known) if own is each) for each in optimizers)
+        numbers = tuple(self._number_of[id(each)] for each in optimizers)
         with self._bypass.session_acts():
             clean = self._engine.step(self._participant, weighed, numbers)
         if not clean:

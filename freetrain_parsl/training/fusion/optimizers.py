@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import optim
+
+from freetrain_parsl.training.fusion.optimizer_watch import OptimizerWatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +47,7 @@ class RowOptimizer(Protocol):
         """Return whether the members' optimizers have the states and options that this one knows."""
 
     def step(self) -> None:
-        """Make a step of all members, on complete gradients of their rows."""
+        """Make a step of all members, on complete gradients of their rows; `is_current` has returned true."""
 
     def hand_over(self) -> None:
         """Give the members' optimizers their states, before they are used or saved."""
@@ -55,6 +57,9 @@ class RowOptimizer(Protocol):
 
     def release(self) -> None:
         """Give the members' optimizers their states for good."""
+
+    def discard(self) -> None:
+        """Leave the members' optimizers as they are: user code has changed them, and another one takes their states."""
 
 
 def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) -> RowOptimizer:
@@ -113,6 +118,9 @@ class OwnOptimizers:
 
     def release(self) -> None:
         """See `RowOptimizer`: they have them."""
+
+    def discard(self) -> None:
+        """See `RowOptimizer`."""
 
 
 Hyperparameters: TypeAlias = dict[str, list[float]]
@@ -269,16 +277,23 @@ class FormulaOptimizer:
         self._states: list[dict[str, torch.Tensor]] = [{} for _ in segments]
         self._counters: list[torch.Tensor] = []  # for each segment: steps of each member and parameter
         self._steps = [0.0] * len(optimizers)
+        self._hyper: list[Hyperparameters] = []  # of each segment; empty: to be read
         self.uniform = True
-        self._known: object = None
+        self._watch = OptimizerWatch(optimizers)
         self.take_over()
 
     def is_current(self) -> bool:
         """See `RowOptimizer`."""
-        return self._known == _fingerprint(self._optimizers)
+        if self._watch.is_same():
+            return True
+        self._hyper = []
+        return self._watch.is_alike()
 
     def step(self) -> None:
         """See `RowOptimizer`."""
+        self._hyper = self._hyper or [
+            _hyperparameters(_groups(self._optimizers, segment), self._formula.names) for segment in self._segments
+        ]
         new = not all(self._steps)
         self._steps = [number + 1 for number in self._steps]
         with torch.no_grad():
@@ -287,8 +302,7 @@ class FormulaOptimizer:
                 if segment.gradients is None:
                     continue
                 self._counters[number] += 1
-                hyper = _hyperparameters(_groups(self._optimizers, segment), self._formula.names)
-                self._update(number, segment.rows, segment.gradients, hyper, group)
+                self._update(number, segment.rows, segment.gradients, self._hyper[number], group)
         if new:
             self._share()
 
@@ -303,6 +317,9 @@ class FormulaOptimizer:
 
     def release(self) -> None:
         """See `RowOptimizer`: their states are views."""
+
+    def discard(self) -> None:
+        """See `RowOptimizer`."""
 
     def take_over(self) -> None:
         """See `RowOptimizer`."""
@@ -329,7 +346,8 @@ class FormulaOptimizer:
             self.uniform = all(bool((each == each.new_tensor(self._steps)[:, None]).all()) for each in self._counters)
         if any(self._steps):
             self._share()
-        self._known = _fingerprint(self._optimizers)
+        self._hyper = []
+        self._watch.note()
 
     def _share(self) -> None:
         """Make the states of the members' optimizers views of the rows' states."""
@@ -343,7 +361,7 @@ class FormulaOptimizer:
                     counted = {} if isinstance(optimizer, optim.SGD) else {"step": counters[row, place]}
                     if counted or own:
                         optimizer.state[parameter] = counted | own
-        self._known = _fingerprint(self._optimizers)
+        self._watch.note()
 
 
 def _has_kernels(segments: Sequence[Segment]) -> bool:
@@ -351,6 +369,17 @@ def _has_kernels(segments: Sequence[Segment]) -> bool:
     there = hasattr(torch, "_fused_adam_") and hasattr(torch, "_fused_adamw_")
     kinds = {(segment.rows.device.type, segment.rows.dtype) for segment in segments}
     return there and kinds <= {("cpu", torch.float32), ("cpu", torch.float64)}
+
+
+class _KernelCall(NamedTuple):
+    """Arguments of torch's kernel for some members: all but the gradients."""
+
+    members: list[int]
+    rows: list[torch.Tensor]
+    means: list[torch.Tensor]
+    squares: list[torch.Tensor]
+    steps: list[torch.Tensor]
+    options: dict[str, Any]
 
 
 class AdamKernels(FormulaOptimizer):
@@ -363,36 +392,46 @@ class AdamKernels(FormulaOptimizer):
             [each.unbind() for each in (segment.rows, states["exp_avg"], states["exp_avg_sq"], counters[:, 0])]
             for segment, states, counters in zip(self._segments, self._states, self._counters, strict=True)
         ]
+        self._calls: dict[int, tuple[Hyperparameters, list[_KernelCall]]] = {}  # of each segment
 
     def _update(
         self, number: int, rows: torch.Tensor, gradients: torch.Tensor, hyper: Hyperparameters, group: dict[str, Any]
     ) -> None:
         decoupled = isinstance(self._optimizers[0], optim.AdamW) or group.get("decoupled_weight_decay", False)
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        known, calls = self._calls.get(number, (None, []))
+        if known is not hyper:
+            calls = self._kernel_calls(number, hyper)
+            self._calls[number] = hyper, calls
+        if len(calls) == 1:
+            means, squares = self._states[number]["exp_avg"], self._states[number]["exp_avg_sq"]
+            kernel([rows], [gradients], [means], [squares], [], calls[0].steps[:1], **calls[0].options)
+            return
+        own = gradients.unbind()
+        for call in calls:
+            given = [own[member] for member in call.members]
+            kernel(call.rows, given, call.means, call.squares, [], call.steps, **call.options)
+
+    def _kernel_calls(self, number: int, hyper: Hyperparameters) -> list[_KernelCall]:
+        """Return one call of the kernel for the members of a segment with equal hyperparameters and steps."""
         equal: dict[tuple[float, ...], list[int]] = {}
         for member, values in enumerate(zip(*hyper.values(), self._steps, strict=True)):
             equal.setdefault(values, []).append(member)
-        own_rows, means, squares, steps = self._parts[number]
-        own_gradients = gradients.unbind() if len(equal) > 1 else ()
+        calls = []
         for members in equal.values():
-            if len(equal) == 1:
-                states = self._states[number]
-                tensors = [[each] for each in (rows, gradients, states["exp_avg"], states["exp_avg_sq"])]
-                tensors += [[], [steps[0]]]
-            else:
-                tensors = [[each[i] for i in members] for each in (own_rows, own_gradients, means, squares)]
-                tensors += [[], [steps[i] for i in members]]
             given = {name: values[members[0]] for name, values in hyper.items()}
-            kernel(
-                *tensors,
-                lr=given["lr"],
-                beta1=given["betas 0"],
-                beta2=given["betas 1"],
-                weight_decay=given["weight_decay"],
-                eps=given["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
+            options = {
+                "lr": given["lr"],
+                "beta1": given["betas 0"],
+                "beta2": given["betas 1"],
+                "weight_decay": given["weight_decay"],
+                "eps": given["eps"],
+                "amsgrad": False,
+                "maximize": False,
+            }
+            rows, means, squares, steps = ([part[i] for i in members] for part in self._parts[number])
+            calls.append(_KernelCall(members, rows, means, squares, steps, options))
+        return calls
 
 
 class HiddenOptimizers:
@@ -406,12 +445,12 @@ class HiddenOptimizers:
         self._hidden: list[Optimizer] = []
         self._hooks = [o.register_state_dict_pre_hook(lambda _optimizer: self._show()) for o in optimizers]
         self.uniform = True
-        self._known: object = None
+        self._watch = OptimizerWatch(optimizers)
         self.take_over()
 
     def is_current(self) -> bool:
         """See `RowOptimizer`."""
-        return self._known == _fingerprint(self._optimizers)
+        return self._watch.is_same() or self._watch.is_alike()
 
     def step(self) -> None:
         """See `RowOptimizer`."""
@@ -444,11 +483,15 @@ class HiddenOptimizers:
                         name: _part(name, value, segment.columns[place], parameter, copy=copy)
                         for name, value in hidden.state[whole].items()
                     }
-        self._known = _fingerprint(self._optimizers)
+        self._watch.note()
 
     def release(self) -> None:
         """See `RowOptimizer`."""
         self.hand_over()
+        self.discard()
+
+    def discard(self) -> None:
+        """See `RowOptimizer`."""
         for hook in self._hooks:
             hook.remove()
 
@@ -465,7 +508,9 @@ class HiddenOptimizers:
                 if all(states):
                     hidden.state[whole] = {name: _joined(name, [state[name] for state in states]) for name in states[0]}
             self._hidden.append(hidden)
-        self._known = _fingerprint(self._optimizers)
+        if all(hidden.state for hidden in self._hidden):
+            self._show()  # these are copies
+        self._watch.note()
 
 
 def _by_place(optimizers: Sequence[Optimizer]) -> list[tuple[dict[str, Any], ...]]:
@@ -480,25 +525,6 @@ def _groups(optimizers: Sequence[Optimizer], segment: Segment) -> list[dict[str,
 def _begun(state: dict[str, Any]) -> bool:
     """Return whether SGD, which counts no steps, has made one."""
     return state.get("momentum_buffer") is not None
-
-
-def _fingerprint(optimizers: Sequence[Optimizer]) -> list[object]:
-    """Return what changes if user code replaces states or parameter groups, or sets options other than numbers."""
-    return [
-        (
-            id(optimizer.state),
-            [id(value) for state in optimizer.state.values() for value in state.values()],
-            [(len(group["params"]), *map(_option, group.values())) for group in optimizer.param_groups],
-        )
-        for optimizer in optimizers
-    ]
-
-
-def _option(value: Any) -> object:
-    """Return an option of a parameter group, of a number only whether it is zero."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value != 0
-    return value if isinstance(value, (bool, str, type(None))) else None
 
 
 def _are_uniform(states: Sequence[dict[str, Any]]) -> bool:

@@ -64,6 +64,7 @@ def train(
             change(model, steps, lr=lr, epoch=epoch, kept=kept)
         for x, y in data:
             loss = cross_entropy(model(x), y)
+            kept.get("in each step", lambda _number: None)(len(losses))
             session.step(loss)
             losses.append(loss.item())
     return {"losses": losses, "model": {name: value.clone() for name, value in model.state_dict().items()}}
@@ -118,6 +119,23 @@ def turns_momentum_off(_model: Any, steps: Any, *, lr: float, **_: Any) -> None:
     steps.param_groups[0]["momentum"] = 0.9 if lr > 0.03 else 0.0
 
 
+def assigns_in_a_list(_model: Any, steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    group = steps.param_groups[0]
+    if epoch == 2:
+        group["betas"] = list(group["betas"])
+    group["betas"][0] = 0.9 - lr * epoch
+
+
+def assigns_each_batch(_model: Any, steps: Any, *, lr: float, kept: dict[str, Any], **_: Any) -> None:
+    """Assign the options in each step from now on, by a hook in the loop below."""
+
+    def assign(number: int) -> None:
+        steps.param_groups[0]["lr"] = lr / (1 + number % 4)
+        steps.param_groups[0]["weight_decay"] = 0.1 if number % 5 else 0.0
+
+    kept["in each step"] = assign
+
+
 def joins_a_head(model: Any, _steps: Any, *, epoch: int, **_: Any) -> None:
     model.with_head = epoch >= 3
 
@@ -133,6 +151,9 @@ def slow(change: Callable[..., None], *optimizers: str) -> Any:
         *((change, "SGD") for change in (unfreezes, evaluates_the_norm, changes_dropout, changes_the_temperature)),
         *((change, "SGD") for change in (replaces_a_layer, assigns_data, turns_momentum_off)),
         *((change, "Adam") for change in (rewinds, resets_the_optimizer, scales_the_states, joins_a_head)),
+        *((change, "Adam") for change in (assigns_in_a_list, assigns_each_batch)),
+        (assigns_each_batch, "RMSprop"),
+        *slow(assigns_each_batch, "SGD", "AdamW"),
         *slow(rewinds, "SGD", "RMSprop"),
         *slow(resets_the_optimizer, "SGD", "NAdam"),
         *slow(scales_the_states, "SGD", "RMSprop"),
@@ -149,6 +170,34 @@ def test_changes_while_it_trains_have_the_effect_that_they_have_alone(
     for number, point in enumerate(points):
         value = alone(tmp_path / "alone", str(number), point, train)
         assert distance(outcome.value(str(number)), value) < (ROUNDING if optimizer == "SGD" else AMPLIFIED)
+
+
+def goes_on_alone(session: Any, *, lr: float) -> Any:
+    """Begin to use weight decay while it is fused, and save the optimizer's state when the other one has ended."""
+    net = Net(head=False).double()
+    model, optimizer = session.prepare(net, torch.optim.RMSprop(net.parameters(), lr=lr / 10))
+    data = session.loader(samples(), batch_size=16)
+    losses = []
+    for epoch in session.epochs(6):
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * (epoch > 0)
+        for x, y in data:
+            loss = cross_entropy(model(x), y)
+            session.step(loss)
+            losses.append(loss.item())
+        if epoch == 2 and lr == RATES[0]:
+            break
+        optimizer.state_dict()
+    return {"losses": losses}
+
+
+def test_an_optimizer_that_leaves_an_array_keeps_its_own_state(tmp_path: Path) -> None:
+    """Not that from before its options changed."""
+    points = [{"lr": lr} for lr in RATES[:2]]
+    outcome = together(tmp_path / "array", points, goes_on_alone)
+    assert outcome.engine.fused_steps > 0
+    for number, point in enumerate(points):
+        value = alone(tmp_path / "alone", str(number), point, goes_on_alone)
+        assert distance(outcome.value(str(number)), value) < AMPLIFIED
 
 
 def loop(session: Any, *, lr: float, step: Callable[..., torch.Tensor]) -> Any:

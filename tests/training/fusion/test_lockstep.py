@@ -139,3 +139,27 @@ def test_each_function_has_its_own_random_numbers_and_modes() -> None:
         run(*(function(number, seed, found) for number, seed in enumerate(seeds)))
         assert [found[number] for number in range(3)] == [draws(seed, None) for seed in seeds]
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("drawing", [(0,), (1,), (0, 2), (1, 2)])
+def test_draws_of_some_functions_do_not_reach_the_others(drawing: tuple[int, ...]) -> None:
+    """Also if all have the same seed, so that generators that nobody has used need not be exchanged."""
+
+    def draws(number: int, lockstep: Lockstep | None) -> list[float]:
+        found: list[float] = []
+        for step in range(5):
+            seed_all(3, step)
+            if number in drawing:
+                found += [torch.rand(1).item(), np.random.rand(), random.random()]  # noqa: NPY002
+            if number in drawing and step == 2:  # seeded by hand
+                np.random.seed(number)  # noqa: NPY002
+                random.seed(number)
+            if lockstep is not None:
+                lockstep.meet(Meeting(0, "a", lambda _strands: np.random.rand() + random.random()))  # type: ignore[arg-type, return-value]  # noqa: NPY002
+            if step % 2 == 0:
+                found += [torch.rand(1).item(), np.random.rand(), random.random()]  # noqa: NPY002
+        return found
+
+    found: dict[int, list[float]] = {}
+    run(*(lambda lockstep, number=number: found.update({number: draws(number, lockstep)}) for number in range(3)))  # type: ignore[misc]
+    assert [found[number] for number in range(3)] == [draws(number, None) for number in range(3)]
