@@ -31,12 +31,12 @@ class Gather:
     @property
     def is_possible(self) -> bool:
         """Whether the batches can be fetched like this: user code may replace or change the dataset's tensors."""
-        tensors = self._dataset.tensors
-        if tensors is not self._plain:
+        tensors: object = self._dataset.tensors
+        if self._plain is None or tensors is not self._plain:
             if not (isinstance(tensors, tuple) and all(map(_is_plain, tensors))):  # a list can change
                 return False
             self._plain = tensors
-        return not any(tensor.requires_grad for tensor in tensors)
+        return not any(tensor.requires_grad for tensor in self._plain)
 
     def __call__(self, positions: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
         """Return the batch of the samples at `positions` (int64), on a device."""
