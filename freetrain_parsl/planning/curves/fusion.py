@@ -126,8 +126,8 @@ class FusionCurve:
     def best_size(self, limit: int | None = None) -> int:
         """Return the size of the fastest array that is worth its size, or 1 if no array is worth being formed.
 
-        Sizes double until two in a row are not faster by a tenth than the smaller ones; the fastest of these is taken if
-        it is faster by a tenth than its members one by one. This is what
+        Sizes double until two in a row are not faster by a tenth than the smaller ones; the fastest is taken if it is
+        faster by a tenth than its members one by one. This is what
         `freetrain_parsl.training.fusion.sizing.ArraySizing` finds by timing steps.
 
         Parameters
