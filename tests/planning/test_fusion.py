@@ -93,7 +93,8 @@ def test_an_array_scales_as_its_members():
         ([(2, 1.9), (4, 3.4), (8, 5.0)], None, 8),
         ([(2, 1.9), (4, 3.4), (8, 5.0)], 5, 5),
         ([(2, 1.9), (4, 3.4), (8, 5.0)], 1, 1),
-        ([(2, 1.9), (4, 2.0), (8, 8.0)], None, 4),  # the growth to 4 is too small to try 8
+        ([(2, 1.9), (4, 2.0), (8, 8.0)], None, 8),  # one size without growth does not end the search
+        ([(2, 1.9), (4, 2.0), (8, 2.0), (16, 16.0)], None, 4),  # two do
         ([(2, 1.9), (4, 1.8)], None, 2),
         ([(2, 0.9), (4, 1.5)], None, 4),
         ([(2, 0.9), (4, 1.05)], None, 1),

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["FusionCurve"]
 
 _GAIN = 1.1
-"""By how much an array must be faster than one by one, and a size than half of it, as in `ArraySizing`."""
+"""By how much an array must be faster than one by one, and larger sizes than smaller ones, as in `ArraySizing`."""
+_TRIES = 2  # sizes in a row that may be without such a gain, as in `ArraySizing`
 _EQUAL = 1e-9  # throughputs that differ by less are equal
 
 
@@ -125,9 +126,9 @@ class FusionCurve:
     def best_size(self, limit: int | None = None) -> int:
         """Return the size of the fastest array that is worth its size, or 1 if no array is worth being formed.
 
-        Sizes double while each is faster by a tenth than the one before; the fastest of these is taken if it is faster
-        by a tenth than its members one by one. This is what `freetrain_parsl.training.fusion.sizing.ArraySizing` finds
-        by timing steps.
+        Sizes double until two in a row are not faster by a tenth than the smaller ones; the fastest is taken if it is
+        faster by a tenth than its members one by one. This is what
+        `freetrain_parsl.training.fusion.sizing.ArraySizing` finds by timing steps.
 
         Parameters
         ----------
@@ -135,15 +136,15 @@ class FusionCurve:
             Maximum size; ``None`` for the largest measured one.
         """
         limit = self.largest if limit is None else min(limit, self.largest)
-        best, before, size = 1, 0.0, min(2, limit)
-        while size > 1:
-            throughput = self(size)
-            if best == 1 or throughput > self(best):
-                best = size
-            larger = min(2 * size, limit)
-            if throughput < _GAIN * before or larger == size:
+        throughputs: dict[int, float] = {}
+        size = min(2, limit)
+        while size > 1 and size not in throughputs:
+            throughputs[size] = self(size)
+            before = list(throughputs.values())[:-_TRIES]
+            if before and max(throughputs.values()) < _GAIN * max(before):
                 break
-            before, size = throughput, larger
+            size = min(2 * size, limit)
+        best = max(throughputs, key=lambda size: throughputs[size], default=1)
         return best if self(best) >= _GAIN else 1
 
     def grouping(self, count: int, slots: int, limit: int | None = None) -> tuple[int, ...]:

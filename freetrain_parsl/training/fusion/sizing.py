@@ -1,8 +1,9 @@
 """How many trainings an array should have: found by timing real steps, never assumed.
 
 First two trainings are timed one by one and fused, in turns, so that both are affected by what else the machine does.
-Then their number doubles while each member-step becomes faster by a tenth. If fusing is not faster than one by one by a
-tenth, the trainings go on one by one.
+Then their number doubles while each member-step becomes faster by a tenth; one size at which it does not may have been
+timed while something else ran, so that the next one is tried, too. If fusing is not faster than one by one by a tenth,
+the trainings go on one by one. Near this limit both ways are timed again, with as many trainings as are fused.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import math
 __all__ = ["ArraySizing"]
 
 _SKIPPED, _TIMED = 3, 15  # steps of each size: without the first, which allocate memory; the fastest of the others
-_TURNS = 3  # of the first size
+_TURNS = 3  # of the first size, and of a size whose gain is near the limit
 _GAIN = 1.1
+_NEAR = 1.2  # factor between a gain and the limit
+_TRIES = 2  # sizes in a row without such a gain
 _MEMORY_SHARE = 0.8
 
 
@@ -40,6 +43,7 @@ class ArraySizing:
         self._limit = limit
         self._memory = memory
         self._turns = 0
+        self._final = False  # whether the size stays, and both ways are timed again
         self._steps = 0
         self._shortest = math.inf
         self._alone = math.inf
@@ -91,18 +95,31 @@ class ArraySizing:
         if not self.fused:
             self._alone, self.fused = min(seconds, self._alone), True
             return
-        before = min((time for size, time in self._times.items() if size < self.size), default=math.inf)
-        seconds = min(seconds, self._times.get(self.size, math.inf))
-        self._times[self.size], self._used[self.size] = seconds, memory
+        self._times[self.size] = min(seconds, self._times.get(self.size, math.inf))
+        self._used[self.size] = memory
         self._turns += 1
         if self._turns < _TURNS:
             self.fused = False
-            return
-        larger = min(2 * self.size, self._limit)
-        if seconds * _GAIN > before or larger == self.size or self._extrapolated(larger) > _MEMORY_SHARE * self._memory:
+        elif self._final:
             self._decide()
+        elif self._may_grow():
+            self.size = min(2 * self.size, self._limit)
+        elif self.gain_size == self.size > 2 and _GAIN / _NEAR < self.gain < _GAIN * _NEAR:
+            self._final, self.fused, self._turns = True, False, 1  # the turn before counts
         else:
-            self.size = larger
+            self._decide()
+
+    def _may_grow(self) -> bool:
+        """Return whether a larger array may be faster, and has room."""
+        larger = min(2 * self.size, self._limit)
+        if larger == self.size or self._extrapolated(larger) > _MEMORY_SHARE * self._memory:
+            return False
+        before = sorted(self._times)[:-_TRIES]
+        return not before or self._gain_over(before) >= _GAIN
+
+    def _gain_over(self, sizes: list[int]) -> float:
+        """Return the speed at the best size measured, relative to the best of these."""
+        return min(self._times[size] for size in sizes) / min(self._times.values())
 
     def _extrapolated(self, size: int) -> float:
         """Return the bytes that a larger array would need."""

@@ -134,6 +134,14 @@ CASES: list[Case] = [
                 ),
                 images,
             ),
+            (
+                "grid_sample after BatchNorm2d",
+                on(
+                    lambda: nn.BatchNorm2d(4),
+                    lambda m, x: F.grid_sample(m(x), torch.zeros(SAMPLES, 3, 3, 2), align_corners=False),
+                ),
+                images,
+            ),
         ]
     ),
     *(

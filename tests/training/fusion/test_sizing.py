@@ -47,6 +47,33 @@ def test_one_slow_start_does_not_decide() -> None:
     assert (sizing.size, sizing.fused) == (4, True)
 
 
+def test_one_size_that_gains_nothing_does_not_stop_the_search() -> None:
+    """Something else ran while four were timed."""
+    sizing = decide(16, lambda size: {2: 2.0, 4: 4.0, 8: 4.0, 16: 6.0}[size])
+    assert (sizing.size, sizing.fused) == (16, True)
+
+
+def test_sizes_are_not_tried_without_end() -> None:
+    """Two in a row are not faster than smaller ones."""
+    tried: set[int] = set()
+    decide(64, lambda size: tried.add(size) or 0.6 * size)  # type: ignore[func-returns-value]
+    assert tried == {2, 4, 8}
+
+
+@pytest.mark.parametrize(("alone", "fused"), [(1.0, True), (0.9, False)])
+def test_a_gain_near_the_limit_is_measured_again(alone: float, fused: bool) -> None:
+    """With all members, both ways: one of them was slower while the other one was timed."""
+    sizing = ArraySizing(4)
+    steps = 0
+    while not sizing.decided:
+        steps += sizing.size == 4
+        one_by_one = alone if sizing.size == 4 else 1.0
+        fused_step = 0.85 if sizing.size == 4 else 0.9
+        sizing.count(sizing.size * (fused_step if sizing.fused else one_by_one))
+    assert steps == 5 * 18
+    assert sizing.fused is fused
+
+
 def test_slow_steps_among_fast_ones_do_not_count() -> None:
     sizing = ArraySizing(2)
     for step in range(1000):

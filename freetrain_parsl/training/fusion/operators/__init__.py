@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.training.fusion.operators import attention, decisions, dense, normalization, randomness, recurrent
+from freetrain_parsl.training.fusion.operators import (
+    attention,
+    convolution,
+    decisions,
+    dense,
+    normalization,
+    randomness,
+    recurrent,
+)
 from freetrain_parsl.training.fusion.operators.mode import FusedOperators, Rule
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ __all__ = ["RULES", "FusedOperators", "fused_operators"]
 RULES: dict[Any, Rule] = {
     **randomness.RULES,
     **dense.RULES,
+    **convolution.RULES,
     **normalization.RULES,
     **attention.RULES,
     **recurrent.RULES,

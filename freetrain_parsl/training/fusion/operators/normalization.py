@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 if TYPE_CHECKING:
     from freetrain_parsl.training.fusion.operators.mode import FusedOperators, Rule
 
-_LARGE = 1 << 16  # elements
+_LARGE = 1 << 14  # elements
 
 
 def batch_norm(
@@ -42,7 +42,7 @@ def batch_norm(
         for rows, updated in zip(statistics, flat, strict=True):
             if rows is not None and updated is not None and training and updated.data_ptr() != rows.data_ptr():
                 rows.copy_(updated.view(rows.shape))
-    return fused.wrap(output, 1)
+    return fused.wrap(output.movedim(1, 0))  # some rules of torch.vmap, as of grid_sample, are wrong for others
 
 
 def layer_norm(
