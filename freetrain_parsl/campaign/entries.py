@@ -86,6 +86,7 @@ class TrainingsEntry:
             A key is unknown, or a value is invalid; the message gives file and line.
         """
         reference = section.required("app", "path.py:function")
+        section.checked(user_path, reference, key="app")  # before it gives the trainings their names
         options = _read_options(section, directory)
         arguments = section.section("arguments").values()
         grid = _read_grid(section, arguments)

@@ -102,7 +102,9 @@ def test_a_hostile_campaign_is_refused_in_one_line(text: str, message: str) -> N
 
 
 @pytest.mark.parametrize(
-    "app", ['"a\\0b.py:x"', "~nouser/x.py:x", f"{'a' * 300}.py:x", f"{'a' * 5000}.py:x", "a/../a:x"]
+    "app",
+    ['"a\\0b.py:x"', "~nouser/x.py:x", f"{'a' * 300}.py:x", f"{'a' * 5000}.py:x", "a/../a:x"],
+    ids=["control character", "user", "long", "very long", "directory"],
 )
 def test_an_app_that_cannot_be_a_path_is_refused(app: str) -> None:
     with pytest.raises(InvalidInput, match=r"^f\.yaml:2: trainings\[1\]\.app: "):
