@@ -7,9 +7,10 @@ from datetime import timedelta
 
 from freetrain_parsl.errors import InvalidSettings
 
-__all__ = ["check_count", "check_duration", "check_kind_name"]
+__all__ = ["check_count", "check_duration", "check_kind_name", "check_speed"]
 
 _ZERO = timedelta(0)
+_MOST_SPEED = 1e6  # relative to other nodes; curves of larger ratios exceed what solvers compute
 _KIND = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 
 
@@ -52,6 +53,23 @@ def check_count(setting: str, value: object, *, least: int = 1, most: int | None
         raise InvalidSettings(f"{setting} must be a whole number of at least {least}, got {value!r}")
     if most is not None and value > most:
         raise InvalidSettings(f"{setting} must be at most {most:,}")
+
+
+def check_speed(setting: str, speed: float) -> None:
+    """Check that the nodes of a kind can have this speed, relative to that of others.
+
+    Parameters
+    ----------
+    setting
+        Its name in the message.
+
+    Raises
+    ------
+    InvalidSettings
+        It is not positive, or is extreme.
+    """
+    if not 1 / _MOST_SPEED <= speed <= _MOST_SPEED:
+        raise InvalidSettings(f"{setting} must be a number from 1e-6 to 1e6, got {speed:g}")
 
 
 def check_kind_name(name: str) -> None:

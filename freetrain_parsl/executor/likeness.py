@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import inspect
 from enum import Enum
+from functools import partial
+from itertools import islice
+from numbers import Integral
 from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.protocol.options import digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from freetrain_parsl.protocol.options import Code
 
 __all__ = ["likeness_of"]
 
 _MOST_ITEMS = 64  # of a container whose items count
+_MOST_PARTS = 10_000  # of an argument; more are compared by type
+_DEEPEST = 8
+_COMPARED_BY_TEXT = ("torch.dtype", "torch.device")
 
 
 def likeness_of(function: Callable[..., Any], code: Code, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return a digest that is equal for calls of the same code whose arguments give equal shapes.
 
     Numbers with a fraction, such as learning rates, count by type only, and tensors and arrays by shape and type. Whole
-    numbers and texts count by value: they may be widths, batch sizes or names of models.
+    numbers and texts count by value: they may be widths, batch sizes or names of models. Functions and classes count by
+    name, and other objects, such as configurations, by their attributes.
 
     Parameters
     ----------
@@ -37,19 +45,52 @@ def likeness_of(function: Callable[..., Any], code: Code, args: tuple[Any, ...],
     bound = inspect.signature(function).bind(None, *args, **kwargs)
     bound.apply_defaults()
     _session, *arguments = bound.arguments.items()
-    return digest_of([code.identity, *(f"{name}={_shape(value)}" for name, value in arguments)])
+    return digest_of([code.identity, *(f"{name}={_Description(value)}" for name, value in arguments)])
 
 
-def _shape(value: Any) -> str:
-    label = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, Enum):
-        return str(value)
-    if value is None or isinstance(value, (bool, int, str, PurePath)):
-        return f"{label} {value!r}"
-    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
-        return f"{label} {[_shape(item) for item in value]}"
-    if isinstance(value, dict) and len(value) <= _MOST_ITEMS:
-        return f"{label} {[(_shape(key), _shape(item)) for key, item in value.items()]}"
-    if (shape := getattr(value, "shape", None)) is not None:
-        return f"{label} {shape} {getattr(value, 'dtype', '')}"
-    return label
+class _Description:
+    """Describes an argument by what its shapes may depend on. Arguments may be large, cyclic, or raise exceptions."""
+
+    def __init__(self, value: Any) -> None:
+        self._left = _MOST_PARTS
+        self._text = self._of(value, 0)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def _of(self, value: Any, depth: int) -> str:
+        label = f"{type(value).__module__}.{type(value).__qualname__}"
+        self._left -= 1
+        if self._left < 0 or depth > _DEEPEST:
+            return label
+        try:
+            return f"{label} {self._content(value, label, depth + 1)}"
+        except Exception:  # noqa: BLE001 - attributes and `repr` of the user's objects may raise any exception
+            return label
+
+    def _content(self, value: Any, label: str, depth: int) -> str:
+        match value:
+            case Enum():
+                return f"{value.name}"
+            case None | str() | bytes() | range() | PurePath():
+                return repr(value)
+            case Integral():
+                return hex(int(value))  # of any length
+            case type() | FunctionType() | BuiltinFunctionType():
+                return f"{value.__module__}.{value.__qualname__}"
+            case partial():
+                return self._items([value.func, value.args, value.keywords], depth)
+            case list() | tuple():
+                return self._items(value, depth)
+            case dict():
+                return self._items(value.items(), depth)
+            case set() | frozenset():
+                return str(sorted(self._of(item, depth) for item in islice(value, _MOST_PARTS)))
+        if label in _COMPARED_BY_TEXT:
+            return str(value)
+        if (shape := getattr(value, "shape", None)) is not None:
+            return f"{shape} {getattr(value, 'dtype', '')}"
+        return self._items(getattr(value, "__dict__", {}).items(), depth)
+
+    def _items(self, items: Collection[Any], depth: int) -> str:
+        return f"{len(items)} {[self._of(item, depth) for item in islice(items, _MOST_ITEMS)]}"

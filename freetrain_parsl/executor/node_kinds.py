@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, did_you_mean
-from freetrain_parsl.settings_checks import check_count, check_kind_name
+from freetrain_parsl.settings_checks import check_count, check_kind_name, check_speed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -55,8 +54,7 @@ class NodeKind:
             check_kind_name(self.name)
         who = f"node kind {self.name!r}" if self.name else "FreeTrainExecutor"
         check_count(f"{who}: slots_per_node", self.slots_per_node)
-        if not (math.isfinite(self.speed) and self.speed > 0):
-            raise InvalidSettings(f"{who}: speed must be positive, got {self.speed!r}")
+        check_speed(f"{who}: speed", self.speed)
 
     @property
     def accelerators(self) -> list[str]:

@@ -127,4 +127,8 @@ def type_name(value: Any) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text; its class if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # noqa: BLE001 - of the user's class, which may raise any exception
+        lines = []
+    return (lines or [type(error).__name__])[0]

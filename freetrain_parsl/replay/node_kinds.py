@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, InvalidSettings
 from freetrain_parsl.replay.logs import where_named
-from freetrain_parsl.settings_checks import check_kind_name
+from freetrain_parsl.settings_checks import check_kind_name, check_speed
 from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.replay.trainers import TrainerSet
 
 __all__ = ["KindOfNodes", "read_kinds", "state_kinds", "with_kinds"]
+
+_WILDCARD = re.compile(r"[*?]")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class KindOfNodes:
 
     def names(self, nodes: Iterable[str]) -> set[str]:
         """Return those of some nodes that are of this kind."""
-        if "*" in self.nodes or "?" in self.nodes:
+        if _WILDCARD.search(self.nodes):
             return {node for node in nodes if fnmatchcase(node, self.nodes)}
         return set(nodes) & set(expand_hosts(self.nodes))
 
@@ -63,6 +65,8 @@ def read_kinds(options: Sequence[str]) -> tuple[KindOfNodes, ...]:
         if not (name and nodes):
             raise InvalidSettings(f"--kind {option}: give NAME=NODES[:SPEED], as in gpu=a[001-064]:20 or cpu=nid*")
         check_kind_name(name)
+        if "[" in nodes and _WILDCARD.search(nodes):
+            raise InvalidSettings(f"--kind {option}: give a list with [...], or a pattern with * and ?, not both in one")
         if name in kinds:
             raise InvalidSettings(f"--kind {option}: kind {name!r} is given twice")
         kinds[name] = KindOfNodes(name, nodes, _speed(option, speed) if colon else 1.0)
@@ -77,9 +81,8 @@ def _speed(option: str, text: str) -> float:
     try:
         speed = float(text)
     except ValueError:
-        speed = math.nan
-    if not 0 < speed < math.inf:
-        raise InvalidSettings(f"--kind {option}: the speed must be a positive number, got {text!r}")
+        raise InvalidSettings(f"--kind {option}: the speed must be a number, got {text!r}") from None
+    check_speed(f"--kind {option}: the speed", speed)
     return speed
 
 

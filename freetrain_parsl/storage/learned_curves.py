@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import tempfile
 from pathlib import Path
@@ -25,6 +24,7 @@ Rates: TypeAlias = "Mapping[str, Mapping[int, float]]"
 """Kind of node -> number of nodes -> samples per second. The kind is empty where there is one only."""
 
 _MOST_NODES = 1_000_000
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e12  # samples per second
 _LONGEST = 1 << 18  # characters
 
 
@@ -41,6 +41,8 @@ def read_rates(root: Path, key: str) -> Rates:
     path = _path(root, key)
     try:
         check_owned(path)
+        if not path.is_file():  # a pipe, for example, would make the driver wait
+            raise OSError("it is not a regular file")
         with path.open(encoding="utf-8") as file:
             return _checked(json.loads(file.read(_LONGEST)))
     except FileNotFoundError:
@@ -63,7 +65,7 @@ def _point(item: tuple[str, object]) -> tuple[int, float]:
     nodes, rate = item
     if not (nodes.isascii() and nodes.isdigit() and 1 <= int(nodes) <= _MOST_NODES):
         raise ValueError(f"{nodes!r} is no number of nodes")
-    if not isinstance(rate, float) or not (math.isfinite(rate) and rate > 0):
+    if not isinstance(rate, float) or not _LEAST_RATE <= rate <= _MOST_RATE:
         raise ValueError(f"the rate on {nodes} nodes is {rate!r}")
     return int(nodes), rate
 

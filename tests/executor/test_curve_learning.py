@@ -149,6 +149,26 @@ def test_a_training_begins_with_what_one_like_it_has_measured_until_its_own_step
     assert rates(found, 1, 2)[1] == pytest.approx(380.0, rel=0.01)
 
 
+@pytest.mark.parametrize("kept", [{1: 10.0, 2: 19.0, 4: 36.0}, {1: 1e6, 2: 1.0}, {1: 1e-6, 8: 1e-6}])
+@pytest.mark.parametrize("curve", [None, ScalingCurve.to_be_learned()], ids=["default", "to be learned"])
+def test_wrong_rates_are_forgotten_when_a_measurement_contradicts_them(kept, curve) -> None:
+    """Otherwise they would exclude numbers of nodes, which would then never be measured."""
+    run, unbiased = Run(curve), Run(curve)
+    run.learning = CurveLearning()
+    run.learning.recall("t", {"": kept})
+    run.learning.completed(planner.TrainerSubmitted(0.0, trainer(curve=curve)))
+    assert run.trains(1, 100.0, reports=4) == unbiased.trains(1, 100.0, reports=4)
+    assert run.learning.measured("t") == {"": {1: 100.0}}
+
+
+def test_rates_are_not_forgotten_for_a_short_disturbance() -> None:
+    run = Run()
+    run.learning = CurveLearning()
+    run.learning.recall("t", {"": {1: 100.0, 2: 190.0}})
+    run.learning.completed(planner.TrainerSubmitted(0.0, trainer()))
+    assert rates(run.trains(1, 10.0, seconds=1.0), 2) == [190.0]
+
+
 def test_rates_of_kinds_of_nodes_that_there_are_no_more_are_not_used() -> None:
     learning = CurveLearning()
     learning.recall("t", {"gpu": {1: 100.0}})

@@ -44,7 +44,7 @@ def test_kinds_are_refused_without_names_of_their_own_and_beside_a_provider(tmp_
         FreeTrainExecutor(provider=slow.provider, node_kinds=[fast, slow])
     with pytest.raises(InvalidSettings, match="the first a letter, got 'a b'"):
         NodeKind("a b", slow.provider)
-    with pytest.raises(InvalidSettings, match="speed must be positive"):
+    with pytest.raises(InvalidSettings, match="speed must be a number from"):
         NodeKind("a", slow.provider, speed=0.0)
 
 

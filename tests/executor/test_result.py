@@ -44,6 +44,32 @@ def test_the_part_that_cannot_be_pickled_is_named(value, part):
     assert len(str(caught.value).splitlines()) == 1
 
 
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Opaque:
+    """An object that raises whatever it is asked."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("no attributes")
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+    def __reduce__(self):
+        raise Silent
+
+
+@pytest.mark.parametrize("value", [Opaque(), [Opaque()], {Opaque(): generator()}], ids=["itself", "item", "key"])
+def test_objects_that_raise_exceptions_of_their_own_are_the_same_error(value):
+    """Any other exception would end all members of an array."""
+    with pytest.raises(TrainingError, match="cannot return its result: .* cannot be pickled"):
+        serialize_result("a", value)
+
+
 def test_a_result_that_can_be_pickled_is_returned():
     from parsl.serialize import deserialize
 

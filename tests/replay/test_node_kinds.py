@@ -67,8 +67,11 @@ def test_nodes_have_the_kinds_that_their_names_say(tmp_path: Path) -> None:
         (("gpu=",), "--kind gpu=: give NAME=NODES"),
         (("g p=g*",), "named by 1 to 32 letters"),
         (("gpu=g*", "gpu=c*"), "kind 'gpu' is given twice"),
-        (("gpu=g*:0",), "the speed must be a positive number, got '0'"),
-        (("gpu=g*:nan",), "the speed must be a positive number"),
+        (("gpu=g*:0",), "the speed must be a number from 1e-6 to 1e6, got 0"),
+        (("gpu=g*:nan",), "the speed must be a number from"),
+        (("gpu=g*:1e308",), "the speed must be a number from"),
+        (("gpu=g*:fast",), "the speed must be a number, got 'fast'"),
+        (("gpu=g[1-2]*", "cpu=c*"), "give a list with .* or a pattern with .*, not both"),
         (("gpu=g[",), "--kind gpu=g\\[: "),
     ],
 )

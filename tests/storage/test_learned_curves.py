@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from freetrain_parsl.storage.learned_curves import read_rates, write_rates
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 def test_what_was_measured_is_found_again(tmp_path: Path) -> None:
@@ -38,11 +40,13 @@ def test_what_was_measured_is_found_again(tmp_path: Path) -> None:
         json.dumps({"": {"99999999": 1.0}}),
         json.dumps({"": {"1": 0.0}}),
         json.dumps({"": {"1": True}}),
+        json.dumps({"": {"1": 1e308}}),
+        json.dumps({"": {"1": 5e-324}}),
         json.dumps({"": {"1": "9"}}),
         json.dumps({"": {"1": float("inf")}}),
         "[" * 4000,
     ],
-    ids=range(15),
+    ids=range(17),
 )
 def test_a_damaged_file_is_not_used_and_named(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     write_rates(tmp_path, "key", {"": {1: 10.0}})
@@ -58,6 +62,15 @@ def test_a_file_of_others_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureF
     file.chmod(0o666)
     assert read_rates(tmp_path, "key") == {}
     assert f"{file} is not used" in caplog.text
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    write_rates(tmp_path, "key", {"": {1: 10.0}})
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    make(file)
+    assert read_rates(tmp_path, "key") == {}
 
 
 def test_a_directory_that_cannot_be_written_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ __all__ = ["CurveLearning"]
 
 _SIGNIFICANT = 0.05  # relative change of a rate below which the planner keeps the curve that it has
 _RECALLED_SECONDS = 10.0  # of training, for which rates that an earlier training has measured count
+_CONTRADICTION = 1.5  # ratio of a rate to the recalled one from which the earlier training was not alike
 
 
 @dataclass
@@ -38,24 +39,58 @@ class _Stretch:
     batch: int
 
 
+class _Recalled:
+    """Rates of an earlier training, and those that this one has measured itself."""
+
+    def __init__(self, rates: Mapping[int, float], prior: ScalingCurve) -> None:
+        self._rates = rates
+        self._seconds: dict[int, float] = {}
+        self.own = Profile(prior)
+
+    def contradicted(self, nodes: int, samples: float, seconds: float) -> bool:
+        """Take a measurement; return whether those on this number of nodes contradict the earlier training's."""
+        self.own.observe(nodes, samples, seconds)
+        self._seconds[nodes] = self._seconds.get(nodes, 0.0) + seconds
+        if nodes not in self._rates or self._seconds[nodes] < _RECALLED_SECONDS:
+            return False
+        ratio = self.own.measured[nodes] / self._rates[nodes]
+        return not 1 / _CONTRADICTION < ratio < _CONTRADICTION
+
+
 class _Known:
     """What is known about one training, and what was sent to the planner."""
 
     def __init__(self, trainer: Trainer, kinds: Iterable[str]) -> None:
         self.trainer = trainer
         usable = [kind for kind in kinds if trainer.may_use(kind)] or [""]
-        self.profiles = {kind: Profile(trainer.curves.get(kind, trainer.curve)) for kind in usable}
+        self.profiles = {kind: Profile(self._prior(kind)) for kind in usable}
+        self._recalled: dict[str, _Recalled] = {}  # by kind
         self.elastic: dict[str, ElasticProfile] = {}  # by kind, if its batch size is to be chosen
         self.batch = 0
         self.sent = trainer
         self.last: _Stretch | None = None
 
     def recall(self, rates: Rates) -> None:
-        """Begin with the rates of an earlier training; its own soon outweigh them."""
+        """Begin with the rates of an earlier training."""
         for kind, some in rates.items():
             if kind in self.profiles:
+                self._recalled[kind] = _Recalled(some, self._prior(kind))
                 for nodes, rate in some.items():
                     self.profiles[kind].observe(nodes, rate * _RECALLED_SECONDS, _RECALLED_SECONDS)
+
+    def observe(self, kind: str, nodes: int, samples: float, seconds: float) -> None:
+        """Take a measurement. If it contradicts the rates of the earlier training, forget all of these on this kind.
+
+        Those on other numbers of nodes would not be measured again: a size that they make look bad is not chosen.
+        """
+        recalled = self._recalled.get(kind)
+        if recalled is not None and recalled.contradicted(nodes, samples, seconds):
+            self.profiles[kind] = self._recalled.pop(kind).own
+        else:
+            self.profiles[kind].observe(nodes, samples, seconds)
+
+    def _prior(self, kind: str) -> ScalingCurve:
+        return self.trainer.curves.get(kind, self.trainer.curve)
 
     @property
     def known(self) -> bool:
@@ -193,7 +228,7 @@ class CurveLearning:
         samples, seconds = progress.samples - last.samples, (progress.slot_seconds - last.slot_seconds) / slots
         if samples <= 0 or seconds <= 0:
             return []
-        known.profiles[kind].observe(nodes, samples, seconds)
+        known.observe(kind, nodes, samples, seconds)
         if known.elastic and progress.step > last.step:
             known.elastic[kind].times.observe(nodes, known.batch, progress.step - last.step, samples, seconds)
         unknown = [other for other in self._known.values() if not other.known]

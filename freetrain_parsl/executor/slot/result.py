@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,10 +42,12 @@ def _culprit(value: object, error: Exception) -> tuple[str, object, Exception]:
     """Return the innermost part that cannot be pickled, where it is, and why not."""
     where, tried, seen = "the returned value", 0, {id(value)}
     for _ in range(_DEEPEST):
-        for place, part in _parts(value):
+        try:
+            parts = list(islice(_parts(value), _MOST_PARTS - tried))
+        except Exception:  # noqa: BLE001 - keys and attributes of the user's objects may raise any exception
+            break
+        for place, part in parts:
             tried += 1
-            if tried > _MOST_PARTS:
-                return where, value, error
             if id(part) not in seen and (refusal := _refusal(part)) is not None:
                 seen.add(id(part))
                 where, value, error = f"{where}{place}", part, refusal

@@ -256,10 +256,10 @@ class SitesLoop:
             if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
                 raise type(error)(f"{self.sites[call.site].where}: site {call.site}: {error}") from None
             coordinator.on_silence(call.site, str(error), now)
-        except RemoteError as error:
-            coordinator.on_silence(call.site, str(error), now)
         except PlanningError as error:
             self.report(f"no decision this time: {error}")
+        except FreeTrainError as error:  # whatever a call raises, the other sites go on
+            coordinator.on_silence(call.site, str(error), now)
 
     def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:
         """Return an answer if it is about this run, with the home and the lease as before."""
