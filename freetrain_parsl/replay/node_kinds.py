@@ -66,7 +66,7 @@ def read_kinds(options: Sequence[str]) -> tuple[KindOfNodes, ...]:
             raise InvalidSettings(f"--kind {option}: give NAME=NODES[:SPEED], as in gpu=a[001-064]:20 or cpu=nid*")
         check_kind_name(name)
         if "[" in nodes and _WILDCARD.search(nodes):
-            raise InvalidSettings(f"--kind {option}: give a list with [...], or a pattern with * and ?, not both in one")
+            raise InvalidSettings(f"--kind {option}: give a list with [...] or a pattern with * and ?, not both")
         if name in kinds:
             raise InvalidSettings(f"--kind {option}: kind {name!r} is given twice")
         kinds[name] = KindOfNodes(name, nodes, _speed(option, speed) if colon else 1.0)

@@ -40,16 +40,20 @@ def read_rates(root: Path, key: str) -> Rates:
     """
     path = _path(root, key)
     try:
-        check_owned(path)
-        if not path.is_file():  # a pipe, for example, would make the driver wait
-            raise OSError("it is not a regular file")
-        with path.open(encoding="utf-8") as file:
-            return _checked(json.loads(file.read(_LONGEST)))
+        return _checked(json.loads(_text(path)))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, RecursionError, ForeignCheckpoint) as error:
         logger.warning("%s is not used, the scaling curve is learned anew: %s", path, error)
         return {}
+
+
+def _text(path: Path) -> str:
+    check_owned(path)
+    if not path.is_file():  # a pipe, for example, would make the driver wait
+        raise OSError("it is not a regular file")
+    with path.open(encoding="utf-8") as file:
+        return file.read(_LONGEST)
 
 
 def _checked(content: object) -> Rates:

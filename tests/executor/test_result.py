@@ -66,7 +66,7 @@ class Opaque:
 @pytest.mark.parametrize("value", [Opaque(), [Opaque()], {Opaque(): generator()}], ids=["itself", "item", "key"])
 def test_objects_that_raise_exceptions_of_their_own_are_the_same_error(value):
     """Any other exception would end all members of an array."""
-    with pytest.raises(TrainingError, match="cannot return its result: .* cannot be pickled"):
+    with pytest.raises(TrainingError, match=r"cannot return its result: .* cannot be pickled"):
         serialize_result("a", value)
 
 

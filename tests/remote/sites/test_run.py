@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.cli.sites_view import SitesView, coordinate_and_report
 from freetrain_parsl.cli.verbs import app_of
-from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.errors import CollectionUnavailable, InvalidInput, RemoteError
 from freetrain_parsl.remote import archive, preparation
 from freetrain_parsl.remote.sites import coordinator as coordinator_module
 from freetrain_parsl.remote.sites import loop as loop_module
@@ -254,6 +254,11 @@ def test_a_site_that_is_offline_at_the_start_is_tried_again_and_one_that_refuses
     refused.place_of = lambda _run, _name: ScriptedSite(error=InvalidInput("login1 has other versions"))
     with pytest.raises(InvalidInput, match=r"sites.yaml:[45]: site [ab]: login1 has other versions"):
         refused.drive(report=ignore, show=ignore)
+
+
+def test_an_error_of_any_kind_at_one_site_does_not_end_the_run(project: Path) -> None:
+    sites = {"a": ScriptedSite(), "b": ScriptedSite(error=CollectionUnavailable("Globus does not answer"))}
+    assert create(project, sites).drive(report=ignore, show=ignore) == "finished"
 
 
 def test_while_nothing_can_be_stored_nothing_is_sent_and_the_run_goes_on_later(
