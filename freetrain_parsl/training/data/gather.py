@@ -49,4 +49,5 @@ class Gather:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is in the CPU's memory, with contiguous samples, so that a batch is contiguous, too."""
     ordinary = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return ordinary and not tensor.is_quantized and len(tensor) > 0 and tensor[0].is_contiguous()
+    usual = ordinary and not (tensor.is_quantized or tensor.is_nested)
+    return usual and len(tensor) > 0 and tensor[0].is_contiguous()

@@ -20,7 +20,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.gather import Gather
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
-from freetrain_parsl.training.data.shared_batches import DataSource
+from freetrain_parsl.training.data.shared_batches import DatasetWatch, DataSource
 from freetrain_parsl.training.data.stream import Stream
 from freetrain_parsl.training.loader_options import WORKER_OPTIONS
 
@@ -86,6 +86,7 @@ class SessionLoader:
         )
         source = DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
         self._shared = None if worker_options else runtime.shared_batches(source)
+        self._watch = DatasetWatch(dataset) if self._shared is not None and not num_workers else None
 
     def __len__(self) -> int:
         size = self._runtime.state.batch_size
@@ -133,6 +134,8 @@ class SessionLoader:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
         batch_runner, cursor, device = self._batch_runner, self._cursor, self._runtime.device
         group, size = self._runtime.members.group, self._runtime.state.batch_size
+        if self._watch is not None and not self._watch.is_same():
+            self._shared = self._watch = None  # the dataset is this training's own now
         if self._shared is None:
             batch = self.order.batch(positions, cursor.position, group.rank, group.size, size)
             pieces = self._fetch(positions, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +11,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Subset, TensorDataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from freetrain_parsl.training.data.order import Batch, Order
 
-__all__ = ["DataSource", "SharedBatches", "same_source"]
+__all__ = ["DataSource", "DatasetWatch", "SharedBatches", "same_source"]
 
 _KEPT = 2  # batches: that of the trainings that are ahead, and that of those behind
 
@@ -68,6 +69,44 @@ def _same_dataset(one: Any, other: Any) -> bool:
     if type(one) is Subset:
         return list(one.indices) == list(other.indices) and _same_dataset(one.dataset, other.dataset)
     return False
+
+
+class DatasetWatch:
+    """Notes that user code has replaced or changed the tensors of a dataset, which was equal to another one before.
+
+    Parameters
+    ----------
+    dataset
+        The dataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._known = list(_tensors_of(dataset))
+        self._marks = _marks(self._known)
+
+    def is_same(self) -> bool:
+        """Return whether the dataset has the tensors that it had at first, unchanged."""
+        now = _tensors_of(self._dataset)
+        return len(now) == len(self._known) and all(map(is_, now, self._known)) and _marks(now) == self._marks
+
+
+def _tensors_of(dataset: Any) -> Sequence[Any]:
+    """Return the tensors of a dataset that `_same_dataset` compares."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset.tensors if type(dataset) is TensorDataset else ()
+
+
+def _marks(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return where tensors are in memory, and their versions, as far as they have these."""
+    return [
+        (
+            tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_nested else 0,
+            0 if tensor.is_inference() else tensor._version,  # noqa: SLF001 - as in `_versions`
+        )
+        for tensor in tensors
+    ]
 
 
 class SharedBatches:

@@ -90,12 +90,15 @@ class Segment:
     """For each member: the parameters' ``.grad``, while they are views of `gradients`."""
     pointers: list[list[int]] = field(default_factory=list)
     """For each member: where its parameters are in memory."""
+    shapes: list[torch.Size] = field(init=False)
+    """Of each parameter."""
     trainable_at_first: bool = field(init=False)
     """Whether its parameters required gradients when they were stacked."""
 
     def __post_init__(self) -> None:
         ends = 0
         self.trainable_at_first = self.members[0][0].requires_grad
+        self.shapes = [parameter.shape for parameter in self.members[0]]
         self.columns = []
         for parameter in self.members[0]:
             self.columns.append(slice(ends, ends + parameter.numel()))
@@ -115,9 +118,16 @@ class Segment:
         trainable = self.trainable_at_first
         return all(
             [parameter.data_ptr() for parameter in member] == pointers
-            and all(parameter.requires_grad is trainable for parameter in member)
+            and [parameter.shape for parameter in member] == self.shapes
+            and all(parameter.requires_grad is trainable and parameter.is_contiguous() for parameter in member)
             for member, pointers in zip(self.members, self.pointers, strict=True)
         )
+
+    def has_stacked(self, member: int, number: int) -> bool:
+        """Return whether a parameter is where it was stacked, and seen as it was: not transposed, for example."""
+        parameter = self.members[member][number]
+        there = parameter.data_ptr() == self.pointers[member][number]
+        return there and parameter.shape == self.shapes[number] and parameter.is_contiguous()
 
     def collect(self) -> None:
         """See `Array.collect`."""
@@ -170,11 +180,11 @@ class Segment:
 
     def stacked(self, rows: torch.Tensor, number: int) -> torch.Tensor:
         """Return a parameter's part of a tensor of the shape of `rows`, as [members, *shape]."""
-        return rows[:, self.columns[number]].view(len(rows), *self.members[0][number].shape)
+        return rows[:, self.columns[number]].view(len(rows), *self.shapes[number])
 
     def of(self, rows: torch.Tensor, member: int, number: int) -> torch.Tensor:
         """Return a member's part of `stacked`."""
-        return rows[member, self.columns[number]].view(self.members[0][number].shape)
+        return rows[member, self.columns[number]].view(self.shapes[number])
 
 
 class Array:
@@ -213,12 +223,13 @@ class Array:
         return {name: self._stacks[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
 
     def take_assigned_buffers(self) -> None:
-        """Take buffers that a member's module has assigned anew (``self.buffer = new``) into their rows."""
+        """Take buffers that a member has assigned anew, as ``self.buffer`` or ``buffer.data``, into their rows."""
         for module, name, buffer, row in self._buffers:
             now = module._buffers.get(name)
-            if now is not buffer and now is not None:
+            if now is not None and (now is not buffer or now.data_ptr() != row.data_ptr()):
                 row.copy_(now)
                 module._buffers[name] = buffer
+                buffer.data = row
 
     def has_all_parameters(self) -> bool:
         """Return whether the models have the parameters and buffers that they had."""
@@ -232,7 +243,8 @@ class Array:
         Returns
         -------
         valid
-            Whether the array still fits its members: false if they have frozen or unfrozen parameters.
+            Whether the array still fits its members: false if they have frozen or unfrozen parameters, or have assigned
+            tensors of another shape or type.
         """
         for segment in self.segments:
             trainable = segment.trainable_at_first
@@ -242,11 +254,11 @@ class Array:
                 for number, parameter in enumerate(member):
                     if parameter.requires_grad is not trainable:
                         return False
-                    if parameter.data_ptr() != segment.pointers[row][number]:
-                        if parameter.shape != segment.leaves[number].shape[1:]:
+                    if not segment.has_stacked(row, number):
+                        if parameter.shape != segment.shapes[number] or parameter.dtype != segment.rows.dtype:
                             return False
                         own = segment.of(segment.rows, row, number)
-                        own.copy_(parameter.detach())
+                        own.copy_(parameter.detach().clone())  # it may be another view of the same memory
                         parameter.data = own
         return True
 
@@ -309,7 +321,7 @@ class Array:
                 for row, member in enumerate(segment.members):
                     own = segment.rows[row].clone()
                     for number, parameter in enumerate(member):
-                        if parameter.data_ptr() == segment.pointers[row][number]:  # else it was assigned anew
+                        if segment.has_stacked(row, number):  # else it was assigned anew
                             parameter.data = own[segment.columns[number]].view(parameter.shape)
                         if parameter.grad is not None:
                             parameter.grad = parameter.grad.clone()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import optim
 
-from freetrain_parsl.training.fusion.optimizer_watch import OptimizerWatch
+from freetrain_parsl.training.fusion.optimizer_watch import OptimizerWatch, has_own_steps, is_constant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,8 +75,8 @@ def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) 
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     plain = (
         type(optimizers[0]) in _ELEMENTWISE
-        and not any(isinstance(group["lr"], torch.Tensor) for group in groups)
-        and not any(_has_hooks(optimizer) for optimizer in optimizers)
+        and not any(_has_changeable(group) for group in groups)
+        and not any(has_own_steps(optimizer) for optimizer in optimizers)
     )
     if not plain:
         return OwnOptimizers(optimizers)
@@ -276,6 +276,7 @@ class FormulaOptimizer:
         self._formula = formula
         self._states: list[dict[str, torch.Tensor]] = [{} for _ in segments]
         self._counters: list[torch.Tensor] = []  # for each segment: steps of each member and parameter
+        self._versions: list[int] = []  # of the counters, which user code can change as `state["step"]`
         self._steps = [0.0] * len(optimizers)
         self._hyper: list[Hyperparameters] = []  # of each segment; empty: to be read
         self.uniform = True
@@ -284,6 +285,8 @@ class FormulaOptimizer:
 
     def is_current(self) -> bool:
         """See `RowOptimizer`."""
+        if _versions(self._counters) != self._versions:
+            return False
         if self._watch.is_same():
             return True
         self._hyper = []
@@ -303,6 +306,7 @@ class FormulaOptimizer:
                     continue
                 self._counters[number] += 1
                 self._update(number, segment.rows, segment.gradients, self._hyper[number], group)
+        self._versions = _versions(self._counters)
         if new:
             self._share()
 
@@ -347,6 +351,7 @@ class FormulaOptimizer:
         if any(self._steps):
             self._share()
         self._hyper = []
+        self._versions = _versions(self._counters)
         self._watch.note()
 
     def _share(self) -> None:
@@ -360,7 +365,7 @@ class FormulaOptimizer:
                     own = {name: segment.of(states[name], row, place) for name in names}
                     counted = {} if isinstance(optimizer, optim.SGD) else {"step": counters[row, place]}
                     if counted or own:
-                        optimizer.state[parameter] = counted | own
+                        optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **counted, **own}
         self._watch.note()
 
 
@@ -443,6 +448,8 @@ class HiddenOptimizers:
         self._rows = [[segment.rows[row] for segment in segments] for row in range(len(optimizers))]
         self._step = inspect.unwrap(type(optimizers[0]).step)  # without the hooks of all optimizers
         self._hidden: list[Optimizer] = []
+        self._shown: list[tuple[torch.Tensor, dict[str, Any], str]] = []  # numbers of a row's parameters, state, name
+        self._versions: list[int] = []  # of these, which user code can change
         self._hooks = [o.register_state_dict_pre_hook(lambda _optimizer: self._show()) for o in optimizers]
         self.uniform = True
         self._watch = OptimizerWatch(optimizers)
@@ -450,6 +457,8 @@ class HiddenOptimizers:
 
     def is_current(self) -> bool:
         """See `RowOptimizer`."""
+        if _versions([shown for shown, _, _ in self._shown]) != self._versions:
+            return False
         return self._watch.is_same() or self._watch.is_alike()
 
     def step(self) -> None:
@@ -462,28 +471,48 @@ class HiddenOptimizers:
                     group.update({name: value for name, value in own.items() if name != "params"})
                     group["params"][0].grad = None if segment.gradients is None else segment.gradients[row]
                 self._step(hidden)
+            for shown, state, name in self._shown:
+                shown.copy_(state[name])
+        self._versions = _versions([shown for shown, _, _ in self._shown])
         if new:
             self._show()
 
     def _show(self) -> None:
-        """Make the states of the members' optimizers views of the hidden ones; their step counts are the same."""
-        self._give(copy=False)
+        """Make the states of the members' optimizers views of the hidden ones, and of numbers that follow them."""
+        self._shown = []
+        self._give(shared=True)
+        self._versions = _versions([shown for shown, _, _ in self._shown])
 
     def hand_over(self) -> None:
         """See `RowOptimizer`."""
-        self._give(copy=True)
+        self._give(shared=False)
 
-    def _give(self, *, copy: bool) -> None:
+    def _give(self, *, shared: bool) -> None:
         if not self.uniform:
             return  # the members' optimizers have kept their states
         for row, (optimizer, hidden) in enumerate(zip(self._optimizers, self._hidden, strict=True)):
             for segment, whole in zip(self._segments, self._rows[row], strict=True):
-                for place, parameter in enumerate(segment.members[row]):
-                    optimizer.state[parameter] = {
-                        name: _part(name, value, segment.columns[place], parameter, copy=copy)
-                        for name, value in hidden.state[whole].items()
-                    }
+                self._give_segment(optimizer, segment, row, hidden.state[whole], shared=shared)
         self._watch.note()
+
+    def _give_segment(
+        self, optimizer: Optimizer, segment: Segment, row: int, state: dict[str, Any], *, shared: bool
+    ) -> None:
+        members = segment.members[row]
+        parts: dict[str, Sequence[Any]] = {}
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                parts[name] = [value] * len(members)
+            elif name in _PER_PARAMETER:
+                each = value.expand(len(members)).clone()
+                parts[name] = each.unbind()
+                if shared:
+                    self._shown.append((each, state, name))
+            else:
+                parts[name] = [value[c].view(p.shape) for c, p in zip(segment.columns, members, strict=True)]
+        for place, parameter in enumerate(members):
+            own = {name: part[place] for name, part in parts.items()}
+            optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **own}
 
     def release(self) -> None:
         """See `RowOptimizer`."""
@@ -537,18 +566,15 @@ def _are_uniform(states: Sequence[dict[str, Any]]) -> bool:
     return all(len({float(state[name]) for state in states}) == 1 for name in names)
 
 
-def _part(name: str, value: Any, column: slice, parameter: torch.Tensor, *, copy: bool) -> Any:
-    """Return a parameter's part of a state of a whole row."""
-    if name in _PER_PARAMETER or not isinstance(value, torch.Tensor):
-        return value.clone() if copy and isinstance(value, torch.Tensor) else value
-    return value[column].view(parameter.shape)
-
-
 def _joined(name: str, values: Sequence[Any]) -> Any:
     """Return the state of a whole row from those of its parameters."""
     if name in _PER_PARAMETER or not isinstance(values[0], torch.Tensor):
         return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
     return torch.cat([value.reshape(-1) for value in values])
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
 def _agree(values: Sequence[float]) -> bool:
@@ -565,5 +591,7 @@ def _factor(values: Sequence[float], rows: torch.Tensor) -> torch.Tensor | float
     return values[0] if _agree(values) else _column(values, rows)
 
 
-def _has_hooks(optimizer: Optimizer) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+def _has_changeable(group: dict[str, Any]) -> bool:
+    """Return whether an option is a tensor or the like; lists of numbers are read in each step."""
+    options = [tuple(value) if isinstance(value, list) else value for name, value in group.items() if name != "params"]
+    return not all(map(is_constant, options))
