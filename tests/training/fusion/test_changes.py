@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -126,6 +127,32 @@ def assigns_in_a_list(_model: Any, steps: Any, *, lr: float, epoch: int, **_: An
     group["betas"][0] = 0.9 - lr * epoch
 
 
+def assigns_data_of_a_buffer(model: Any, _steps: Any, *, lr: float, **_: Any) -> None:
+    model.norm.running_mean.data = model.norm.running_mean + lr
+
+
+def assigns_betas_in_tensors(_model: Any, steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    group = steps.param_groups[0]
+    if epoch == 2:
+        group["betas"] = tuple(torch.tensor(beta, dtype=torch.float64) for beta in group["betas"])
+    group["betas"][0].fill_(0.9 - lr * epoch)
+
+
+def assigns_momentum_of_numpy(_model: Any, steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    steps.param_groups[0]["momentum"] = np.float32(0.0 if epoch == 2 else 10 * lr / 2)
+
+
+def counts_steps_anew(_model: Any, steps: Any, *, epoch: int, **_: Any) -> None:
+    if epoch == 3:
+        next(iter(steps.state.values()))["step"].zero_()
+
+
+def clips_before_steps(_model: Any, steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    if epoch == 3:
+        parameters = [parameter for group in steps.param_groups for parameter in group["params"]]
+        steps.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, lr) and None)
+
+
 def assigns_each_batch(_model: Any, steps: Any, *, lr: float, kept: dict[str, Any], **_: Any) -> None:
     """Assign the options in each step from now on, by a hook in the loop below."""
 
@@ -153,6 +180,8 @@ def slow(change: Callable[..., None], *optimizers: str) -> Any:
         *((change, "Adam") for change in (rewinds, resets_the_optimizer, scales_the_states, joins_a_head)),
         *((change, "Adam") for change in (assigns_in_a_list, assigns_each_batch)),
         (assigns_each_batch, "RMSprop"),
+        *((change, "Adam") for change in (assigns_betas_in_tensors, counts_steps_anew)),
+        *((change, "SGD") for change in (assigns_data_of_a_buffer, assigns_momentum_of_numpy, clips_before_steps)),
         *slow(assigns_each_batch, "SGD", "AdamW"),
         *slow(rewinds, "SGD", "RMSprop"),
         *slow(resets_the_optimizer, "SGD", "NAdam"),
@@ -198,6 +227,51 @@ def test_an_optimizer_that_leaves_an_array_keeps_its_own_state(tmp_path: Path) -
     for number, point in enumerate(points):
         value = alone(tmp_path / "alone", str(number), point, goes_on_alone)
         assert distance(outcome.value(str(number)), value) < AMPLIFIED
+
+
+def transposes(session: Any, *, lr: float) -> Any:
+    """See a square weight transposed, in the same memory."""
+    net = nn.Sequential(nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+    model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+    data = session.loader(samples(), batch_size=16)
+    losses = []
+    for epoch in session.epochs(4):
+        if epoch == 2:
+            model[2].weight.data = model[2].weight.data.t()
+        for x, y in data:
+            loss = cross_entropy(model(x), y)
+            session.step(loss)
+            losses.append(loss.item())
+    return {"losses": losses}
+
+
+def changes_its_dataset(session: Any, *, lr: float) -> Any:
+    """One training changes its samples in place, another one replaces them; those of the third stay."""
+    dataset = samples()
+    net = nn.Linear(24, 4).double()
+    model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+    data = session.loader(dataset, batch_size=16)
+    losses = []
+    for epoch in session.epochs(4):
+        if epoch == 2 and lr == RATES[0]:
+            dataset.tensors[0].mul_(2)
+        elif epoch == 2 and lr == RATES[1]:
+            dataset.tensors = (dataset.tensors[0] + 1, dataset.tensors[1])
+        for x, y in data:
+            loss = cross_entropy(model(x), y)
+            session.step(loss)
+            losses.append(loss.item())
+    return {"losses": losses}
+
+
+@pytest.mark.parametrize("train", [transposes, changes_its_dataset])
+def test_what_one_training_changes_of_its_tensors_is_its_own(tmp_path: Path, train: Callable[..., Any]) -> None:
+    points = [{"lr": lr} for lr in RATES]
+    outcome = together(tmp_path / "array", points, train)
+    assert outcome.engine.fused_steps > 0
+    for number, point in enumerate(points):
+        value = alone(tmp_path / "alone", str(number), point, train)
+        assert distance(outcome.value(str(number)), value) < ROUNDING
 
 
 def loop(session: Any, *, lr: float, step: Callable[..., torch.Tensor]) -> Any:
