@@ -318,16 +318,20 @@ class FusionEngine:
         """Take the states and options of optimizers that user code has changed."""
         for number in numbers:
             if not self._optimizers[number].is_current():
-                groups = [len(member.objects.optimizers[number].param_groups) for member in self._members]
-                if len(set(groups)) > 1 or groups[0] != self._groups_of(number):
-                    raise CannotFuse("parameter groups were added to an optimizer")
+                if not self._has_parameters_of(number):
+                    raise CannotFuse("parameters or parameter groups were added to an optimizer, or removed")
                 self._optimizers[number].discard()
                 self._optimizers[number] = self._row_optimizer(number)
 
-    def _groups_of(self, number: int) -> int:
-        """Return the number of parameter groups of an optimizer when the array was formed."""
+    def _has_parameters_of(self, number: int) -> bool:
+        """Return whether an optimizer of all members has the parameters that it had when the array was formed."""
         assert self._array is not None
-        return 1 + max(segment.place[1] for segment in self._array.segments if segment.place[0] == number)
+        segments = [segment for segment in self._array.segments if segment.place[0] == number]
+        return all(
+            {(place, id(parameter)) for place, parameter in member.objects.parameters() if place[0] == number}
+            == {(segment.place, id(parameter)) for segment in segments for parameter in segment.members[row]}
+            for row, member in enumerate(self._members)
+        )
 
     def _refuse(self, error: CannotFuse) -> None:
         self._dissolve()

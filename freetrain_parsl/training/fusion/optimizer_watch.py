@@ -80,7 +80,7 @@ class OptimizerWatch:
             for each in groups
             for group in each
             for name, value in group.items()
-            if name != "params"
+            if name not in ("params", "param_names")
         )
         self._kinds = [
             [

@@ -448,8 +448,10 @@ class HiddenOptimizers:
         self._rows = [[segment.rows[row] for segment in segments] for row in range(len(optimizers))]
         self._step = inspect.unwrap(type(optimizers[0]).step)  # without the hooks of all optimizers
         self._hidden: list[Optimizer] = []
-        self._shown: list[tuple[torch.Tensor, dict[str, Any], str]] = []  # numbers of a row's parameters, state, name
-        self._versions: list[int] = []  # of these, which user code can change
+        # For each member: numbers of each parameter of a row, the row's state, and the name there.
+        self._shown: list[list[tuple[torch.Tensor, dict[str, Any], str]]] = [[] for _ in optimizers]
+        self._versions: list[list[int]] = []  # of these, for each member: user code can change them
+        self._changed: set[int] = set()  # members whose states user code has changed since they were taken
         self._hooks = [o.register_state_dict_pre_hook(lambda _optimizer: self._show()) for o in optimizers]
         self.uniform = True
         self._watch = OptimizerWatch(optimizers)
@@ -457,7 +459,7 @@ class HiddenOptimizers:
 
     def is_current(self) -> bool:
         """See `RowOptimizer`."""
-        if _versions([shown for shown, _, _ in self._shown]) != self._versions:
+        if self._changed or self._shown_versions() != self._versions:
             return False
         return self._watch.is_same() or self._watch.is_alike()
 
@@ -471,28 +473,38 @@ class HiddenOptimizers:
                     group.update({name: value for name, value in own.items() if name != "params"})
                     group["params"][0].grad = None if segment.gradients is None else segment.gradients[row]
                 self._step(hidden)
-            for shown, state, name in self._shown:
-                shown.copy_(state[name])
-        self._versions = _versions([shown for shown, _, _ in self._shown])
+            for member in self._shown:
+                for numbers, state, name in member:
+                    numbers.copy_(state[name])
+        self._versions = self._shown_versions()
         if new:
             self._show()
 
+    def _shown_versions(self) -> list[list[int]]:
+        return [_versions([numbers for numbers, _, _ in member]) for member in self._shown]
+
     def _show(self) -> None:
         """Make the states of the members' optimizers views of the hidden ones, and of numbers that follow them."""
-        self._shown = []
         self._give(shared=True)
-        self._versions = _versions([shown for shown, _, _ in self._shown])
 
     def hand_over(self) -> None:
         """See `RowOptimizer`."""
         self._give(shared=False)
 
     def _give(self, *, shared: bool) -> None:
+        """Give the members' optimizers their states, but those that user code has changed since they were taken."""
         if not self.uniform:
             return  # the members' optimizers have kept their states
+        now = self._shown_versions()
         for row, (optimizer, hidden) in enumerate(zip(self._optimizers, self._hidden, strict=True)):
+            if not self._watch.has_states_of(row) or now[row] != self._versions[row]:
+                self._changed.add(row)
+            if row in self._changed:
+                continue
+            self._shown[row] = []
             for segment, whole in zip(self._segments, self._rows[row], strict=True):
                 self._give_segment(optimizer, segment, row, hidden.state[whole], shared=shared)
+        self._versions = self._shown_versions()
         self._watch.note()
 
     def _give_segment(
@@ -505,9 +517,9 @@ class HiddenOptimizers:
                 parts[name] = [value] * len(members)
             elif name in _PER_PARAMETER:
                 each = value.expand(len(members)).clone()
-                parts[name] = each.unbind()
+                parts[name] = [each[place] for place in range(len(members))]
                 if shared:
-                    self._shown.append((each, state, name))
+                    self._shown[row].append((each, state, name))
             else:
                 parts[name] = [value[c].view(p.shape) for c, p in zip(segment.columns, members, strict=True)]
         for place, parameter in enumerate(members):
@@ -527,7 +539,11 @@ class HiddenOptimizers:
     def take_over(self) -> None:
         """See `RowOptimizer`."""
         self._hidden = []
+        self._shown = [[] for _ in self._optimizers]
+        self._versions = self._shown_versions()
+        self._changed = set()
         self.uniform = True
+        self._watch.note()
         for row, (optimizer, rows) in enumerate(zip(self._optimizers, self._rows, strict=True)):
             make: Any = type(optimizer)
             hidden: Optimizer = make([{"params": [whole]} for whole in rows], lr=optimizer.param_groups[0]["lr"])
@@ -535,7 +551,11 @@ class HiddenOptimizers:
                 states = [optimizer.state.get(parameter, {}) for parameter in segment.members[row]]
                 self.uniform = self.uniform and _are_uniform(states)
                 if all(states):
-                    hidden.state[whole] = {name: _joined(name, [state[name] for state in states]) for name in states[0]}
+                    hidden.state[whole] = {
+                        name: _joined(name, [state[name] for state in states])
+                        for name, value in states[0].items()
+                        if _is_of_torch(name, value, segment.members[row][0])
+                    }
             self._hidden.append(hidden)
         if all(hidden.state for hidden in self._hidden):
             self._show()  # these are copies
@@ -564,6 +584,11 @@ def _are_uniform(states: Sequence[dict[str, Any]]) -> bool:
         return False
     names = [name for name in states[0] if name in _PER_PARAMETER]
     return all(len({float(state[name]) for state in states}) == 1 for name in names)
+
+
+def _is_of_torch(name: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a state is one of torch's: user code may keep others beside them."""
+    return name in _PER_PARAMETER or value is None or (torch.is_tensor(value) and value.shape == parameter.shape)
 
 
 def _joined(name: str, values: Sequence[Any]) -> Any:

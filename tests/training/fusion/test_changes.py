@@ -105,6 +105,18 @@ def rewinds(model: Any, steps: Any, *, epoch: int, kept: dict[str, Any], **_: An
         steps.load_state_dict(kept["best"][1])
 
 
+def rewinds_and_saves(model: Any, steps: Any, *, epoch: int, kept: dict[str, Any], **_: Any) -> None:
+    rewinds(model, steps, epoch=epoch, kept=kept)
+    steps.state_dict()
+
+
+def counts_on_and_saves(_model: Any, steps: Any, *, epoch: int, **_: Any) -> None:
+    if epoch == 3:
+        for state in steps.state.values():
+            state["step"] += 3
+    steps.state_dict()
+
+
 def resets_the_optimizer(_model: Any, steps: Any, *, epoch: int, **_: Any) -> None:
     if epoch == 3:
         steps.state = defaultdict(dict)
@@ -180,6 +192,7 @@ def slow(change: Callable[..., None], *optimizers: str) -> Any:
         *((change, "Adam") for change in (rewinds, resets_the_optimizer, scales_the_states, joins_a_head)),
         *((change, "Adam") for change in (assigns_in_a_list, assigns_each_batch)),
         (assigns_each_batch, "RMSprop"),
+        *((change, "RMSprop") for change in (rewinds_and_saves, counts_on_and_saves)),
         *((change, "Adam") for change in (assigns_betas_in_tensors, counts_steps_anew)),
         *((change, "SGD") for change in (assigns_data_of_a_buffer, assigns_momentum_of_numpy, clips_before_steps)),
         *slow(assigns_each_batch, "SGD", "AdamW"),
