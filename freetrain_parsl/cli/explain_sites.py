@@ -49,9 +49,11 @@ def explain_run(store: RunStore) -> dict[str, Any]:
                 }
                 for name, state in states.items()
             ],
-            "starts": {} if kept is None else {name: one["starts"] for name, one in kept.document["sites"].items()},
+            "starts": {}
+            if kept is None
+            else {name: list(map(float, one["starts"])) for name, one in kept.document["sites"].items()},
         }
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise InvalidInput(f"{store.directory / COORDINATOR} is damaged: {error!r}") from None
 
 

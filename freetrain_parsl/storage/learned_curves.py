@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from freetrain_parsl.errors import ForeignCheckpoint
-from freetrain_parsl.storage.ownership import check_owned
-from freetrain_parsl.storage.staging import TEMPORARY, write_text
+from freetrain_parsl.storage.measurements import read_measurement, write_measurement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-logger = logging.getLogger(__name__)
+    from pathlib import Path
 
 __all__ = ["Rates", "read_rates", "write_rates"]
 
@@ -25,7 +17,6 @@ Rates: TypeAlias = "Mapping[str, Mapping[int, float]]"
 
 _MOST_NODES = 1_000_000
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e12  # samples per second
-_LONGEST = 1 << 18  # characters
 
 
 def read_rates(root: Path, key: str) -> Rates:
@@ -38,22 +29,7 @@ def read_rates(root: Path, key: str) -> Rates:
     key
         Letters and digits, equal for trainings that are alike.
     """
-    path = _path(root, key)
-    try:
-        return _checked(json.loads(_text(path)))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, RecursionError, ForeignCheckpoint) as error:
-        logger.warning("%s is not used, the scaling curve is learned anew: %s", path, error)
-        return {}
-
-
-def _text(path: Path) -> str:
-    check_owned(path)
-    if not path.is_file():  # a pipe, for example, would make the driver wait
-        raise OSError("it is not a regular file")
-    with path.open(encoding="utf-8") as file:
-        return file.read(_LONGEST)
+    return read_measurement(_path(root, key), _checked, "the scaling curve is learned anew") or {}
 
 
 def _checked(content: object) -> Rates:
@@ -76,18 +52,7 @@ def _point(item: tuple[str, object]) -> tuple[int, float]:
 
 def write_rates(root: Path, key: str, rates: Rates) -> None:
     """Keep what was measured; a failure is only logged, since the next run can measure it again."""
-    path = _path(root, key)
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=TEMPORARY, dir=root)
-        os.close(descriptor)
-        aside = Path(name)
-        try:
-            write_text(aside, json.dumps({kind: dict(sorted(some.items())) for kind, some in rates.items()}))
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("%s cannot be written, the next run measures it again: %s", path, error.strerror or error)
+    write_measurement(_path(root, key), {kind: dict(sorted(some.items())) for kind, some in rates.items()})
 
 
 def _path(root: Path, key: str) -> Path:

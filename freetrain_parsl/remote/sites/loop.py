@@ -103,7 +103,7 @@ class SitesLoop:
     sites
         By name.
     coordinator
-        Who is asked and told what.
+        Decides what each site is asked.
     driver
         Number of this process in the store.
     caught

@@ -438,8 +438,10 @@ class Mover:
                     continue
             try:
                 parcel = self._exchange.pack(item.name, item.generation, entry)
-            except DamagedCheckpoint as error:  # removed meanwhile: there is a newer one
-                logger.info("%s", error)
+            except DamagedCheckpoint as error:
+                # One that still runs has removed it meanwhile: there is a newer one.
+                level = logging.WARNING if finished else logging.INFO
+                logger.log(level, "training %s: not copied to home: %s", item.name, error)
                 continue
             with self._lock:
                 self._carrier.offer(parcel)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch.optim import Optimizer
 
-__all__ = ["OptimizerWatch", "has_own_steps", "is_constant"]
+__all__ = ["OptimizerWatch", "has_own_steps", "is_constant", "versions_of"]
 
 
 class OptimizerWatch:
@@ -32,7 +33,7 @@ class OptimizerWatch:
     def note(self) -> None:
         """Take the states and options as they are now."""
         self._states = [(optimizer.state, _states_of(optimizer)) for optimizer in self._optimizers]
-        self._steps = [steps_of(optimizer) for optimizer in self._optimizers]
+        self._steps = [_steps_of(optimizer) for optimizer in self._optimizers]
         self._note_options()
 
     def is_same(self) -> bool:
@@ -69,7 +70,9 @@ class OptimizerWatch:
         return all(map(self.has_states_of, range(len(self._optimizers))))
 
     def _makes_same_steps(self) -> bool:
-        return all(steps_of(optimizer) == steps for optimizer, steps in zip(self._optimizers, self._steps, strict=True))
+        return all(
+            _steps_of(optimizer) == steps for optimizer, steps in zip(self._optimizers, self._steps, strict=True)
+        )
 
     def _note_options(self) -> None:
         groups = [optimizer.param_groups for optimizer in self._optimizers]
@@ -103,11 +106,16 @@ def is_constant(value: Any) -> bool:
 
 def has_own_steps(optimizer: Optimizer) -> bool:
     """Return whether code of the user's runs in its steps: hooks, or another `step`; schedulers only count them."""
-    before, after, step = steps_of(optimizer)
+    before, after, step = _steps_of(optimizer)
     return bool(before or after) or not (step is None or hasattr(step, "_wrapped_by_lr_sched"))
 
 
-def steps_of(optimizer: Optimizer) -> tuple[int, int, Any]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place."""
+    return [tensor._version for tensor in tensors]
+
+
+def _steps_of(optimizer: Optimizer) -> tuple[int, int, Any]:
     """Return the number of hooks before and after steps, and the object's own `step`, which schedulers assign."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return len(hooks[0]), len(hooks[1]), vars(optimizer).get("step")

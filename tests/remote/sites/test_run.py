@@ -407,10 +407,13 @@ def test_explain_says_why_a_training_is_at_its_site_and_which_waits(project: Pat
     assert "t2 waiting at a: no nodes expected; queued at a" in said
     figures = json.loads(runner.invoke(app_of(), ["explain", "run", "--json"]).output)
     assert [(item["site"], item["moves"]) for item in figures["trainings"]] == [("a", 0), ("a", 0)]
-    (project / "run" / COORDINATOR).write_text('{"coordinator": {"trainings": []}, "lines": []}')
-    damaged = runner.invoke(app_of(), ["explain", "run"])
-    assert damaged.exit_code == 2
-    assert "coordinator.json is damaged" in damaged.output
+    kept = json.loads((project / "run" / COORDINATOR).read_text())
+    kept["coordinator"]["sites"]["a"]["starts"] = ["soon"]
+    for text in (json.dumps(kept), '{"coordinator": {"trainings": []}, "lines": []}'):
+        (project / "run" / COORDINATOR).write_text(text)
+        damaged = runner.invoke(app_of(), ["explain", "run"])
+        assert damaged.exit_code == 2
+        assert "coordinator.json is damaged" in damaged.output
     other = runner.invoke(app_of(), ["explain", str(project)])
     assert other.exit_code == 2
     assert "Traceback" not in other.output
