@@ -147,7 +147,7 @@ class Walk(World, RuleBasedStateMachine):
         slots = sorted(slot for slot, messages in self.heard.items() if messages and slot in self.registry.slots)
         if slots:
             slot = data.draw(st.sampled_from(slots))
-            self._hear(slot, data.draw(st.sampled_from(self.heard[slot])))
+            self._hear(slot, data.draw(st.sampled_from(self.heard[slot])), again=True)
 
     @precondition(lambda self: self.dead)
     @rule(crash=st.booleans())

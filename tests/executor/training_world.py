@@ -300,7 +300,8 @@ class World:
         if isinstance(message, (RunReport, RunEnded)):
             self.heard.setdefault(process.slot, []).append(message)
 
-    def _hear(self, name: str, message: Any) -> None:
+    def _hear(self, name: str, message: Any, *, again: bool = False) -> None:
+        """Deliver a message; one that is delivered again answers no command that was sent since."""
         slot = self.registry.slots[name]
         if isinstance(message, msg.StoreRequest):
             self.manager.on_store_request(slot, message)
@@ -313,7 +314,7 @@ class World:
         training, report = message.training, message.report
         if isinstance(report, GroupFailed):
             self.faults[training] += 1
-        if isinstance(report, Joined) and report.generation == max(self._groups_of(name)):
+        if isinstance(report, Joined) and report.generation == max(self._groups_of(name)) and not again:
             self.asked.pop(name, None)
         self.manager.on_report(slot, message)
         unresolved = self.dead or any(one.hangs for one in self.processes.values())
