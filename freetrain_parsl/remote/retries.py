@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["failed_before", "retried", "take_retries"]
 
 _RETRIES = "retries.json"
-_ENDED_IN_VAIN = ("failed", "cancelled")
+_UNSUCCESSFUL = ("failed", "cancelled")
 
 
 def retried(root: Path) -> dict[str, int]:
@@ -33,7 +33,7 @@ def failed_before(root: Path, run_dir: Path, attempts: Mapping[str, int]) -> lis
     done = retried(root)
     states = {item.name: item.state for item in RunStore(run_dir).trainings()}
     return [
-        name for name, attempt in attempts.items() if attempt > done.get(name, 0) and states.get(name) in _ENDED_IN_VAIN
+        name for name, attempt in attempts.items() if attempt > done.get(name, 0) and states.get(name) in _UNSUCCESSFUL
     ]
 
 

@@ -164,10 +164,12 @@ def _look(request: Mapping[str, Any]) -> dict[str, Any]:
     attempts = _attempts(request, trainings)
     with _exclusive(root):
         assignment = Assignment.read(root / ASSIGNMENT)
-        # A later order waits for the driver to end, if it needs another one for its retries.
-        if order >= assignment.order and _takes_retries(root, attempts) and order > assignment.order:
-            assignment = Assignment(order, tuple(trainings))
-            assignment.write(root / ASSIGNMENT)
+        if order >= assignment.order:
+            # A later order waits for the driver to end, if it needs another one for its retries.
+            taken = _take_retries(root, attempts)
+            if taken and order > assignment.order:
+                assignment = Assignment(order, tuple(trainings))
+                assignment.write(root / ASSIGNMENT)
         if request.get("start") and assignment.order == order:
             _drive_assigned(root, stored, assignment)
     plan = planned_blocks(stored) if request.get("plan") else {}
@@ -184,7 +186,7 @@ def _attempts(request: Mapping[str, Any], trainings: Sequence[str]) -> dict[str,
     return {name: value[name] for name in trainings if name in value}
 
 
-def _takes_retries(root: Path, attempts: Mapping[str, int]) -> bool:
+def _take_retries(root: Path, attempts: Mapping[str, int]) -> bool:
     """Retry trainings that have failed here; return whether that is done.
 
     A driver that runs would not notice: it saves its trainings and ends, and the next one trains all.

@@ -49,7 +49,7 @@ def _texts(directory, *trainings: str, **options: bool) -> list[str]:
 @given(
     st.floats(0, 4e9),
     st.sampled_from(["=", "0", "7", "?", "!3", "!?"]),
-    st.text(st.characters(exclude_characters="\n")),
+    st.text(st.characters(codec="utf-8", exclude_characters="\n")),
 )
 def test_any_text_is_one_line_and_comes_back_without_control_characters(when, source, text) -> None:
     line = as_text(when, source, text)
@@ -60,6 +60,13 @@ def test_any_text_is_one_line_and_comes_back_without_control_characters(when, so
     assert abs(read.time - when) < 0.0015
     assert (read.training, read.source) == ("t", source)
     assert read.text == "".join(c for c in text if c in "\t\x1b" or not (ord(c) < 32 or ord(c) == 127))
+
+
+def test_half_of_a_surrogate_pair_is_written_as_an_escape() -> None:
+    """A training may print any string; the log is UTF-8."""
+    read = parse_line("t", as_text(0.0, "=", "a\ud800b"))
+    assert read is not None
+    assert read.text == "a\\ud800b"
 
 
 @settings(max_examples=40)
