@@ -1,10 +1,10 @@
 """A FreeTrainExecutor on the login host: takes trainings from its standard input, writes their results to its output.
 
 Its argument is a JSON object: ``directory``, ``provider`` (``embedded`` or ``slurm``), ``nodes`` and ``enter`` (shell
-code that enters a node's host) for the embedded cluster, ``nodes_per_block``, ``max_failed_blocks``, and ``settings``:
-other arguments of the executor. The first line of output has the path of the journal, or the start-up error. A line of
-input is a training: ``name``, ``nodes``, ``epochs``, ``slow``; its response has ``name`` and ``result`` or ``error``.
-The program ends at the end of the input.
+code that enters a node's host) for the embedded cluster, ``nodes_per_block``, ``max_failed_blocks``, ``timeout`` (of
+heartbeats and peers, seconds), and ``settings``: other arguments of the executor. The first line of output has the path
+of the journal, or the start-up error. A line of input is a training: ``name``, ``nodes``, ``epochs``, ``slow``; its
+response has ``name`` and ``result`` or ``error``. The program ends at the end of the input.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def main() -> None:
     plan = json.loads(sys.argv[1])
     directory = Path(plan["directory"])
     policy = ScriptedPolicy(1)
+    timeout = timedelta(seconds=plan["timeout"])
     try:
         executor = FreeTrainExecutor(
             provider=_provider(plan),
@@ -68,7 +69,7 @@ def main() -> None:
                 idle_timeout=timedelta(minutes=5),
                 max_walltime=timedelta(minutes=15),
             ),
-            trainings=replace(TRAININGS, heartbeat_timeout=timedelta(seconds=5), peer_timeout=timedelta(seconds=5)),
+            trainings=replace(TRAININGS, heartbeat_timeout=timeout, peer_timeout=timeout),
             manners=replace(MANNERS, max_failed_blocks=plan["max_failed_blocks"]),
             checkpoint_dir=directory / "checkpoints",
             checkpoints=CHECKPOINTS,

@@ -95,6 +95,7 @@ class Login:
         environment: dict[str, str],
         provider: str = "embedded",
         max_failed_blocks: int = 5,
+        timeout: float = 5.0,
         **settings,
     ) -> None:
         parameters_of_an_undisturbed_training()  # takes seconds, during which a training would wait for its test
@@ -109,6 +110,7 @@ class Login:
             "enter": hosts.entering("FREETRAIN_CLUSTER_NODE"),
             "nodes_per_block": None if provider == "slurm" else 1,  # 1: a failed host can be requested again alone
             "max_failed_blocks": max_failed_blocks,
+            "timeout": timeout,
             "settings": settings,
         }
         self._errors = (directory / "driver.err").open("wb")

@@ -157,10 +157,13 @@ def test_the_machine_itself_is_left_alone_and_two_sets_of_hosts_with_the_same_ad
 
 
 _MAKER = """
-import json, os, sys, time
+import json, subprocess, sys
 from freetrain_parsl.testing.hosts import Hosts, keeper
 with Hosts(json.loads(sys.argv[2])) as hosts:
-    children = [host.popen("setsid", "sh", "-c", "trap '' TERM; sleep 1000") for host in hosts]
+    forever = ("setsid", "sh", "-c", "trap '' TERM; echo inside; sleep 1000")
+    children = [host.popen(*forever, stdout=subprocess.PIPE) for host in hosts]
+    for child in children:
+        child.stdout.readline()
     print(hosts._directory, *{keeper.namespace_of(host.pid) for host in hosts}, flush=True)
     sys.stdin.readline() if sys.argv[1] == "killed" else sys.exit("an exception")
 """
