@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ from freetrain_parsl.cli.campaign_view import drive_and_report, print_detached
 from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.executor.htex.steady import LEAN_PARSL
 from freetrain_parsl.protocol.options import check_on_code_change
 from freetrain_parsl.remote.detached import drive_detached
 
@@ -56,6 +58,7 @@ def resume(
                     "--retry, --retry-failed and --json"
                 )
             _coordinate_again(directory, json, retry, retry_failed=retry_failed)
+        importlib.import_module(LEAN_PARSL)  # before site and apps import Parsl
         campaign_run = CampaignRun.reopen(directory, config, cast("OnCodeChange | None", on_code_change))
         refuse_living_driver(campaign_run.store)
         if retry_failed:

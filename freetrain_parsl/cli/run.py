@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import typer
@@ -13,6 +14,7 @@ from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.cli.campaign_view import drive_and_report, print_detached
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.executor.htex.steady import LEAN_PARSL
 from freetrain_parsl.remote.detached import drive_detached
 
 __all__ = ["run"]
@@ -47,6 +49,7 @@ def run(
         if detach and json:
             raise UsageError("--detach and --json exclude each other; 'freetrain status --json' prints the results")
         variables = Variables.parse(settings)
+        importlib.import_module(LEAN_PARSL)  # before site and apps import Parsl
         site = Site.load(config or "local", variables)
         trainings = Campaign.load(campaign, variables)
         variables.refuse_unused()

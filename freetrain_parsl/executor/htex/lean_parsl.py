@@ -1,7 +1,8 @@
-"""Import Parsl without the SDK of Globus Compute; for the processes of HTEX and their workers.
+"""Import Parsl without optional packages that this executor never uses; for processes of HTEX, workers and commands.
 
-Parsl imports the SDK wherever it is installed. That takes half a second of each process, and starts a thread, which a
-process from which others are forked must not have. User code in a worker may still import the SDK itself.
+Parsl imports the SDK of Globus Compute and SQLAlchemy wherever they are installed: more than half of the processor time
+of its import. The SDK also starts a thread, which a process from which others are forked must not have. User code in
+these processes may still import both, but Parsl's executor for Globus Compute and its monitoring are off there.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-_SDK: Final = "globus_compute_sdk"
+_UNUSED: Final = tuple(name for name in ("globus_compute_sdk", "sqlalchemy") if name not in sys.modules)
 
-if _SDK not in sys.modules:
-    sys.modules[_SDK] = None  # type: ignore[assignment]  # an import raises ImportError, which Parsl expects
-    try:
-        import parsl.executors  # noqa: F401
-    finally:
-        del sys.modules[_SDK]
+for _name in _UNUSED:
+    sys.modules[_name] = None  # type: ignore[assignment]  # an import raises ImportError, which Parsl expects
+try:
+    import parsl.executors  # noqa: F401
+finally:
+    for _name in _UNUSED:
+        del sys.modules[_name]
