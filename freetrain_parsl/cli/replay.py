@@ -47,7 +47,15 @@ from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
 from freetrain_parsl.replay.site_comparison import compare_sites
 from freetrain_parsl.replay.sweeps import compare_fusion
-from freetrain_parsl.replay.terminal import heading, result_table, summary, sweep_summary, sweep_table, what_if_table
+from freetrain_parsl.replay.terminal import (
+    heading,
+    kinds_table,
+    result_table,
+    summary,
+    sweep_summary,
+    sweep_table,
+    what_if_table,
+)
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
 
 __all__ = ["replay"]
@@ -320,6 +328,9 @@ def _show(result: Mapping[str, Any]) -> None:
     sweeps = "fusion" in result
     console.print(sweep_table(result) if sweeps else result_table(result))
     console.print()
+    if result.get("idle_by_kind"):
+        console.print(kinds_table(result))
+        console.print()
     console.print(sweep_summary(result) if sweeps else summary(result), markup=False)
     for note in result["notes"]:
         console.print(f"Note: {note}", markup=False)

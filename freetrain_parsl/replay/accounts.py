@@ -12,6 +12,7 @@ At every instant with a change (BFTrainer, arXiv 2106.12091, as in its public re
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,8 @@ class Account:
     ----------
     node_seconds, lost_node_seconds
         Node-seconds that it has held, and of these, that changes have cost.
+    seconds_by_kind
+        The node-seconds that it has held of each kind of nodes; empty if all are alike.
     """
 
     trainer: Trainer
@@ -73,6 +76,8 @@ class Account:
     started: float | None = None
     finished: float | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
+    seconds_by_kind: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _kind: str = ""
 
     @property
     def work_left(self) -> float:
@@ -95,6 +100,8 @@ class Account:
         """Let time pass."""
         self.samples += self.rate * seconds
         self.node_seconds += len(self.nodes) * seconds
+        if self._kind:
+            self.seconds_by_kind[self._kind] += len(self.nodes) * seconds
 
     def preempt(self, lost: frozenset[str]) -> float:
         """Remove nodes; return the value that this costs."""
@@ -130,6 +137,6 @@ class Account:
     def _hold(self, nodes: frozenset[str]) -> None:
         self.nodes = nodes
         enough = len(nodes) >= self.trainer.min_nodes
-        kind = next((self.kinds.get(node, "") for node in nodes), "")
-        here = self.trainer.on_kind(kind) if kind else self.trainer
+        self._kind = next((self.kinds.get(node, "") for node in nodes), "")
+        here = self.trainer.on_kind(self._kind) if self._kind else self.trainer
         self.rate = here.rate(min(len(nodes), here.max_nodes)) if enough else 0.0

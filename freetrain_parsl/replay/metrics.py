@@ -21,7 +21,7 @@ from freetrain_parsl.replay.ideal import ideal_value
 from freetrain_parsl.replay.series import Bins
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -191,6 +191,7 @@ def run_figures(outcome: Outcome, *, price_per_node_hour: float | None = None) -
             [account.finished - account.submitted for account in outcome.accounts if account.finished is not None]
         ),
         "node_hours": {"idle": idle_hours, "used": used_hours},
+        "used_by_kind": _used_by_kind(outcome.accounts),
         "idle_cost": None
         if price_per_node_hour is None
         else {
@@ -242,9 +243,19 @@ def _trainer_figures(account: Account, start: float) -> dict[str, Any]:
         "samples": account.samples,
         "work": None if math.isinf(work) else work,
         "node_hours": account.node_seconds / _HOUR,
+        "used_by_kind": _used_by_kind([account]),
         "rescales": account.rescales,
         "preemptions": account.preemptions,
     }
+
+
+def _used_by_kind(accounts: Iterable[Account]) -> dict[str, float]:
+    """Return the node-hours used of each kind of nodes; empty if all nodes are alike."""
+    used: defaultdict[str, float] = defaultdict(float)
+    for account in accounts:
+        for kind, seconds in account.seconds_by_kind.items():
+            used[kind] += seconds / _HOUR
+    return dict(sorted(used.items()))
 
 
 def _series(outcome: Outcome, yardstick: Yardstick) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from freetrain_parsl.replay.page.wording import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["heading", "result_table", "summary", "sweep_summary", "sweep_table", "what_if_table"]
+__all__ = ["heading", "kinds_table", "result_table", "summary", "sweep_summary", "sweep_table", "what_if_table"]
 
 _LOSSES = {
     "loss_unused": "unused",
@@ -83,6 +83,24 @@ def result_table(result: Mapping[str, Any]) -> Table:
             milliseconds(entry["solve_ms"]["median"]),
         )
     table.add_row("oracle", "", percent(policies[0]["oracle"]), percent(1.0), style="dim")
+    return table
+
+
+def kinds_table(result: Mapping[str, Any]) -> Table:
+    """Build the table of the node-hours that each policy used of each kind of nodes."""
+    hours = {kind: nodes * result["log"]["seconds"] / 3600 for kind, nodes in result["idle_by_kind"].items()}
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("node-hours\nused")
+    table.add_column("closings")
+    for kind, idle in hours.items():
+        table.add_column(f"{kind}, of\n{count(idle)} idle", justify="right")
+    for entry in result["policies"]:
+        used = [entry["used_by_kind"].get(kind, 0.0) for kind in hours]
+        cells = [
+            f"{count(some)} ({percent(some / idle, 0)})" if idle else count(some)
+            for some, idle in zip(used, hours.values(), strict=True)
+        ]
+        table.add_row(entry["policy"], entry["knowledge"], *cells)
     return table
 
 

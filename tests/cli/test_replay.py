@@ -19,7 +19,7 @@ KEYS = {
     *("policy", "knowledge", "objective", "horizon", "efficiency", "oracle", "oracle_ratio"),
     *(f"loss_{cause}" for cause in ("concavity", "unused", "split", "rescale", "preemption", "start")),
     *("events", "solves", "solve_ms", "proven_optimal_share", "refused", "blocks", "first_refusal", "wall_seconds"),
-    *("jct", "node_hours", "idle_cost", "trainers", "series", "solve_histogram"),
+    *("jct", "node_hours", "used_by_kind", "idle_cost", "trainers", "series", "solve_histogram"),
 }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from io import StringIO
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -18,7 +20,9 @@ from freetrain_parsl.replay.comparison import Contestant, compare
 from freetrain_parsl.replay.ideal import BestRates, ideal_value
 from freetrain_parsl.replay.logs import open_log
 from freetrain_parsl.replay.node_kinds import read_kinds, state_kinds, with_kinds
+from freetrain_parsl.replay.page import write_page
 from freetrain_parsl.replay.simulation import replay
+from freetrain_parsl.replay.terminal import kinds_table
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set
 
 if TYPE_CHECKING:
@@ -106,6 +110,27 @@ def test_efficiency_and_losses_add_up_to_one(tmp_path: Path) -> None:
     assert result["efficiency"] + losses == pytest.approx(1.0)
     assert result["efficiency"] <= result["oracle"]
     assert result["idle_by_kind"] == {"cpu": 2.5, "gpu": 1.4}
+    assert sum(result["used_by_kind"].values()) == pytest.approx(result["node_hours"]["used"])
+
+
+def test_the_node_hours_used_of_each_kind_are_shown(tmp_path: Path) -> None:
+    """One training can use GPU nodes only, the other CPU nodes only, one at a time."""
+    log = opened(tmp_path, "gpu=g*", "cpu=c*", text="node,start,end\ng1,0,7200\nc1,0,36000\nc2,0,36000\n")
+    curve = ScalingCurve({1: 1.0})
+    both = tuple(Trainer(kind, 1, 1, curve, node_kinds=(kind,)) for kind in ("gpu", "cpu"))
+    trainers = TrainerSet("two", both, "throughput")
+    result = compare(log, trainers, [Contestant("milp")])
+    assert result["used_by_kind"] == pytest.approx({"cpu": 10.0, "gpu": 2.0})
+    assert [trainer["used_by_kind"] for trainer in result["policies"][0]["trainers"]] == [{"gpu": 2.0}, {"cpu": 10.0}]
+    console = Console(file=StringIO(), width=80, highlight=False)
+    console.print(kinds_table(result))
+    assert [line.split() for line in console.file.getvalue().splitlines()] == [
+        ["node-hours", "cpu,", "of", "gpu,", "of"],
+        ["used", "closings", "20", "idle", "2", "idle"],
+        ["milp", "none", "10", "(50", "%)", "2", "(100", "%)"],
+    ]
+    write_page({**result, "command": "freetrain replay"}, tmp_path / "page.html")
+    assert "of cpu nodes" in (tmp_path / "page.html").read_text()
 
 
 def test_a_curve_without_kinds_is_that_of_the_fastest() -> None:

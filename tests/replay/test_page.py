@@ -45,6 +45,7 @@ def make_policy(policy="milp", *, trainers=3, bins=60, seed=0, finite=False, kno
             **dict.fromkeys(("mean", "median", "p95"), 8e4 if finite else None),
         },
         "node_hours": {"idle": sum(idle) * hours / bins, "used": 0.9 * sum(idle) * hours / bins},
+        "used_by_kind": {},
         "idle_cost": None,
         "trainers": [
             {

@@ -103,6 +103,7 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
                 ("Median", lambda e: duration(e["jct"]["median"])),
                 ("95 % within", lambda e: duration(e["jct"]["p95"])),
                 ("Node-hours used", lambda e: count(e["node_hours"]["used"])),
+                *((f"of {kind} nodes", _kind_cell(kind)) for kind in _kinds(policies)),
             ],
         ),
         (
@@ -136,3 +137,12 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
 
 def _loss_cell(key: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda entry: percent(entry[key])
+
+
+def _kinds(policies: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the kinds of nodes that some policy used, in order of their names."""
+    return sorted({kind for entry in policies for kind in entry["used_by_kind"]})
+
+
+def _kind_cell(kind: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda entry: count(entry["used_by_kind"].get(kind, 0.0))
