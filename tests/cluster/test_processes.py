@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from freetrain_parsl.cluster import processes
+from freetrain_parsl.testing.daemons import wait_until
 
 
 def test_this_process_runs_and_an_earlier_one_of_its_id_does_not():
@@ -36,7 +37,8 @@ def test_a_zombie_is_not_alive():
 def test_a_process_is_found_by_its_session_or_by_its_mark():
     mark = {processes.MARK: "test/1/n00"}
     with processes.spawn(["sleep", "60"], env=mark) as child:
-        assert processes.marked("test/1/") == [child.pid]
+        # The kernel shows no environment for a moment while it replaces the program.
+        wait_until(lambda: processes.marked("test/1/") == [child.pid], 30, lambda: "the mark")
         by_session = processes.members({child.pid: "test/1/n00"})
         by_mark = processes.members({2**22 + 1: "test/1/n00"})
         assert [info.pid for info in by_session["test/1/n00"]] == [child.pid]
