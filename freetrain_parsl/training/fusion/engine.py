@@ -328,8 +328,12 @@ class FusionEngine:
         assert self._array is not None
         segments = [segment for segment in self._array.segments if segment.place[0] == number]
         return all(
-            {(place, id(parameter)) for place, parameter in member.objects.parameters() if place[0] == number}
-            == {(segment.place, id(parameter)) for segment in segments for parameter in segment.members[row]}
+            sorted(
+                (place, id(parameter))
+                for place, group in enumerate(member.objects.optimizers[number].param_groups)
+                for parameter in group["params"]
+            )
+            == sorted((segment.place[1], id(parameter)) for segment in segments for parameter in segment.members[row])
             for row, member in enumerate(self._members)
         )
 
@@ -544,9 +548,13 @@ def _check_optimizers(members: Sequence[MemberObjects]) -> None:
     Raises
     ------
     CannotFuse
-        They have not.
+        They have not, or a parameter is listed more than once: each time, it is stepped.
     """
     first = members[0]
+    for member in members:
+        listed = [id(p) for optimizer in member.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(set(listed)) < len(listed):
+            raise CannotFuse("a parameter is in two optimizers, or twice in one")
     for other in members[1:]:
         if len(other.models) != len(first.models):
             raise CannotFuse(f"the trainings have {len(first.models)} and {len(other.models)} models")

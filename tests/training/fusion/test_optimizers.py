@@ -1,0 +1,75 @@
+"""Optimizers in an array: what each training's own would do, or a reason why the trainings go on one by one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.functional import cross_entropy
+
+from tests.training.fusion.sweep_trainings import alone, data, distance, together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+RATES = (0.02, 0.05, 0.1)
+ROUNDING = 1e-10
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def train(
+    session: Any,
+    *,
+    lr: float,
+    optimizers: Callable[..., Sequence[optim.Optimizer]],
+    epochs: int = 2,
+    change: Callable[..., None] = lambda *_: None,
+) -> Any:
+    """Train by the optimizers in turns; `change` is called at the start of each epoch."""
+    net = network()
+    model, *steps = session.prepare(net, *optimizers(net, lr))
+    batches = session.loader(data(), batch_size=16)
+    losses: list[float] = []
+    for epoch in session.epochs(epochs):
+        change(model, steps, epoch)
+        for x, y in batches:
+            loss = cross_entropy(model(x), y)
+            session.step(loss, optimizer=steps[len(losses) % len(steps)])
+            losses.append(loss.item())
+    return {
+        "losses": losses,
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizers": [each.state_dict() for each in steps],
+    }
+
+
+def fused_steps_as_alone(root: Path, **point: Any) -> int:
+    """Train alone and in an array, compare, and return the number of fused steps."""
+    points: list[Mapping[str, Any]] = [{"lr": lr, **point} for lr in RATES]
+    outcome = together(root / "array", points, train)
+    for number, each in enumerate(points):
+        value = alone(root / "alone", str(number), each, train)
+        assert distance(outcome.value(str(number)), value) < ROUNDING
+    return outcome.engine.fused_steps
+
+
+def two_of_all_parameters(net: nn.Sequential, lr: float) -> Sequence[optim.Optimizer]:
+    return optim.SGD(net.parameters(), lr=lr), optim.Adam(net.parameters(), lr=lr)
+
+
+def one_with_a_parameter_twice(net: nn.Sequential, lr: float) -> Sequence[optim.Optimizer]:
+    return (optim.Adam([*net.parameters(), net[0].weight], lr=lr),)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("optimizers", [two_of_all_parameters, one_with_a_parameter_twice])
+def test_parameters_that_are_listed_more_than_once_are_stepped_each_time(
+    tmp_path: Path, optimizers: Callable[..., Any]
+) -> None:
+    assert fused_steps_as_alone(tmp_path, optimizers=optimizers) == 0
