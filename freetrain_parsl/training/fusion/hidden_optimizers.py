@@ -48,7 +48,7 @@ class HiddenOptimizers:
 
     def step(self) -> None:
         """See `RowOptimizer`."""
-        new = not all(hidden.state for hidden in self._hidden)
+        before = self._counts_of_states()
         with torch.no_grad():
             for row, hidden in enumerate(self._hidden):
                 for group, segment in zip(hidden.param_groups, self._segments, strict=True):
@@ -60,8 +60,15 @@ class HiddenOptimizers:
                 for numbers, state, name in member:
                     numbers.copy_(state[name])
         self._versions = self._shown_versions()
-        if new:
+        if self._counts_of_states() != before:
             self._show()
+
+    def _counts_of_states(self) -> list[list[int]]:
+        """Return, for each member and segment, how many states there are: none before its first step."""
+        return [
+            [len(hidden.state.get(whole, ())) for whole in rows]
+            for hidden, rows in zip(self._hidden, self._rows, strict=True)
+        ]
 
     def _shown_versions(self) -> list[list[int]]:
         return [versions_of([numbers for numbers, _, _ in member]) for member in self._shown]
@@ -86,7 +93,8 @@ class HiddenOptimizers:
                 continue
             self._shown[row] = []
             for segment, whole in zip(self._segments, self._rows[row], strict=True):
-                self._give_segment(optimizer, segment, row, hidden.state[whole], shared=shared)
+                if whole in hidden.state:
+                    self._give_segment(optimizer, segment, row, hidden.state[whole], shared=shared)
         self._versions = self._shown_versions()
         self._watch.note()
 
@@ -140,7 +148,7 @@ class HiddenOptimizers:
                         if _is_of_torch(name, value, segment.members[row][0])
                     }
             self._hidden.append(hidden)
-        if all(hidden.state for hidden in self._hidden):
+        if any(hidden.state for hidden in self._hidden):
             self._show()  # these are copies
         self._watch.note()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn, optim
 from torch.nn.functional import cross_entropy
 
+from freetrain_parsl.training.fusion.array import Array, MemberObjects
+from freetrain_parsl.training.fusion.optimizers import row_optimizer
 from tests.training.fusion.sweep_trainings import alone, data, distance, together
 
 if TYPE_CHECKING:
@@ -73,3 +76,48 @@ def test_parameters_that_are_listed_more_than_once_are_stepped_each_time(
     tmp_path: Path, optimizers: Callable[..., Any]
 ) -> None:
     assert fused_steps_as_alone(tmp_path, optimizers=optimizers) == 0
+
+
+def in_two_groups(net: nn.Sequential, lr: float) -> Sequence[optim.Optimizer]:
+    return (optim.RMSprop([{"params": net[0].parameters()}, {"params": net[2].parameters()}], lr=lr / 10),)
+
+
+def unfreezes_and_decays(model: Any, steps: Sequence[optim.Optimizer], epoch: int) -> None:
+    model[0].requires_grad_(epoch >= 1)
+    for group in steps[0].param_groups:
+        group["weight_decay"] = 0.1 * (epoch >= 2)
+
+
+def test_states_of_a_group_that_is_trained_later_survive_a_change_of_options(tmp_path: Path) -> None:
+    """They were made after those of the other group."""
+    assert fused_steps_as_alone(tmp_path, optimizers=in_two_groups, epochs=3, change=unfreezes_and_decays) == 12
+
+
+def test_an_optimizer_without_states_has_none_in_an_array(tmp_path: Path) -> None:
+    def maximizing(net: nn.Sequential, lr: float) -> Sequence[optim.Optimizer]:
+        return (optim.SGD(net.parameters(), lr=lr, maximize=True),)
+
+    assert fused_steps_as_alone(tmp_path, optimizers=maximizing) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hyperparameters_are_not_rounded_to_the_type_of_the_parameters(dtype: torch.dtype) -> None:
+    nets = [network().to(dtype) for _ in RATES]
+    steps = [
+        optim.AdamW(net.parameters(), lr=lr, betas=(0.9, 0.999 - lr / 10), weight_decay=lr, eps=1e-4 * lr)
+        for net, lr in zip(nets, RATES, strict=True)
+    ]
+    alone_nets, alone_steps = copy.deepcopy((nets, steps))
+    array = Array([MemberObjects([net], [each]) for net, each in zip(nets, steps, strict=True)])
+    fused = row_optimizer(steps, array.segments)
+    for _ in range(20):
+        for net, own in zip(nets, alone_nets, strict=True):
+            for parameter, other in zip(net.parameters(), own.parameters(), strict=True):
+                other.grad = torch.randn_like(other)
+                parameter.grad = other.grad.clone()
+        array.take_gradients()
+        fused.step()
+        for each in alone_steps:
+            each.step()
+    for net, own in zip(nets, alone_nets, strict=True):
+        assert distance(net.state_dict(), own.state_dict()) == 0
