@@ -15,7 +15,7 @@ import torch
 from freetrain_parsl.protocol.options import digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -129,14 +129,14 @@ class Segment:
         there = parameter.data_ptr() == self.pointers[member][number]
         return there and parameter.shape == self.shapes[number] and parameter.is_contiguous()
 
-    def collect(self) -> None:
+    def collect(self, reached: Mapping[int, Collection[int]] | None) -> None:
         """See `Array.collect`."""
         stacked = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None
         self.missing = set()
         own = [[parameter.grad for parameter in member] for member in self.members]
-        if all(gradient is None for member in own for gradient in member):
+        if reached is None and all(gradient is None for member in own for gradient in member):
             parts = [gradient.reshape(len(self.rows), -1) for gradient in stacked if gradient is not None]
             if len(parts) == len(stacked):
                 self.gradients = torch.cat(parts, 1)
@@ -150,8 +150,14 @@ class Segment:
                 if part is not None:
                     self.of(self.gradients, row, number).add_(part)
                     self.members[row][number].grad = None
-                elif gradient is None:
+                elif gradient is None or self.is_unused(gradient, row, number, reached):
                     self.missing.add((row, number))
+
+    def is_unused(
+        self, gradient: torch.Tensor, row: int, number: int, reached: Mapping[int, Collection[int]] | None
+    ) -> bool:
+        """Return whether a member's loss does not depend on a parameter, whose stacked gradient is given."""
+        return reached is not None and id(self.leaves[number]) not in reached[row] and not gradient[row].any()
 
     def show_gradients(self) -> None:
         """See `Array.show_gradients`."""
@@ -165,6 +171,10 @@ class Segment:
             for parameter, view in zip(member, views, strict=True):
                 parameter.grad = view
             self.shown.append(views)
+
+    def has_own_gradients(self) -> bool:
+        """Return whether user code has assigned a parameter's ``.grad``: optimizers step such frozen ones, too."""
+        return any(parameter.grad is not None for member in self.members for parameter in member)
 
     def take_gradients(self) -> None:
         """See `Array.take_gradients`."""
@@ -262,21 +272,26 @@ class Array:
                         parameter.data = own
         return True
 
-    def collect(self) -> None:
+    def collect(self, reached: Mapping[int, Collection[int]] | None = None) -> None:
         """Move the gradients of a backward pass into the rows' gradients.
 
         What reached a member's own parameters, as from a penalty, is added to what reached the stacked ones.
+
+        Parameters
+        ----------
+        reached
+            For each row, the identities of the leaves that the member's loss depends on; ``None``: all have the same.
         """
         for segment in self.segments:
             if segment.trainable:
-                segment.collect()
+                segment.collect(reached)
 
     def is_complete(self, optimizers: Collection[int]) -> bool:
-        """Return whether every trainable parameter of these optimizers, by number, has a gradient in the rows."""
+        """Return whether, of these optimizers, by number, every trainable parameter, and no other, has a gradient."""
         return not any(
-            segment.missing or segment.gradients is None
+            segment.missing or segment.gradients is None if segment.trainable else segment.has_own_gradients()
             for segment in self.segments
-            if segment.trainable and segment.place[0] in optimizers
+            if segment.place[0] in optimizers
         )
 
     def show_gradients(self) -> None:
@@ -291,13 +306,15 @@ class Array:
             if segment.trainable:
                 segment.take_gradients()
 
-    def collect_rows(self, rows: Sequence[int]) -> None:
-        """Move the gradients of a backward pass of some members into their parameters' ``.grad``."""
+    def collect_rows(self, rows: Sequence[int], reached: Mapping[int, Collection[int]] | None = None) -> None:
+        """Move the gradients of a backward pass of some members into their parameters' ``.grad``; see `collect`."""
         for segment in self.segments:
             for number, leaf in enumerate(segment.leaves):
                 if leaf.grad is None:
                     continue
                 for row in rows:
+                    if segment.is_unused(leaf.grad, row, number, reached):
+                        continue
                     parameter = segment.members[row][number]
                     part = leaf.grad[row].clone()
                     parameter.grad = part if parameter.grad is None else parameter.grad + part
@@ -307,7 +324,7 @@ class Array:
         """Forget the gradients."""
         for segment in self.segments:
             segment.gradients = None
-            if segment.shown:
+            if segment.shown or not segment.trainable:
                 segment.shown = []
                 for member in segment.members:
                     for parameter in member:

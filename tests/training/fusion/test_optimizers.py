@@ -121,3 +121,31 @@ def test_hyperparameters_are_not_rounded_to_the_type_of_the_parameters(dtype: to
             each.step()
     for net, own in zip(nets, alone_nets, strict=True):
         assert distance(net.state_dict(), own.state_dict()) == 0
+
+
+def assigns_gradients(session: Any, *, lr: float, optimizer: str) -> Any:
+    """Train with gradients of a frozen layer that come from elsewhere, in some steps."""
+    net = network()
+    net[0].weight.requires_grad_(requires_grad=False)
+    model, _ = session.prepare(net, getattr(optim, optimizer)(net.parameters(), lr=lr / 10))
+    batches = session.loader(data(), batch_size=16)
+    losses: list[float] = []
+    for _ in session.epochs(2):
+        for x, y in batches:
+            loss = cross_entropy(model(x), y)
+            session.backward(loss)
+            if lr > RATES[0] or len(losses) % 2:
+                model[0].weight.grad = torch.full_like(model[0].weight, lr)
+            session.step()
+            assert model[0].weight.grad is None
+            losses.append(loss.item())
+    return {"losses": losses, "model": model[0].weight.clone()}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop"])
+def test_gradients_that_are_assigned_to_frozen_parameters_are_stepped(tmp_path: Path, optimizer: str) -> None:
+    points = [{"lr": lr, "optimizer": optimizer} for lr in RATES]
+    outcome = together(tmp_path / "array", points, assigns_gradients)
+    for number, point in enumerate(points):
+        value = alone(tmp_path / "alone", str(number), point, assigns_gradients)
+        assert distance(outcome.value(str(number)), value) < ROUNDING
