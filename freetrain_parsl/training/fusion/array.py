@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from freetrain_parsl.protocol.options import digest_of
+from freetrain_parsl.training.fusion.memory_layout import MemoryLayout
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -92,6 +93,10 @@ class Segment:
     """For each member: where its parameters are in memory."""
     shapes: list[torch.Size] = field(init=False)
     """Of each parameter."""
+    layouts: list[MemoryLayout] = field(init=False)
+    """Of each parameter."""
+    strides: list[tuple[int, ...]] = field(init=False)
+    """Of each parameter."""
     trainable_at_first: bool = field(init=False)
     """Whether its parameters required gradients when they were stacked."""
 
@@ -99,6 +104,7 @@ class Segment:
         ends = 0
         self.trainable_at_first = self.members[0][0].requires_grad
         self.shapes = [parameter.shape for parameter in self.members[0]]
+        self.layouts = [MemoryLayout(parameter) for parameter in self.members[0]]
         self.columns = []
         for parameter in self.members[0]:
             self.columns.append(slice(ends, ends + parameter.numel()))
@@ -107,6 +113,7 @@ class Segment:
             self.stacked(self.rows, number).detach().requires_grad_(parameter.requires_grad)
             for number, parameter in enumerate(self.members[0])
         ]
+        self.strides = [leaf[0].stride() for leaf in self.leaves]
 
     @property
     def trainable(self) -> bool:
@@ -119,7 +126,8 @@ class Segment:
         return all(
             [parameter.data_ptr() for parameter in member] == pointers
             and [parameter.shape for parameter in member] == self.shapes
-            and all(parameter.requires_grad is trainable and parameter.is_contiguous() for parameter in member)
+            and [parameter.stride() for parameter in member] == self.strides
+            and all(parameter.requires_grad is trainable for parameter in member)
             for member, pointers in zip(self.members, self.pointers, strict=True)
         )
 
@@ -127,7 +135,7 @@ class Segment:
         """Return whether a parameter is where it was stacked, and seen as it was: not transposed, for example."""
         parameter = self.members[member][number]
         there = parameter.data_ptr() == self.pointers[member][number]
-        return there and parameter.shape == self.shapes[number] and parameter.is_contiguous()
+        return there and parameter.shape == self.shapes[number] and parameter.stride() == self.strides[number]
 
     def collect(self, reached: Mapping[int, Collection[int]] | None) -> None:
         """See `Array.collect`."""
@@ -137,7 +145,9 @@ class Segment:
         self.missing = set()
         own = [[parameter.grad for parameter in member] for member in self.members]
         if reached is None and all(gradient is None for member in own for gradient in member):
-            parts = [gradient.reshape(len(self.rows), -1) for gradient in stacked if gradient is not None]
+            parts = [
+                self.layouts[number].flat(gradient) for number, gradient in enumerate(stacked) if gradient is not None
+            ]
             if len(parts) == len(stacked):
                 self.gradients = torch.cat(parts, 1)
                 return
@@ -190,11 +200,15 @@ class Segment:
 
     def stacked(self, rows: torch.Tensor, number: int) -> torch.Tensor:
         """Return a parameter's part of a tensor of the shape of `rows`, as [members, *shape]."""
-        return rows[:, self.columns[number]].view(len(rows), *self.shapes[number])
+        return self.layouts[number].shaped(rows[:, self.columns[number]])
 
     def of(self, rows: torch.Tensor, member: int, number: int) -> torch.Tensor:
         """Return a member's part of `stacked`."""
-        return rows[member, self.columns[number]].view(self.shapes[number])
+        return self.part(rows[member], number)
+
+    def part(self, row: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a parameter's part of a tensor of the shape of a row."""
+        return self.layouts[number].shaped(row[self.columns[number]])
 
 
 class Array:
@@ -247,14 +261,19 @@ class Array:
         then = {id(parameter) for segment in self.segments for each in segment.members for parameter in each}
         return now == then and all(id(b) in self._stacks for _, _, b in _buffers(self.members[0].models))
 
-    def take_assigned_parameters(self) -> bool:
+    def take_assigned_parameters(self, *, any_layout: bool = True) -> bool:
         """Take parameters whose ``.data`` was assigned anew into their rows.
+
+        Parameters
+        ----------
+        any_layout
+            Also those with another layout in memory, such as channels last, which is lost.
 
         Returns
         -------
         valid
             Whether the array still fits its members: false if they have frozen or unfrozen parameters, or have assigned
-            tensors of another shape or type.
+            tensors of another shape, type or layout.
         """
         for segment in self.segments:
             trainable = segment.trainable_at_first
@@ -266,6 +285,8 @@ class Array:
                         return False
                     if not segment.has_stacked(row, number):
                         if parameter.shape != segment.shapes[number] or parameter.dtype != segment.rows.dtype:
+                            return False
+                        if not any_layout and MemoryLayout(parameter).order != segment.layouts[number].order:
                             return False
                         own = segment.of(segment.rows, row, number)
                         own.copy_(parameter.detach().clone())  # it may be another view of the same memory
@@ -339,7 +360,7 @@ class Array:
                     own = segment.rows[row].clone()
                     for number, parameter in enumerate(member):
                         if segment.has_stacked(row, number):  # else it was assigned anew
-                            parameter.data = own[segment.columns[number]].view(parameter.shape)
+                            parameter.data = segment.part(own, number)
                         if parameter.grad is not None:
                             parameter.grad = parameter.grad.clone()
             for _, _, buffer, view in self._buffers:
@@ -356,7 +377,7 @@ class Array:
         for _, run in groupby(members[0], kind):
             end = begin + len(list(run))
             parameters = [[parameter for _, parameter in member[begin:end]] for member in members]
-            rows = torch.stack([torch.cat([p.detach().reshape(-1) for p in member]) for member in parameters])
+            rows = torch.stack([torch.cat([MemoryLayout(p).flat(p.detach()) for p in member]) for member in parameters])
             segment = Segment(members[0][begin][0], parameters, rows)
             for row, member in enumerate(parameters):
                 for number, parameter in enumerate(member):

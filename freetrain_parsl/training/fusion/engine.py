@@ -314,7 +314,10 @@ class FusionEngine:
                 return False
             self._attributes.changed = False
         with torch.no_grad():
-            return self._array.take_assigned_parameters()
+            fits = self._array.take_assigned_parameters(any_layout=False)
+        if not fits:
+            self._calls.clear()
+        return fits
 
     def _check_optimizers_are_known(self, numbers: tuple[int, ...]) -> None:
         """Take the states and options of optimizers that user code has changed."""

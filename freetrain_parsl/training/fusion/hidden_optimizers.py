@@ -112,7 +112,7 @@ class HiddenOptimizers:
                 if shared:
                     self._shown[row].append((each, state, name))
             else:
-                parts[name] = [value[c].view(p.shape) for c, p in zip(segment.columns, members, strict=True)]
+                parts[name] = [segment.part(value, place) for place in range(len(members))]
         for place, parameter in enumerate(members):
             own = {name: part[place] for name, part in parts.items()}
             optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **own}
@@ -143,7 +143,7 @@ class HiddenOptimizers:
                 self.uniform = self.uniform and _are_uniform(states)
                 if all(states):
                     hidden.state[whole] = {
-                        name: _joined(name, [state[name] for state in states])
+                        name: _joined(name, [state[name] for state in states], segment)
                         for name, value in states[0].items()
                         if _is_of_torch(name, value, segment.members[row][0])
                     }
@@ -168,8 +168,8 @@ def _is_of_torch(name: str, value: Any, parameter: torch.Tensor) -> bool:
     return name in _PER_PARAMETER or value is None or (torch.is_tensor(value) and value.shape == parameter.shape)
 
 
-def _joined(name: str, values: Sequence[Any]) -> Any:
+def _joined(name: str, values: Sequence[Any], segment: Segment) -> Any:
     """Return the state of a whole row from those of its parameters."""
     if name in _PER_PARAMETER or not isinstance(values[0], torch.Tensor):
         return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
-    return torch.cat([value.reshape(-1) for value in values])
+    return torch.cat([layout.flat(value) for layout, value in zip(segment.layouts, values, strict=True)])
