@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from freetrain_parsl.protocol.options import digest_of
+from freetrain_parsl.training.fusion.memory_layout import MemoryLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -92,6 +93,10 @@ class Segment:
     """For each member: where its parameters are in memory."""
     shapes: list[torch.Size] = field(init=False)
     """Of each parameter."""
+    layouts: list[MemoryLayout] = field(init=False)
+    """Of each parameter."""
+    strides: list[tuple[int, ...]] = field(init=False)
+    """Of each parameter."""
     trainable_at_first: bool = field(init=False)
     """Whether its parameters required gradients when they were stacked."""
 
@@ -99,6 +104,7 @@ class Segment:
         ends = 0
         self.trainable_at_first = self.members[0][0].requires_grad
         self.shapes = [parameter.shape for parameter in self.members[0]]
+        self.layouts = [MemoryLayout(parameter) for parameter in self.members[0]]
         self.columns = []
         for parameter in self.members[0]:
             self.columns.append(slice(ends, ends + parameter.numel()))
@@ -107,6 +113,7 @@ class Segment:
             self.stacked(self.rows, number).detach().requires_grad_(parameter.requires_grad)
             for number, parameter in enumerate(self.members[0])
         ]
+        self.strides = [leaf[0].stride() for leaf in self.leaves]
 
     @property
     def trainable(self) -> bool:
@@ -119,7 +126,8 @@ class Segment:
         return all(
             [parameter.data_ptr() for parameter in member] == pointers
             and [parameter.shape for parameter in member] == self.shapes
-            and all(parameter.requires_grad is trainable and parameter.is_contiguous() for parameter in member)
+            and [parameter.stride() for parameter in member] == self.strides
+            and all(parameter.requires_grad is trainable for parameter in member)
             for member, pointers in zip(self.members, self.pointers, strict=True)
         )
 
@@ -127,17 +135,19 @@ class Segment:
         """Return whether a parameter is where it was stacked, and seen as it was: not transposed, for example."""
         parameter = self.members[member][number]
         there = parameter.data_ptr() == self.pointers[member][number]
-        return there and parameter.shape == self.shapes[number] and parameter.is_contiguous()
+        return there and parameter.shape == self.shapes[number] and parameter.stride() == self.strides[number]
 
-    def collect(self) -> None:
+    def collect(self, reached: Mapping[int, Collection[int]] | None) -> None:
         """See `Array.collect`."""
         stacked = [leaf.grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.grad = None
         self.missing = set()
         own = [[parameter.grad for parameter in member] for member in self.members]
-        if all(gradient is None for member in own for gradient in member):
-            parts = [gradient.reshape(len(self.rows), -1) for gradient in stacked if gradient is not None]
+        if reached is None and all(gradient is None for member in own for gradient in member):
+            parts = [
+                self.layouts[number].flat(gradient) for number, gradient in enumerate(stacked) if gradient is not None
+            ]
             if len(parts) == len(stacked):
                 self.gradients = torch.cat(parts, 1)
                 return
@@ -150,8 +160,14 @@ class Segment:
                 if part is not None:
                     self.of(self.gradients, row, number).add_(part)
                     self.members[row][number].grad = None
-                elif gradient is None:
+                elif gradient is None or self.is_unused(gradient, row, number, reached):
                     self.missing.add((row, number))
+
+    def is_unused(
+        self, gradient: torch.Tensor, row: int, number: int, reached: Mapping[int, Collection[int]] | None
+    ) -> bool:
+        """Return whether a member's loss does not depend on a parameter, whose stacked gradient is given."""
+        return reached is not None and id(self.leaves[number]) not in reached[row] and not gradient[row].any()
 
     def show_gradients(self) -> None:
         """See `Array.show_gradients`."""
@@ -165,6 +181,10 @@ class Segment:
             for parameter, view in zip(member, views, strict=True):
                 parameter.grad = view
             self.shown.append(views)
+
+    def has_own_gradients(self) -> bool:
+        """Return whether user code has assigned a parameter's ``.grad``: optimizers step such frozen ones, too."""
+        return any(parameter.grad is not None for member in self.members for parameter in member)
 
     def take_gradients(self) -> None:
         """See `Array.take_gradients`."""
@@ -180,11 +200,15 @@ class Segment:
 
     def stacked(self, rows: torch.Tensor, number: int) -> torch.Tensor:
         """Return a parameter's part of a tensor of the shape of `rows`, as [members, *shape]."""
-        return rows[:, self.columns[number]].view(len(rows), *self.shapes[number])
+        return self.layouts[number].shaped(rows[:, self.columns[number]])
 
     def of(self, rows: torch.Tensor, member: int, number: int) -> torch.Tensor:
         """Return a member's part of `stacked`."""
-        return rows[member, self.columns[number]].view(self.shapes[number])
+        return self.part(rows[member], number)
+
+    def part(self, row: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a parameter's part of a tensor of the shape of a row."""
+        return self.layouts[number].shaped(row[self.columns[number]])
 
 
 class Array:
@@ -237,14 +261,19 @@ class Array:
         then = {id(parameter) for segment in self.segments for each in segment.members for parameter in each}
         return now == then and all(id(b) in self._stacks for _, _, b in _buffers(self.members[0].models))
 
-    def take_assigned_parameters(self) -> bool:
+    def take_assigned_parameters(self, *, any_layout: bool = True) -> bool:
         """Take parameters whose ``.data`` was assigned anew into their rows.
+
+        Parameters
+        ----------
+        any_layout
+            Also those with another layout in memory, such as channels last, which is lost.
 
         Returns
         -------
         valid
             Whether the array still fits its members: false if they have frozen or unfrozen parameters, or have assigned
-            tensors of another shape or type.
+            tensors of another shape, type or layout.
         """
         for segment in self.segments:
             trainable = segment.trainable_at_first
@@ -257,26 +286,33 @@ class Array:
                     if not segment.has_stacked(row, number):
                         if parameter.shape != segment.shapes[number] or parameter.dtype != segment.rows.dtype:
                             return False
+                        if not any_layout and MemoryLayout(parameter).order != segment.layouts[number].order:
+                            return False
                         own = segment.of(segment.rows, row, number)
                         own.copy_(parameter.detach().clone())  # it may be another view of the same memory
                         parameter.data = own
         return True
 
-    def collect(self) -> None:
+    def collect(self, reached: Mapping[int, Collection[int]] | None = None) -> None:
         """Move the gradients of a backward pass into the rows' gradients.
 
         What reached a member's own parameters, as from a penalty, is added to what reached the stacked ones.
+
+        Parameters
+        ----------
+        reached
+            For each row, the identities of the leaves that the member's loss depends on; ``None``: all have the same.
         """
         for segment in self.segments:
             if segment.trainable:
-                segment.collect()
+                segment.collect(reached)
 
     def is_complete(self, optimizers: Collection[int]) -> bool:
-        """Return whether every trainable parameter of these optimizers, by number, has a gradient in the rows."""
+        """Return whether, of these optimizers, by number, every trainable parameter, and no other, has a gradient."""
         return not any(
-            segment.missing or segment.gradients is None
+            segment.missing or segment.gradients is None if segment.trainable else segment.has_own_gradients()
             for segment in self.segments
-            if segment.trainable and segment.place[0] in optimizers
+            if segment.place[0] in optimizers
         )
 
     def show_gradients(self) -> None:
@@ -291,13 +327,15 @@ class Array:
             if segment.trainable:
                 segment.take_gradients()
 
-    def collect_rows(self, rows: Sequence[int]) -> None:
-        """Move the gradients of a backward pass of some members into their parameters' ``.grad``."""
+    def collect_rows(self, rows: Sequence[int], reached: Mapping[int, Collection[int]] | None = None) -> None:
+        """Move the gradients of a backward pass of some members into their parameters' ``.grad``; see `collect`."""
         for segment in self.segments:
             for number, leaf in enumerate(segment.leaves):
                 if leaf.grad is None:
                     continue
                 for row in rows:
+                    if segment.is_unused(leaf.grad, row, number, reached):
+                        continue
                     parameter = segment.members[row][number]
                     part = leaf.grad[row].clone()
                     parameter.grad = part if parameter.grad is None else parameter.grad + part
@@ -307,7 +345,7 @@ class Array:
         """Forget the gradients."""
         for segment in self.segments:
             segment.gradients = None
-            if segment.shown:
+            if segment.shown or not segment.trainable:
                 segment.shown = []
                 for member in segment.members:
                     for parameter in member:
@@ -322,7 +360,7 @@ class Array:
                     own = segment.rows[row].clone()
                     for number, parameter in enumerate(member):
                         if segment.has_stacked(row, number):  # else it was assigned anew
-                            parameter.data = own[segment.columns[number]].view(parameter.shape)
+                            parameter.data = segment.part(own, number)
                         if parameter.grad is not None:
                             parameter.grad = parameter.grad.clone()
             for _, _, buffer, view in self._buffers:
@@ -339,7 +377,7 @@ class Array:
         for _, run in groupby(members[0], kind):
             end = begin + len(list(run))
             parameters = [[parameter for _, parameter in member[begin:end]] for member in members]
-            rows = torch.stack([torch.cat([p.detach().reshape(-1) for p in member]) for member in parameters])
+            rows = torch.stack([torch.cat([MemoryLayout(p).flat(p.detach()) for p in member]) for member in parameters])
             segment = Segment(members[0][begin][0], parameters, rows)
             for row, member in enumerate(parameters):
                 for number, parameter in enumerate(member):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.training.fusion.memory_layout import MemoryLayout
 from freetrain_parsl.training.fusion.per_member import PerMember
 
 if TYPE_CHECKING:
@@ -150,7 +151,9 @@ def _described(model: nn.Module) -> dict[str, str]:
         if tensor._backward_hooks:
             raise CannotFuse(f"{name} has a hook on its gradient")
         trained = "trained" if tensor.requires_grad else "not trained"
-        described[name] = f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {trained}"
+        layout = MemoryLayout(tensor)
+        memory = "" if layout.is_plain else f", in memory with the dimensions {layout.order}"
+        described[name] = f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {trained}{memory}"
     return described
 
 

@@ -17,6 +17,7 @@ from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatch
 from freetrain_parsl.training.fusion.ambient import autocast_state
 from freetrain_parsl.training.fusion.array import Array, MemberObjects
 from freetrain_parsl.training.fusion.attribute_watch import AttributeWatch
+from freetrain_parsl.training.fusion.call_graph import CallGraph
 from freetrain_parsl.training.fusion.differences import compare
 from freetrain_parsl.training.fusion.forward import Stacked, fused_call
 from freetrain_parsl.training.fusion.intercept import original_forward
@@ -129,6 +130,7 @@ class FusionEngine:
         self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
         self._sources: list[tuple[DataSource, SharedBatches]] = []
         self._attributes = AttributeWatch()
+        self._graph = CallGraph()
         self._open: set[ArrayMember] = set()  # those in a batch with outputs of a fused forward pass
 
     @property
@@ -312,7 +314,10 @@ class FusionEngine:
                 return False
             self._attributes.changed = False
         with torch.no_grad():
-            return self._array.take_assigned_parameters()
+            fits = self._array.take_assigned_parameters(any_layout=False)
+        if not fits:
+            self._calls.clear()
+        return fits
 
     def _check_optimizers_are_known(self, numbers: tuple[int, ...]) -> None:
         """Take the states and options of optimizers that user code has changed."""
@@ -328,8 +333,12 @@ class FusionEngine:
         assert self._array is not None
         segments = [segment for segment in self._array.segments if segment.place[0] == number]
         return all(
-            {(place, id(parameter)) for place, parameter in member.objects.parameters() if place[0] == number}
-            == {(segment.place, id(parameter)) for segment in segments for parameter in segment.members[row]}
+            sorted(
+                (place, id(parameter))
+                for place, group in enumerate(member.objects.optimizers[number].param_groups)
+                for parameter in group["params"]
+            )
+            == sorted((segment.place[1], id(parameter)) for segment in segments for parameter in segment.members[row])
             for row, member in enumerate(self._members)
         )
 
@@ -366,7 +375,7 @@ class FusionEngine:
         self._array.take_assigned_buffers()
         models = [member.objects.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
-        stacked = [_stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
+        stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
         arguments = _whole(stacked, calls[0].spec)
         args, kwargs = arguments if calls[0].has_kwargs else (arguments, {})
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
@@ -389,9 +398,20 @@ class FusionEngine:
         self._calls[kind] += 1
         self._open = set(self._members)
         leaves, shape = _flat((output,))
-        rows = [leaf.unbind(0) if isinstance(leaf, torch.Tensor) else [leaf] * len(strands) for leaf in leaves]
+        inputs = [argument.tensor for argument in stacked if isinstance(argument, Stacked)]
+        rows = [
+            self._graph.rows(leaf, inputs) if isinstance(leaf, torch.Tensor) else [leaf] * len(strands)
+            for leaf in leaves
+        ]
         for row, strand in enumerate(strands):
             (strand.result,) = _whole([each[row] for each in rows], shape)
+
+    def _stacked(self, values: tuple[Any, ...]) -> Any:
+        """Return an argument of all members: tensors stacked, unless all have the same one."""
+        first = values[0]
+        if not isinstance(first, torch.Tensor) or all(_is_same(value, first) for value in values):
+            return first
+        return Stacked(self._graph.stack(values))
 
     def _backward(self, strands: Sequence[Strand]) -> None:
         self._compute([strand.item for strand in strands])
@@ -464,13 +484,15 @@ class FusionEngine:
         members = {loss.participant for loss in losses}
         # What some members compute later may need parts of this graph; those who are gone need none.
         some = not set(self._participants) <= members
-        torch.autograd.backward([loss.loss for loss in losses if loss.loss is not None], retain_graph=some)
+        numbers = [self._members.index(member) for member in members if member in self._members]
+        given = [loss.loss for loss in losses if loss.loss is not None]
+        reached = self._graph.backward(given, numbers, retain_graph=some)
         if self._array is None:
             return
         if members == set(self._members):
-            self._array.collect()
+            self._array.collect(reached)
         else:
-            self._array.collect_rows([self._members.index(member) for member in members if member in self._members])
+            self._array.collect_rows(numbers, reached)
 
 
 def _verify(*call: Any, **options: Any) -> None:
@@ -511,16 +533,6 @@ def _kind_of(leaf: Any) -> object:
     return leaf if leaf.__hash__ else type(leaf)
 
 
-def _stacked(values: tuple[Any, ...]) -> Any:
-    """Return an argument of all members: tensors stacked, unless all have the same one."""
-    first = values[0]
-    if not isinstance(first, torch.Tensor):
-        return first
-    if all(_is_same(value, first) for value in values):
-        return first
-    return Stacked(torch.stack(values))
-
-
 def _values(differing: Sequence[dict[str, PerMember]]) -> list[dict[str, list[float]]]:
     return [{path: list(each.values) for path, each in model.items()} for model in differing]
 
@@ -544,9 +556,13 @@ def _check_optimizers(members: Sequence[MemberObjects]) -> None:
     Raises
     ------
     CannotFuse
-        They have not.
+        They have not, or a parameter is listed more than once: each time, it is stepped.
     """
     first = members[0]
+    for member in members:
+        listed = [id(p) for optimizer in member.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(set(listed)) < len(listed):
+            raise CannotFuse("a parameter is in two optimizers, or twice in one")
     for other in members[1:]:
         if len(other.models) != len(first.models):
             raise CannotFuse(f"the trainings have {len(first.models)} and {len(other.models)} models")

@@ -112,10 +112,11 @@ class FormulaOptimizer:
         """Make the states of the members' optimizers views of the rows' states."""
         for segment, states, counters in zip(self._segments, self._states, self._counters, strict=True):
             for row, (optimizer, member) in enumerate(zip(self._optimizers, segment.members, strict=True)):
-                if not counters[row].any():
-                    continue
+                begun = counters[row].tolist()
                 names = self._formula.states(optimizer.param_groups[segment.place[1]])
                 for place, parameter in enumerate(member):
+                    if not begun[place]:
+                        continue
                     own = {name: segment.of(states[name], row, place) for name in names}
                     counted = {} if isinstance(optimizer, optim.SGD) else {"step": counters[row, place]}
                     if counted or own:

@@ -48,7 +48,7 @@ class HiddenOptimizers:
 
     def step(self) -> None:
         """See `RowOptimizer`."""
-        new = not all(hidden.state for hidden in self._hidden)
+        before = self._counts_of_states()
         with torch.no_grad():
             for row, hidden in enumerate(self._hidden):
                 for group, segment in zip(hidden.param_groups, self._segments, strict=True):
@@ -60,8 +60,15 @@ class HiddenOptimizers:
                 for numbers, state, name in member:
                     numbers.copy_(state[name])
         self._versions = self._shown_versions()
-        if new:
+        if self._counts_of_states() != before:
             self._show()
+
+    def _counts_of_states(self) -> list[list[int]]:
+        """Return, for each member and segment, how many states there are: none before its first step."""
+        return [
+            [len(hidden.state.get(whole, ())) for whole in rows]
+            for hidden, rows in zip(self._hidden, self._rows, strict=True)
+        ]
 
     def _shown_versions(self) -> list[list[int]]:
         return [versions_of([numbers for numbers, _, _ in member]) for member in self._shown]
@@ -86,7 +93,8 @@ class HiddenOptimizers:
                 continue
             self._shown[row] = []
             for segment, whole in zip(self._segments, self._rows[row], strict=True):
-                self._give_segment(optimizer, segment, row, hidden.state[whole], shared=shared)
+                if whole in hidden.state:
+                    self._give_segment(optimizer, segment, row, hidden.state[whole], shared=shared)
         self._versions = self._shown_versions()
         self._watch.note()
 
@@ -104,7 +112,7 @@ class HiddenOptimizers:
                 if shared:
                     self._shown[row].append((each, state, name))
             else:
-                parts[name] = [value[c].view(p.shape) for c, p in zip(segment.columns, members, strict=True)]
+                parts[name] = [segment.part(value, place) for place in range(len(members))]
         for place, parameter in enumerate(members):
             own = {name: part[place] for name, part in parts.items()}
             optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **own}
@@ -135,12 +143,12 @@ class HiddenOptimizers:
                 self.uniform = self.uniform and _are_uniform(states)
                 if all(states):
                     hidden.state[whole] = {
-                        name: _joined(name, [state[name] for state in states])
+                        name: _joined(name, [state[name] for state in states], segment)
                         for name, value in states[0].items()
                         if _is_of_torch(name, value, segment.members[row][0])
                     }
             self._hidden.append(hidden)
-        if all(hidden.state for hidden in self._hidden):
+        if any(hidden.state for hidden in self._hidden):
             self._show()  # these are copies
         self._watch.note()
 
@@ -160,8 +168,8 @@ def _is_of_torch(name: str, value: Any, parameter: torch.Tensor) -> bool:
     return name in _PER_PARAMETER or value is None or (torch.is_tensor(value) and value.shape == parameter.shape)
 
 
-def _joined(name: str, values: Sequence[Any]) -> Any:
+def _joined(name: str, values: Sequence[Any], segment: Segment) -> Any:
     """Return the state of a whole row from those of its parameters."""
     if name in _PER_PARAMETER or not isinstance(values[0], torch.Tensor):
         return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
-    return torch.cat([value.reshape(-1) for value in values])
+    return torch.cat([layout.flat(value) for layout, value in zip(segment.layouts, values, strict=True)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import optim
 
 from freetrain_parsl.training.fusion.formula_optimizers import AdamKernels, FormulaOptimizer, has_kernels
@@ -33,6 +34,8 @@ _ELEMENTWISE = (
 _UNUSUAL = ("maximize", "amsgrad", "differentiable", "capturable")
 _SWITCHES = ("nesterov", "decoupled_weight_decay", "fused")
 """Options by which the formula or its states differ."""
+_FORMULA_TYPES = (torch.float32, torch.float64)
+"""Others would round numbers that differ between the members, such as 0.999 to 1; torch's optimizers do not."""
 
 
 class RowOptimizer(Protocol):
@@ -81,8 +84,8 @@ def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) 
     formula = FORMULAS.get(type(optimizers[0]))
     usual = not any(group.get(name) for group in groups for name in _UNUSUAL)
     alike = all(len({group.get(name) for group in each}) == 1 for each in _by_place(optimizers) for name in _SWITCHES)
-    real = all(segment.rows.is_floating_point() for segment in segments)
-    if formula is not None and usual and alike and real:
+    precise = all(segment.rows.dtype in _FORMULA_TYPES for segment in segments)
+    if formula is not None and usual and alike and precise:
         if isinstance(formula, AdamFormula) and has_kernels(segments):
             return AdamKernels(optimizers, segments, formula)
         return FormulaOptimizer(optimizers, segments, formula)

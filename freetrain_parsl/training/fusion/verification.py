@@ -103,8 +103,9 @@ def _fused(
 ) -> _Step | str:
     """Compute the step of all members as one, or return why it cannot be."""
     args, kwargs = _cloned(given)
-    leaves = {name: _copy(tensor) for name, tensor in parameters.items()}
-    own = {name: _copy(tensor) for name, tensor in buffers.items()}
+    # Each tensor once, by its first name, as a model alone lists it: others can be tied to it.
+    leaves = {name: _copy(parameters[name]) for name, _ in template.named_parameters()}
+    own = {name: _copy(buffers[name]) for name, _ in template.named_buffers()}
     try:
         outputs = _named(fused_call(template, function, leaves, own, args, kwargs, streams, differing=differing))
         gradients = _gradients(outputs, {**leaves, **_arguments((args, kwargs))})
@@ -193,7 +194,12 @@ def _stack(rows: list[Any]) -> Any:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    """Return a copy with gaps between its rows where the tensor has such, as stacks have: operators look at that."""
+    copied = tensor.detach().clone()
+    if tensor.dim() and tensor.stride(0) > tensor[:1].numel():
+        apart = copied.new_empty(len(tensor), tensor[:1].numel() + 1)
+        copied = apart.as_strided(copied.shape, (apart.stride(0), *copied.stride()[1:])).copy_(copied)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _cloned(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
