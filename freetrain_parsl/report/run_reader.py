@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.journal import Record
 
-__all__ = ["DriverJournal", "RunReader"]
+__all__ = ["DAMAGED", "DriverJournal", "RunReader"]
 
 _PORTION: Final = 5000  # records taken at once
-_DAMAGED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+DAMAGED: Final = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 """What records with unexpected content raise, wherever that is noticed."""
 
 
@@ -108,7 +108,7 @@ class RunReader:
             except FileNotFoundError:
                 if place.file is not None or journal.how is not None:
                     problem = f"the journal {journal.path} is missing; what was read of it is shown"
-            except (OSError, sqlite3.Error, *_DAMAGED) as error:
+            except (OSError, sqlite3.Error, *DAMAGED) as error:
                 problem = (
                     f"the journal {journal.path} cannot be read after entry {place.entry}: {error}; what was read of "
                     "it is shown"
@@ -173,7 +173,7 @@ class RunReader:
         while length_hint(waiting):
             try:
                 self.view.take(waiting)
-            except _DAMAGED as error:  # noqa: PERF203 - once for each damaged entry
+            except DAMAGED as error:  # noqa: PERF203 - once for each damaged entry
                 place.damage = f"entry {number - length_hint(waiting)} has unexpected content ({error!r})"
         portion.clear()
 
