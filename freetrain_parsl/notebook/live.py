@@ -12,6 +12,7 @@ import html
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import FreeTrainError
@@ -117,11 +118,23 @@ class LiveDisplay:
                 if self._widget is not None:
                     self._source.view()
                     self._widget.push(_line(snapshot))
-            except (FreeTrainError, OSError, sqlite3.Error):  # the directory is gone, or cannot be read for now
+            except (
+                FreeTrainError,
+                OSError,
+                sqlite3.Error,
+            ) as error:  # the directory is gone, or cannot be read for now
+                self._state_problem(str(error))
                 continue
             self._update(snapshot)
             if snapshot.over:
                 return
+
+    def _state_problem(self, text: str) -> None:
+        """Show why the state that is shown is not the present one."""
+        if self._widget is not None:
+            self._widget.push(text)
+        if self._shown is not None:
+            self._update(replace(self._shown, notes=(text,)))
 
     def _update(self, snapshot: RunSnapshot) -> None:
         now = self._clock()
