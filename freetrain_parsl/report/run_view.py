@@ -216,6 +216,7 @@ class RunView:
             "reading": self._reading,
             "problem": self._problem,
             "starts_failed": "" if failed is None else failed.sentence(self._now),
+            "training_nodes": len({node for each in self._state.trainings.values() for node in each.nodes}),
             "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,
             "node_seconds": {phase.value: round(seconds) for phase, seconds in account.phases.items()},
             "useful_node_seconds": round(slot_seconds / account.slots_per_node),

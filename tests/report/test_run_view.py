@@ -222,6 +222,15 @@ def test_a_training_that_is_submitted_again_waits_and_has_no_remark_of_an_earlie
     assert (row["max_nodes"], row["submitted"], row["fragments"], row["failures"]) == (3, 0.0, 2, 1)
 
 
+def test_members_of_an_array_train_on_one_node():
+    """It was counted once for each of them."""
+    members = [record.FragmentStarted(name, 3, ["n1"], in_place=False, paused=0.0, array="c-1") for name in "ab"]
+    view = view_of(*RUN[:9], *((112.0, each) for each in members))
+    assert view.since()["run"]["training_nodes"] == 1
+    view.end_driver(None, "killed")
+    assert view.since()["run"]["training_nodes"] == 0
+
+
 def test_failed_starts_and_windows_are_those_of_the_driver_that_runs():
     view = view_of(*RUN[:4], (110.0, record.StartsFailed("", 2, 5, 130.0, "no such partition")))
     run = view.since()["run"]
