@@ -11,7 +11,8 @@ import os
 import sqlite3
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput, did_you_mean
@@ -19,13 +20,13 @@ from freetrain_parsl.strict_yaml import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 __all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord"]
 
 DATABASE = "campaign.sqlite"
 
 _VERSION = 2
+_JOURNAL_DEPTH = 4  # parsl/000/freetrain/journal.sqlite
 _BUSY = 30.0  # seconds to wait for another process's lock
 _SCHEMA = """
 CREATE TABLE fact (           -- what does not change: name, texts of both files, run id, …
@@ -236,12 +237,20 @@ class RunStore:
 
     def drivers(self) -> list[DriverRecord]:
         """Return all drivers, the first one first."""
-        return [DriverRecord(*row) for row in self._rows("SELECT * FROM driver ORDER BY id")]
+        return [self._driver(row) for row in self._rows("SELECT * FROM driver ORDER BY id")]
 
     def last_driver(self) -> DriverRecord | None:
         """Return the last driver."""
         row = self._rows("SELECT * FROM driver ORDER BY id DESC LIMIT 1")
-        return DriverRecord(*row[0]) if row else None
+        return self._driver(row[0]) if row else None
+
+    def _driver(self, row: Sequence[Any]) -> DriverRecord:
+        """Return a driver, with the place of its journal if the run directory was moved or copied."""
+        driver = DriverRecord(*row)
+        if driver.journal is None:
+            return driver
+        here = self.directory.joinpath(*Path(driver.journal).parts[-_JOURNAL_DEPTH:])
+        return replace(driver, journal=str(here)) if here.exists() else driver
 
     def job_prefixes(self) -> list[str]:
         """Return the prefixes of the job names of all its drivers."""

@@ -108,6 +108,7 @@ class RunReader:
             except FileNotFoundError:
                 if place.file is not None or journal.how is not None:
                     problem = f"the journal {journal.path} is missing; what was read of it is shown"
+                    self._end(journal, place)
             except (OSError, sqlite3.Error, *DAMAGED) as error:
                 problem = (
                     f"the journal {journal.path} cannot be read after entry {place.entry}: {error}; what was read of "
@@ -143,7 +144,7 @@ class RunReader:
 
     def _end(self, journal: DriverJournal, place: _Place) -> None:
         """State that the driver has ended, unless it runs or that was stated before."""
-        if journal.how is not None and place.file is not None and not place.is_over:
+        if journal.how is not None and not place.is_over:
             place.is_over = True
             self.view.end_driver(journal.ended, journal.how)
 

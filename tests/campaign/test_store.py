@@ -56,6 +56,21 @@ def states(store: RunStore) -> list[str]:
     return [training.state for training in store.trainings()]
 
 
+def test_a_run_directory_that_was_moved_has_its_journals(tmp_path: Path) -> None:
+    """Their paths are recorded when a driver begins."""
+    directory = tmp_path / "run"
+    journal = directory / "parsl" / "000" / "freetrain" / "journal.sqlite"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    store = RunStore.create(directory, {"name": "c"}, ["a"])
+    store.describe_driver(store.begin_driver("here", 1, 1), "ft-", journal)
+    moved = RunStore(directory.rename(tmp_path / "moved"))
+    drivers = [*moved.drivers(), moved.last_driver()]
+    assert [driver.journal for driver in drivers if driver] == [
+        str(tmp_path / "moved" / journal.relative_to(directory))
+    ] * 2
+
+
 def test_a_new_run_is_private_and_all_its_trainings_wait(store: RunStore) -> None:
     assert states(store) == ["waiting"] * 3
     assert store.fact("name") == "c"

@@ -254,6 +254,14 @@ def test_a_journal_that_vanishes_is_named_and_what_was_read_stays(journal):
     assert len(table(run, "trainings")) == 2
 
 
+def test_a_run_whose_journals_are_all_missing_has_ended(tmp_path):
+    """It was shown as running."""
+    drivers = [DriverJournal(tmp_path / "none.sqlite", how="finished", ended=400.0)]
+    run = RunReader("demo", lambda: drivers, clock=lambda: 500.0).refresh().since()["run"]
+    assert (run["ended"], run["now"]) == ("finished", None)
+    assert "none.sqlite is missing" in run["problem"]
+
+
 def test_a_journal_that_was_replaced_is_named(tmp_path, journal):
     reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
     reader.refresh()
