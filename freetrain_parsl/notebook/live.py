@@ -116,7 +116,6 @@ class LiveDisplay:
             try:
                 snapshot = self._source.snapshot()
                 if self._widget is not None:
-                    self._source.view()
                     self._widget.push(_line(snapshot))
             except (
                 FreeTrainError,
@@ -169,7 +168,7 @@ def _widget_of(source: ShownRun) -> RunWidget | None:
         from freetrain_parsl.notebook.widget import RunWidget
     except ImportError:
         return None
-    return RunWidget(source.view())
+    return RunWidget(source.changes)
 
 
 def _shown_by(widget: RunWidget | None) -> dict[str, Any]:

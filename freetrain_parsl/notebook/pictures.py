@@ -14,27 +14,25 @@ from freetrain_parsl.report.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.executor.journal import JournalEntry
-    from freetrain_parsl.report.run_view import RunView
 
 __all__ = ["curves_picture", "stays_of", "timeline_picture"]
 
 _NO_MATPLOTLIB = "for a picture: pip install 'freetrain-parsl[report]'"
 
 
-def curves_picture(view: RunView, title: str) -> Picture:
+def curves_picture(seen: Mapping[str, Any], title: str) -> Picture:
     """Draw loss and metrics against steps; without matplotlib, only describe them.
 
     Parameters
     ----------
-    view
-        The run.
+    seen
+        The run, as of `RunView.since`.
     title
         Title of the picture.
     """
-    seen = view.since()
     curves = seen["curves"]
     if not curves:
         return Picture(f"{title}: no loss and no metric yet")

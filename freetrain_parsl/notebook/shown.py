@@ -57,10 +57,10 @@ class ShownRun(ABC):
         with self._lock:
             return self._explanation()
 
-    def view(self) -> RunView:
-        """Return the view of the run for the browser, with what is new."""
+    def changes(self, version: int = 0) -> dict[str, Any]:
+        """Read what is new, and return what has changed after a version; see `RunView.since`."""
         with self._lock:
-            return self._view()
+            return self._view().since(version)
 
     @abstractmethod
     def journals(self) -> list[Path]:

@@ -8,7 +8,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -138,8 +139,8 @@ class _States:
             raise state
         return state
 
-    def view(self):
-        return RunView("sweep")
+    def changes(self, version=0):
+        return RunView("sweep").since(version)
 
 
 def displayed(monkeypatch, *states, seconds, pictures=lambda: (Picture("none"),)):
@@ -226,7 +227,7 @@ def test_stays_last_from_start_to_end_of_a_block(tmp_path):
         ("n3", 2.0, 9.0),
     ]
     assert timeline_picture([], "sweep").png is None
-    assert curves_picture(RunView("sweep"), "sweep").png is None
+    assert curves_picture(RunView("sweep").since(), "sweep").png is None
 
 
 def test_a_node_that_joins_before_its_block_is_seen_to_start_stays_from_then_on():
@@ -277,7 +278,7 @@ def test_the_curves_of_a_run_are_a_picture_with_the_loss_first(tmp_path):
             (3.0, record.ValuesSampled("a", 20, {"loss": 0.4})),
         ]
     )
-    picture = curves_picture(view, "sweep")
+    picture = curves_picture(view.since(), "sweep")
     assert picture.png is not None
     assert picture.png.startswith(b"\x89PNG")
     seen = view.since()
@@ -309,6 +310,26 @@ def test_one_process_controls_a_run_at_a_time(tmp_path):
         second.communicate("\n")
 
 
+def test_a_cell_and_the_display_read_a_run_one_after_the_other(tmp_path):
+    """They are different threads, and what has changed is made from tables that a reader adds to."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    source = ShownFutures({}, journal.path, tmp_path)
+    inside = []
+
+    class View:
+        def since(self, version):
+            inside.append(True)
+            time.sleep(0.02)
+            inside.pop()
+            return {"version": version + len(inside)}
+
+    source._reader.refresh = View
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(source.changes, [1] * 4))
+    journal.close()
+    assert found == [{"version": 1}] * 4
+
+
 def test_a_run_directory_that_was_removed_and_made_again_has_a_lock_of_its_own(tmp_path):
     """The lock of the removed file keeps no other notebook from it."""
     run_dir = tmp_path / "run"
@@ -325,7 +346,7 @@ def test_a_widget_sends_changes_and_everything_when_it_is_asked():
     from freetrain_parsl.notebook.widget import RunWidget
 
     view = RunView("sweep")
-    widget = RunWidget(view)
+    widget = RunWidget(view.since)
     assert (widget.change["base"], widget.change["delta"]["reset"]) == (0, True)
     sent = widget.change["delta"]["version"]
     view.take([(1.0, record.TrainingSubmitted("a", 1, 2, 100))])
