@@ -21,7 +21,7 @@ from freetrain_parsl.strict_yaml import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord"]
+__all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord", "plain_scalar"]
 
 DATABASE = "campaign.sqlite"
 
@@ -295,7 +295,7 @@ class RunStore:
     def finish(self, name: str, result: object, remark: str = "") -> None:
         """Store the result of a training, as JSON if possible, else as its repr, and a remark."""
         try:
-            text, plain = json.dumps(result, allow_nan=False), True
+            text, plain = json.dumps(result, allow_nan=False, default=_plain_scalar), True
         except (TypeError, ValueError):
             text, plain = repr(result), False
         self._write(
@@ -395,3 +395,17 @@ class RunStore:
 
     def _one(self, query: str, *values: Any) -> Any:
         return self._rows(query, *values)[0]
+
+
+def plain_scalar(value: Any) -> Any:
+    """Return a number of NumPy or torch as one of Python, and anything else as it is."""
+    try:
+        return value.item() if value.ndim == 0 else value
+    except Exception:  # noqa: BLE001 - of the user's object, which may raise anything, as a tensor without data does
+        return value
+
+
+def _plain_scalar(value: Any) -> Any:
+    if (plain := plain_scalar(value)) is value:
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return plain

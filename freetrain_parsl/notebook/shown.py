@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.run_source import CampaignSource
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.store import DATABASE, RunStore, plain_scalar
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import read_progress
@@ -361,8 +361,10 @@ def _one_line(error: str | None) -> str:
 
 
 def _short_result(result: Any) -> str:
+    result = plain_scalar(result)
     if isinstance(result, dict):
-        plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
+        values = {key: plain_scalar(value) for key, value in result.items()}
+        plain = {key: value for key, value in values.items() if isinstance(value, (int, float, str))}
         return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
     return "" if result is None else _short(result)
 

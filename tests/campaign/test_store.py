@@ -9,6 +9,7 @@ import stat
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, is_silent, own_identity
@@ -54,6 +55,30 @@ def store(tmp_path: Path, clock: _Clock) -> RunStore:
 
 def states(store: RunStore) -> list[str]:
     return [training.state for training in store.trainings()]
+
+
+def test_a_result_with_numbers_of_numpy_is_kept_as_json(store: RunStore) -> None:
+    store.finish("a", {"loss": np.float32(0.5), "best": [np.int64(3)]})
+    store.finish("b", {"losses": np.array([0.5])})
+    assert [item.result for item in store.trainings()] == [
+        {"loss": 0.5, "best": [3]},
+        "{'losses': array([0.5])}",
+        None,
+    ]
+
+
+def test_a_result_that_raises_is_kept_as_a_text(store: RunStore) -> None:
+    class Number:
+        ndim = 0
+
+        def item(self) -> float:
+            raise RuntimeError("no data")
+
+        def __repr__(self) -> str:
+            return "Number()"
+
+    store.finish("a", [Number()])
+    assert store.training("a").result == "[Number()]"
 
 
 def test_a_run_directory_that_was_moved_has_its_journals(tmp_path: Path) -> None:

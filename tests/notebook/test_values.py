@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
@@ -73,6 +75,17 @@ def test_results_have_columns_for_numbers_and_keep_the_others_apart():
     assert row == {"training": "a", "state": "finished", "done": 1.0, "loss": 0.5, "result.state": "done"}
     assert outcome_row("b", "failed", 0.2, None, "ValueError: no")["error"] == "ValueError: no"
     assert outcome_row("c", "finished", 1.0, [1, 2], None)["result"] == [1, 2]
+
+
+def test_numbers_of_numpy_are_numbers_of_a_result():
+    """They were left out, as was all that is neither a number nor a text."""
+    result = {"loss": np.float32(0.5), "steps": np.int64(3), "best": np.array(2.5), "all": np.array([1.0])}
+    row = outcome_row("a", "finished", 1.0, result, None)
+    assert row == {"training": "a", "state": "finished", "done": 1.0, "loss": 0.5, "steps": 3, "best": 2.5}
+    assert outcome_row("a", "finished", 1.0, np.float32(0.5), None)["result"] == 0.5
+    future: Future[object] = Future()
+    future.set_result(result)
+    assert ShownFutures({"a": future}, Path("none"), Path()).snapshot().rows[0].state == "finished"
 
 
 def test_results_are_a_data_frame():
