@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.errors import InvalidInput, did_you_mean, storable
 from freetrain_parsl.strict_yaml import shown
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class RunStore:
         """
         now = self._clock()
         rows = [
-            (state, share, json.dumps(list(nodes)), (remarks or {}).get(name) or None, now, name)
+            (state, share, json.dumps(list(nodes)), storable((remarks or {}).get(name, "")) or None, now, name)
             for name, (state, share, nodes) in trainings.items()
         ]
         with self._transaction() as database:
@@ -296,19 +296,19 @@ class RunStore:
         """Store the result of a training, as JSON if possible, else as its repr, and a remark."""
         try:
             text, plain = json.dumps(result, allow_nan=False, default=_plain_scalar), True
-        except (TypeError, ValueError):
-            text, plain = repr(result), False
+        except (TypeError, ValueError, RecursionError):
+            text, plain = _repr(result), False
         self._write(
             "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
             "error = NULL, remark = ?, updated = ? WHERE name = ?",
-            text, plain, remark or None, self._clock(), name,
+            text, plain, storable(remark) or None, self._clock(), name,
         )  # fmt: skip
 
     def fail(self, name: str, error: str, *, final: bool) -> None:
         """Record why a training failed; if the cause is external it is not `final`, and waits to be resumed."""
         self._write(
             "UPDATE training SET state = ?, nodes = '[]', error = ?, updated = ? WHERE name = ?",
-            "failed" if final else "waiting", error, self._clock(), name,
+            "failed" if final else "waiting", storable(error), self._clock(), name,
         )  # fmt: skip
 
     def cancel(self, name: str) -> None:
@@ -403,6 +403,13 @@ def plain_scalar(value: Any) -> Any:
         return value.item() if value.ndim == 0 else value
     except Exception:  # noqa: BLE001 - of the user's object, which may raise anything, as a tensor without data does
         return value
+
+
+def _repr(result: object) -> str:
+    try:
+        return storable(repr(result))
+    except Exception as error:  # noqa: BLE001 - of the user's object, as above
+        return f"<{type(result).__name__}, whose representation fails: {type(error).__name__}>"
 
 
 def _plain_scalar(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.run_source import CampaignSource
 from freetrain_parsl.campaign.store import DATABASE, RunStore, plain_scalar
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import InvalidInput, storable, text_of
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.notebook.launch import reason_in
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow, short_path
@@ -353,7 +353,7 @@ def _error_of(future: Future[Any]) -> str | None:
     if future.cancelled():
         return "cancelled"
     error = future.exception()
-    return None if error is None else f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {text_of(error)}"
 
 
 def _one_line(error: str | None) -> str:
@@ -370,7 +370,7 @@ def _short_result(result: Any) -> str:
 
 
 def _short(value: object) -> str:
-    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    text = f"{value:.5g}" if isinstance(value, float) else storable(str(value))
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 

@@ -77,8 +77,33 @@ def test_a_result_that_raises_is_kept_as_a_text(store: RunStore) -> None:
         def __repr__(self) -> str:
             return "Number()"
 
+    class Unseen:
+        def __repr__(self) -> str:
+            raise RuntimeError("no data")
+
     store.finish("a", [Number()])
-    assert store.training("a").result == "[Number()]"
+    store.finish("b", Unseen())
+    nested: list[object] = []
+    for _ in range(20_000):
+        nested = [nested]
+    store.finish("c", nested)
+    assert [item.result for item in store.trainings()] == [
+        "[Number()]",
+        "<Unseen, whose representation fails: RuntimeError>",
+        "<list, whose representation fails: RecursionError>",
+    ]
+
+
+def test_texts_that_utf8_cannot_encode_are_escaped(store: RunStore) -> None:
+    """As the name of a file in an error: they ended the driver."""
+    store.beat(1, {"a": ("running", None, ["n"])}, {"a": "caf\udce9"})
+    store.fail("b", "ValueError: caf\udce9", final=True)
+    store.finish("c", 1, "caf\udce9")
+    assert [item.remark or item.error for item in store.trainings()] == [
+        "caf\\udce9",
+        "ValueError: caf\\udce9",
+        "caf\\udce9",
+    ]
 
 
 def test_a_run_directory_that_was_moved_has_its_journals(tmp_path: Path) -> None:
