@@ -158,7 +158,7 @@ class NotebookCampaign:
         command = self._command(file)
         process = driver_process(self._run_dir)
         if process is not None and local_status(self._run_dir, None).state == "starting":
-            if list(process.command) != command:
+            if list(process.command) != command or not self._cells_are_those_of_the_run():
                 raise InvalidInput(
                     f"{self._run_dir} is starting another campaign; give another run_dir, or look at that one: "
                     f"watch({str(self._run_dir)!r})"
@@ -176,6 +176,15 @@ class NotebookCampaign:
         run_detached(self._run_dir, command, self._here, environment_of_user(os.environ))
         print(f"started {short_path(self._run_dir)}")  # noqa: T201 - as above
         return self._attach(name, trainings)
+
+    def _cells_are_those_of_the_run(self) -> bool:
+        """Return whether the driver that starts has this campaign: the file of cells has the same name in each run."""
+        if self._cells is None:
+            return True
+        written = self._run_dir / CELLS
+        return self._cells.text == read_text(written / CAMPAIGN_FILE, "campaign file") and not (
+            self._cells.changes_since(written)
+        )
 
     def _check(self, file: Path) -> tuple[str, tuple[str, ...]]:
         """Refuse what shows at once, before anything is written, and return the names of campaign and trainings."""

@@ -122,6 +122,24 @@ def test_threads_that_start_one_campaign_start_one_driver(tmp_path, monkeypatch)
     assert len(started) == 1
 
 
+def test_cells_that_changed_while_the_driver_starts_are_refused(tmp_path, monkeypatch):
+    """The command of the driver is the same; it trains what was written before."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_detached(run_dir, command, *_):
+        launched(run_dir, "")
+        (run_dir / "driver" / "exit.1.1.json").unlink()
+        process = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
+        (run_dir / "driver" / "process.json").write_text(json.dumps(process))
+
+    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", run_detached)
+    for _ in range(2):
+        assert Campaign([{"app": train_app(monkeypatch, 2)}]).start().state == "starting"
+    for changed in ({"app": train_app(monkeypatch, 3)}, {"app": train_app(monkeypatch, 2), "priority": 2}):
+        with pytest.raises(InvalidInput, match="is starting another campaign"):
+            Campaign([changed]).start()
+
+
 def test_files_and_directories_may_begin_with_a_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     campaign = Campaign("~/sweep.yaml", run_dir="~/run")
