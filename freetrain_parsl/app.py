@@ -110,7 +110,7 @@ class TrainingApp(AppBase):
             cache=self.cache,
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> AppFuture:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> AppFuture:
         """Submit the training; the arguments are those of the function without ``session``.
 
         Raises
@@ -121,7 +121,7 @@ class TrainingApp(AppBase):
         self.check_arguments(*args, **kwargs)
         return self.submit(self.call_request(args, kwargs), args, kwargs)
 
-    def sweep(self, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
+    def sweep(self, /, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
         """Submit one training for each position of lists of arguments, which have the same length.
 
         Parameters
@@ -153,7 +153,7 @@ class TrainingApp(AppBase):
         caller = self._caller("sweep")
         return self._submit_points(zipped(args, kwargs, seeds, caller=caller), caller)
 
-    def grid(self, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
+    def grid(self, /, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
         """Submit one training for each combination of the values of lists of arguments.
 
         Parameters, results and errors are those of `sweep`, but the lists may differ in length. The values of the last
@@ -209,7 +209,7 @@ class TrainingApp(AppBase):
             apps.append(app)
         return apps
 
-    def check_arguments(self, *args: Any, **kwargs: Any) -> None:
+    def check_arguments(self, /, *args: Any, **kwargs: Any) -> None:
         """Check the arguments of a call, excluding ``session``.
 
         Raises

@@ -122,6 +122,13 @@ def test_arguments_that_the_function_does_not_take_are_a_type_error_at_the_call(
     assert message in str(caught.value)
 
 
+def test_an_argument_may_have_any_name() -> None:
+    @training_app
+    def train(session, self): ...
+
+    train.check_arguments(self=1)
+
+
 def test_a_curve_file_that_is_missing_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(InvalidInput, match="nowhere"):
         training_app(scaling=tmp_path / "nowhere.csv")(train)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.apps import (
+    another_module,
     check_arguments,
     check_call,
     import_failure,
@@ -20,7 +21,8 @@ from freetrain_parsl.campaign.apps import (
     parse_reference,
 )
 from freetrain_parsl.campaign.entries import CampaignFile, TrainingNames
-from freetrain_parsl.training.signature import bind_call
+from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.training.signature import bind_call, check_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["check_campaign", "signature_in_source"]
 
 _DECORATOR = "training_app"
+_PACKAGE = "freetrain_parsl"
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_REACH_GLOBALS = ("globals", "locals", "vars", "exec", "eval", "setattr")
 
 
 def check_campaign(
@@ -54,22 +59,26 @@ def check_campaign(
     Raises
     ------
     InvalidInput
-        A value is invalid, an app does not exist, or it does not take an argument; the message gives file and line.
+        A value is invalid, an app does not exist, or does not take an argument; the message gives file and line.
     """
     campaign = CampaignFile.parse(text, file, directory, variables)
     names = TrainingNames()
     signatures: dict[str, inspect.Signature | None] = {}
+    files: dict[str, Path] = {}  # module -> its file
     for entry in campaign.entries:
         reference, section = entry.reference, entry.section
         app = None if apps is None else apps.get(reference)
         if app is None and reference not in signatures:
+            section.checked(_refuse_another_file, files, reference, directory, key="app")
             signatures[reference] = section.checked(signature_in_source, reference, directory, key="app")
         for point in entry.points():
             names.add(entry, point.name)
             if app is not None:
                 section.checked(check_arguments, app, point.arguments, key=entry.arguments_key)
                 section.checked(app.options, name=point.name, **entry.options)
-            elif (signature := signatures[reference]) is not None:
+                continue
+            section.checked(_check_options, point.name, entry.options)
+            if (signature := signatures[reference]) is not None:
                 bind = partial(_bind, reference.rpartition(":")[2], signature)
                 section.checked(check_call, signature, point.arguments, bind, key=entry.arguments_key)
     return campaign.name, tuple(names.names)
@@ -86,7 +95,8 @@ def signature_in_source(reference: str, directory: Path) -> inspect.Signature | 
     Raises
     ------
     InvalidInput
-        The file does not exist or is not Python, or the function does not exist or is not a ``@training_app``.
+        The file does not exist or is not Python, or the function does not exist, is not a ``@training_app``, or has no
+        parameter for the session.
     """
     place, function, file = parse_reference(reference, directory)
     file = _module_file(place, directory) if file is None else file
@@ -94,18 +104,49 @@ def signature_in_source(reference: str, directory: Path) -> inspect.Signature | 
         return None
     try:
         module = ast.parse(file.read_bytes(), filename=file.name)
+        compile(module, file.name, "exec", dont_inherit=True)  # it finds more than the parser
+    except (RecursionError, MemoryError):  # the limit of the driver may be another one
+        return None
     except (OSError, SyntaxError, ValueError) as error:
         raise import_failure(file.stem, file.parent, error) from None
-    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
-    named = [node for node in functions if node.name == function]
+    named = [node for node in module.body if isinstance(node, _DEFINITIONS) and node.name == function]
     bound = sum(1 for _ in _bindings(module, function))
     if not bound:
-        raise no_such_app(place, function, [node.name for node in functions if _training_app(node)])
+        functions = (node for node in module.body if isinstance(node, ast.FunctionDef))
+        raise no_such_app(place, function, [node.name for node in functions if _is_app(node, module)])
     if len(named) != 1 or bound != 1:  # defined by a condition, an import, a loop, …
         return None
-    if not named[0].decorator_list:
+    (node,) = named
+    if not node.decorator_list:
         raise no_training_app(reference)
-    return _signature(named[0].args) if len(named[0].decorator_list) == 1 and _training_app(named[0]) else None
+    if not isinstance(node, ast.FunctionDef) or len(node.decorator_list) != 1 or not _is_app(node, module):
+        return None
+    signature = _signature(node.args)
+    try:
+        check_session(function, signature)
+    except InvalidTrainer as error:
+        raise import_failure(file.stem, file.parent, error) from None
+    return signature
+
+
+def _refuse_another_file(files: dict[str, Path], reference: str, directory: Path) -> None:
+    """Refuse a file whose module has the name of an earlier one's."""
+    _, _, file = parse_reference(reference, directory)
+    if file is not None and (other := files.setdefault(file.stem, file)) != file:
+        raise another_module(file, file.stem, other)
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that are invalid whatever the app's own are."""
+    from freetrain_parsl.app import TrainingApp
+    from freetrain_parsl.executor.app_options import AppOptions
+
+    most = {"max_nodes": options["min_nodes"]} if "min_nodes" in options else {}  # unless the file has it, too
+    TrainingApp(_any_training, AppOptions(name=name, **{**most, **options}))
+
+
+def _any_training(session: object) -> None:
+    """Stand for the function of an app that has not been imported."""
 
 
 def _bind(name: str, signature: inspect.Signature, /, **arguments: Any) -> None:
@@ -113,34 +154,63 @@ def _bind(name: str, signature: inspect.Signature, /, **arguments: Any) -> None:
 
 
 def _module_file(name: str, directory: Path) -> Path | None:
-    """Return the file of a module beside the campaign; ``None``: it is elsewhere."""
+    """Return the file of a module beside the campaign; ``None``: it is elsewhere, or may be.
+
+    As in an import, a package is found before a file, and one without ``__init__.py`` after any other.
+    """
     base = directory.joinpath(*name.split("."))
-    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+    packages = list(base.relative_to(directory).parents)[:-1]
+    if not all((directory / package / "__init__.py").is_file() for package in packages):
+        return None
+    return next((path for path in (base / "__init__.py", base.with_name(f"{base.name}.py")) if path.is_file()), None)
 
 
 def _bindings(module: ast.Module, name: str) -> Iterator[ast.AST]:
-    """Return the places that may give the module a global of this name."""
+    """Return the places that may give the module a global of this name, or take it away."""
+    names = (name, "__getattr__")
     for node in ast.walk(module):
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                if node.name in (name, "__getattr__"):
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name in names:
+                yield node
+            case ast.Name(id=word, ctx=ast.Store() | ast.Del()) if word in names:
+                yield node
+            case ast.MatchAs(name=word) | ast.MatchStar(name=word) | ast.MatchMapping(rest=word) if word in names:
+                yield node
+            case ast.ExceptHandler(name=word) if word in names:
+                yield node
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                if any((item.asname or item.name.partition(".")[0]) in (*names, "*", "modules") for item in aliases):
                     yield node
-            case ast.Name(id=word, ctx=ast.Store()) if word == name:
+            case ast.Name(id=word) if word in _REACH_GLOBALS:
                 yield node
-            case ast.alias(name=word, asname=alias) if (alias or word) in (name, "*"):
-                yield node
-            case ast.Name(id="globals" | "vars" | "exec" | "setattr"):
+            case ast.Attribute(value=ast.Name(id="sys"), attr="modules"):  # the module itself is in it
                 yield node
 
 
-def _training_app(node: ast.FunctionDef) -> bool:
-    """Return whether a function has the decorator of training apps."""
+def _is_app(node: ast.FunctionDef, module: ast.Module) -> bool:
+    """Return whether a function has the decorator of training apps, and not another one of that name."""
     for decorator in node.decorator_list:
-        called = decorator.func if isinstance(decorator, ast.Call) else decorator
-        word = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
-        if word == _DECORATOR:
+        match decorator.func if isinstance(decorator, ast.Call) else decorator:
+            case ast.Name(id=root) if root == _DECORATOR:
+                pass
+            case ast.Attribute(value=ast.Name(id=root), attr=word) if word == _DECORATOR:
+                pass
+            case _:
+                continue
+        if all(_is_of_this_package(binding) for binding in _bindings(module, root)):
             return True
     return False
+
+
+def _is_of_this_package(binding: ast.AST) -> bool:
+    match binding:
+        case ast.Import(names=aliases):
+            places = [item.name for item in aliases]
+        case ast.ImportFrom(module=str(place), level=0):
+            places = [place]
+        case _:
+            return False
+    return all(place.partition(".")[0] == _PACKAGE for place in places)
 
 
 class _Source:
@@ -153,7 +223,7 @@ class _Source:
         return self._text
 
 
-def _signature(given: ast.arguments) -> inspect.Signature | None:
+def _signature(given: ast.arguments) -> inspect.Signature:
     kinds = inspect.Parameter
     positional = [*given.posonlyargs, *given.args]
     missing = [None] * (len(positional) - len(given.defaults))
@@ -173,4 +243,4 @@ def _signature(given: ast.arguments) -> inspect.Signature | None:
     ]
     if given.kwarg is not None:
         found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(found) if found else None  # without a session: refused when it is imported
+    return inspect.Signature(found)

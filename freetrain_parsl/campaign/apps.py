@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoadedApp",
+    "another_module",
     "check_arguments",
     "check_call",
     "import_failure",
@@ -68,11 +69,10 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
     place, function, file = parse_reference(reference, directory)
     import_path = directory.resolve() if file is None else file.parent
     module = _import(place if file is None else file.stem, import_path)
-    if file is not None and Path(module.__file__ or "").resolve() != file:
-        raise InvalidInput(
-            f"{file.name}: another module {module.__name__!r} is loaded already ({module.__file__ or 'built in'}); "
-            "rename the file"
-        )
+    if file is not None:
+        loaded = getattr(module, "__file__", None)  # a built-in module has none
+        if loaded is None or Path(loaded).resolve() != file:
+            raise another_module(file, file.stem, loaded or "built in")
     app = getattr(module, function, None)
     if app is None:
         there = [name for name, value in vars(module).items() if isinstance(value, TrainingApp)]
@@ -88,13 +88,22 @@ def parse_reference(reference: str, directory: Path) -> tuple[str, str, Path | N
     Raises
     ------
     InvalidInput
-        It is not a reference, or there is no such file.
+        It is not a reference, or there is no such file, or none that can be imported.
     """
     place, colon, function = reference.rpartition(":")
     if not (colon and place and function.isidentifier()):
         raise InvalidInput(f"an app is named 'module:function' or 'path.py:function', got {reference[:80]!r}")
-    is_path = place.endswith(".py") or "/" in place
-    return place, function, _find(directory / user_path(place)) if is_path else None
+    if not (place.endswith(".py") or "/" in place):
+        return place, function, None
+    file = _find(directory / user_path(place))
+    if file.suffix != ".py" or "." in file.stem:
+        raise InvalidInput(f"{file.name}: an app is in a file that can be imported: NAME.py, with no other dot")
+    return place, function, file
+
+
+def another_module(file: Path, name: str, other: object) -> InvalidInput:
+    """Describe that the module of a file has a name that another module has."""
+    return InvalidInput(f"{file.name}: another module {name!r} is loaded already ({other}); rename the file")
 
 
 def no_such_app(place: str, function: str, there: Sequence[str]) -> InvalidInput:

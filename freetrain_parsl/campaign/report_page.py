@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from xml.etree.ElementTree import Element
 
-__all__ = ["PHASES", "UNUSED", "write_report_page"]
+__all__ = ["PHASES", "UNUSED", "missing_lines", "write_report_page"]
 
 PHASES: Final = {
     "starting": "starting, until the workers are ready",
@@ -67,8 +67,14 @@ def _opening(figures: Mapping[str, Any]) -> list[Element]:
     return [
         element("p", f"FreeTrain run in {figures['run_dir']}{began}", class_="eyebrow"),
         element("h1", f"{figures['name']}: {_hours(held)} node-hours"),
+        *(element("p", line) for line in missing_lines(figures)),
         element("dl", *(_card(*card) for card in cards), class_="cards"),
     ]
+
+
+def missing_lines(figures: Mapping[str, Any]) -> list[str]:
+    """Return what the figures lack, one line for each journal that is missing."""
+    return [f"the journal {path} is missing: nothing of its driver is counted" for path in figures["missing_journals"]]
 
 
 def _card(name: str, value: str, note: str) -> Element:

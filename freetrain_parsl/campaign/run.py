@@ -32,6 +32,7 @@ from freetrain_parsl.errors import (
     InvalidInput,
     StorageUnavailable,
     TrainingCancelled,
+    text_of,
 )
 from freetrain_parsl.executor.run_directory import check_run_directory
 from freetrain_parsl.planning.blocks.rules import least_walltime
@@ -456,7 +457,7 @@ class CampaignRun:
             self.store.cancel(name)
         else:
             final = not (isinstance(error, FreeTrainError) and error.resumable)
-            self.store.fail(name, f"{type(error).__name__}: {error}", final=final)
+            self.store.fail(name, f"{type(error).__name__}: {text_of(error)}", final=final)
 
     @contextmanager
     def _kept(self, report: Callable[[str], None]) -> Iterator[None]:

@@ -177,7 +177,7 @@ def find_site_file(path: Path) -> Path:
     """Resolve a path, or the bare name of a shipped file."""
     path = user_path(str(path))
     try:
-        exists = path.exists()
+        exists = path.exists() and not path.is_dir()  # a directory may have the name of a site
     except OSError as error:
         raise InvalidInput(f"site file {str(path)[:80]!r}…: {error.strerror or error}") from None
     if exists or path.suffix or len(path.parts) > 1:

@@ -11,21 +11,22 @@ import os
 import sqlite3
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.errors import InvalidInput, did_you_mean, storable
 from freetrain_parsl.strict_yaml import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
-__all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord"]
+__all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord", "plain_scalar"]
 
 DATABASE = "campaign.sqlite"
 
 _VERSION = 2
+_JOURNAL_DEPTH = 4  # parsl/000/freetrain/journal.sqlite
 _BUSY = 30.0  # seconds to wait for another process's lock
 _SCHEMA = """
 CREATE TABLE fact (           -- what does not change: name, texts of both files, run id, …
@@ -217,7 +218,7 @@ class RunStore:
         """
         now = self._clock()
         rows = [
-            (state, share, json.dumps(list(nodes)), (remarks or {}).get(name) or None, now, name)
+            (state, share, json.dumps(list(nodes)), storable((remarks or {}).get(name, "")) or None, now, name)
             for name, (state, share, nodes) in trainings.items()
         ]
         with self._transaction() as database:
@@ -236,12 +237,20 @@ class RunStore:
 
     def drivers(self) -> list[DriverRecord]:
         """Return all drivers, the first one first."""
-        return [DriverRecord(*row) for row in self._rows("SELECT * FROM driver ORDER BY id")]
+        return [self._driver(row) for row in self._rows("SELECT * FROM driver ORDER BY id")]
 
     def last_driver(self) -> DriverRecord | None:
         """Return the last driver."""
         row = self._rows("SELECT * FROM driver ORDER BY id DESC LIMIT 1")
-        return DriverRecord(*row[0]) if row else None
+        return self._driver(row[0]) if row else None
+
+    def _driver(self, row: Sequence[Any]) -> DriverRecord:
+        """Return a driver, with the place of its journal if the run directory was moved or copied."""
+        driver = DriverRecord(*row)
+        if driver.journal is None:
+            return driver
+        here = self.directory.joinpath(*Path(driver.journal).parts[-_JOURNAL_DEPTH:])
+        return replace(driver, journal=str(here)) if here.exists() else driver
 
     def job_prefixes(self) -> list[str]:
         """Return the prefixes of the job names of all its drivers."""
@@ -286,20 +295,20 @@ class RunStore:
     def finish(self, name: str, result: object, remark: str = "") -> None:
         """Store the result of a training, as JSON if possible, else as its repr, and a remark."""
         try:
-            text, plain = json.dumps(result, allow_nan=False), True
-        except (TypeError, ValueError):
-            text, plain = repr(result), False
+            text, plain = json.dumps(result, allow_nan=False, default=_plain_scalar), True
+        except (TypeError, ValueError, RecursionError):
+            text, plain = _repr(result), False
         self._write(
             "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
             "error = NULL, remark = ?, updated = ? WHERE name = ?",
-            text, plain, remark or None, self._clock(), name,
+            text, plain, storable(remark) or None, self._clock(), name,
         )  # fmt: skip
 
     def fail(self, name: str, error: str, *, final: bool) -> None:
         """Record why a training failed; if the cause is external it is not `final`, and waits to be resumed."""
         self._write(
             "UPDATE training SET state = ?, nodes = '[]', error = ?, updated = ? WHERE name = ?",
-            "failed" if final else "waiting", error, self._clock(), name,
+            "failed" if final else "waiting", storable(error), self._clock(), name,
         )  # fmt: skip
 
     def cancel(self, name: str) -> None:
@@ -386,3 +395,24 @@ class RunStore:
 
     def _one(self, query: str, *values: Any) -> Any:
         return self._rows(query, *values)[0]
+
+
+def plain_scalar(value: Any) -> Any:
+    """Return a number of NumPy or torch as one of Python, and anything else as it is."""
+    try:
+        return value.item() if value.ndim == 0 else value
+    except Exception:  # noqa: BLE001 - of the user's object, which may raise anything, as a tensor without data does
+        return value
+
+
+def _repr(result: object) -> str:
+    try:
+        return storable(repr(result))
+    except Exception as error:  # noqa: BLE001 - of the user's object, as above
+        return f"<{type(result).__name__}, whose representation fails: {type(error).__name__}>"
+
+
+def _plain_scalar(value: Any) -> Any:
+    if (plain := plain_scalar(value)) is value:
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return plain

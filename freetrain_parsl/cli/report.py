@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from freetrain_parsl.campaign.lock import DriverState, driver_state
-from freetrain_parsl.campaign.report_page import PHASES, UNUSED, write_report_page
+from freetrain_parsl.campaign.report_page import PHASES, UNUSED, missing_lines, write_report_page
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import trainings_of
@@ -84,7 +83,7 @@ def run_report(store: RunStore) -> dict[str, Any]:
     InvalidInput
         A journal cannot be read.
     """
-    account, progress = _read(store)
+    account, progress, missing = _read(store)
     trainings = trainings_of(store)
     states = ("finished", "running", "waiting", "failed", "cancelled")
     useful = sum(each.get("slot_seconds", 0.0) for each in progress.values()) / account.slots_per_node
@@ -114,27 +113,32 @@ def run_report(store: RunStore) -> dict[str, Any]:
         "requests_by_hour": [
             {"begin": hour, "counts": dict(counts)} for hour, counts in sorted(account.requests.items())
         ],
+        "missing_journals": missing,
     }
 
 
-def _read(store: RunStore) -> tuple[NodeTime, dict[str, dict[str, Any]]]:
-    """Add up the journals; the progress of a training is that of the last driver that ran it."""
+def _read(store: RunStore) -> tuple[NodeTime, dict[str, dict[str, Any]], list[str]]:
+    """Add up the journals, and list missing ones; the progress of a training is that of the last driver that ran it."""
+    from freetrain_parsl.campaign.run_source import CampaignSource
     from freetrain_parsl.executor.journal import read_journal, read_progress
     from freetrain_parsl.report.node_time import NodeTime, node_time
+    from freetrain_parsl.report.run_reader import DAMAGED
 
     account = NodeTime()
     progress: dict[str, dict[str, Any]] = {}
-    for driver in store.drivers():
-        if driver.journal is None or not (path := Path(driver.journal)).exists():
-            continue
+    missing: list[str] = []
+    for journal in CampaignSource(store).journals():
+        path = journal.path
         try:
+            if not path.exists():
+                missing.append(str(path))
+                continue
             entries = (entry for _, entry in read_journal(path))
-            alive = driver_state(driver) is DriverState.ALIVE
-            account.add(node_time(entries, ended=driver.ended, now=time.time() if alive else None))
+            account.add(node_time(entries, ended=journal.ended, now=time.time() if journal.how is None else None))
             progress |= read_progress(path)
-        except (sqlite3.Error, ValueError) as error:
+        except (OSError, sqlite3.Error, *DAMAGED) as error:
             raise InvalidInput(f"the journal {path} cannot be read: {error}") from None
-    return account, progress
+    return account, progress, missing
 
 
 def _time_table(figures: dict[str, Any]) -> Table:
@@ -173,4 +177,5 @@ def _block_lines(figures: dict[str, Any]) -> list[str]:
         f"samples lost {figures['samples_lost']:,}, trained on more than once in an epoch "
         f"{figures['duplicate_samples']:,}; {figures['fragments_lost']} fragments ended by a failure"
     )
+    lines += missing_lines(figures)
     return lines

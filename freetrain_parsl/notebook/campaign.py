@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.app_source import check_campaign
+from freetrain_parsl.campaign.entries import CampaignFile
 from freetrain_parsl.campaign.run import BEFORE_THE_RUN, CELLS
 from freetrain_parsl.campaign.site import Site, find_site_file
 from freetrain_parsl.campaign.store import DATABASE, RunStore
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.yaml_file import Variables, user_path
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 from freetrain_parsl.executor.run_directory import check_run_directory
 from freetrain_parsl.notebook.cells import CAMPAIGN_FILE, CellCampaign
@@ -25,7 +28,7 @@ from freetrain_parsl.remote.detached import driver_process, local_status, run_de
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from freetrain_parsl.protocol.options import OnCodeChange
 
@@ -33,6 +36,7 @@ __all__ = ["NotebookCampaign"]
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _SHOWN = 5  # changed parts in a message
+_STARTING = threading.Lock()  # a second thread that starts the same campaign attaches to it
 
 
 class NotebookCampaign:
@@ -73,20 +77,20 @@ class NotebookCampaign:
     ) -> None:
         self._here = Path.cwd()
         self._config = str(config)
-        self._settings = dict(settings or {})
+        self._settings = _texts({} if settings is None else settings)
         self._cells: CellCampaign | None = None
         self._file: Path | None = None
         if isinstance(campaign, str | Path):
             if name is not None:
                 raise InvalidInput("name is for campaigns without a file; that of a file is in it")
-            self._file = self._here / Path(campaign).expanduser()
+            self._file = self._here / user_path(str(campaign))
             name = self._file.stem
         else:
             if not isinstance(campaign, (list, tuple)):
                 raise InvalidInput(f"give a campaign file, or a list of trainings as dicts, got {campaign!r}"[:300])
             name = name or "notebook"
             self._cells = CellCampaign.of(campaign, name, self._here)
-        self._run_dir = self._here / (run_dir or f"freetrain-run-{_NOT_IN_NAMES.sub('-', name)}")
+        self._run_dir = self._here / user_path(str(run_dir or f"freetrain-run-{_NOT_IN_NAMES.sub('-', name)}"))
 
     def start(self, *, on_code_change: OnCodeChange | None = None) -> StartedRun:
         """Start the campaign's driver in the background and show the run; attach to it if it exists already.
@@ -113,7 +117,8 @@ class NotebookCampaign:
         if on_code_change is not None:
             check_on_code_change(on_code_change)
         if not (self._run_dir / DATABASE).exists():
-            run = self._begin()
+            with _STARTING:
+                run = self._begin()
         else:
             self._refuse_another_campaign()
             changed = [] if self._cells is None else self._cells.changes_since(self._run_dir / CELLS)
@@ -153,7 +158,7 @@ class NotebookCampaign:
         command = self._command(file)
         process = driver_process(self._run_dir)
         if process is not None and local_status(self._run_dir, None).state == "starting":
-            if list(process.command) != command:
+            if list(process.command) != command or not self._cells_are_those_of_the_run():
                 raise InvalidInput(
                     f"{self._run_dir} is starting another campaign; give another run_dir, or look at that one: "
                     f"watch({str(self._run_dir)!r})"
@@ -171,6 +176,15 @@ class NotebookCampaign:
         run_detached(self._run_dir, command, self._here, environment_of_user(os.environ))
         print(f"started {short_path(self._run_dir)}")  # noqa: T201 - as above
         return self._attach(name, trainings)
+
+    def _cells_are_those_of_the_run(self) -> bool:
+        """Return whether the driver that starts has this campaign: the file of cells has the same name in each run."""
+        if self._cells is None:
+            return True
+        written = self._run_dir / CELLS
+        return self._cells.text == read_text(written / CAMPAIGN_FILE, "campaign file") and not (
+            self._cells.changes_since(written)
+        )
 
     def _check(self, file: Path) -> tuple[str, tuple[str, ...]]:
         """Refuse what shows at once, before anything is written, and return the names of campaign and trainings."""
@@ -201,8 +215,10 @@ class NotebookCampaign:
 
     def _site(self) -> Path:
         """Return the site file, which is relative to where the notebook was when the campaign was made."""
-        in_directory = self._here / self._config
-        return in_directory if in_directory.exists() else Path(self._config)
+        path = user_path(self._config)
+        in_directory = self._here / path
+        is_name = not path.suffix and len(path.parts) == 1
+        return path if is_name and not in_directory.is_file() else in_directory
 
     def _refuse_another_campaign(self) -> None:
         store = RunStore(self._run_dir)
@@ -217,6 +233,23 @@ class NotebookCampaign:
             raise InvalidInput(
                 f"{self._run_dir} is a run at {store.fact('site_file')}, not at {site}; give another run_dir"
             )
+        before, given = store.fact("variables"), {name.upper() for name in self._settings}
+        for name, value in self._variables_in(text, site).items():
+            if before.get(name, value) != value and (name.upper() in given or name not in os.environ):
+                raise InvalidInput(
+                    f"{self._run_dir} is a run with {name}={before[name]}, not {value}; give another run_dir, or look "
+                    f"at that one: watch({str(self._run_dir)!r})"
+                )
+
+    def _variables_in(self, text: str, site: Path) -> dict[str, str]:
+        """Return the values of the variables in both files; none if one of them has no value any more."""
+        variables = Variables(self._settings)
+        try:
+            Site.load(site, variables)
+            CampaignFile.parse(text, "", self._run_dir, variables)
+        except InvalidInput:  # as of a site file that was removed: the run has its own copy
+            pass
+        return variables.used
 
     def _file_text(self) -> str:
         assert self._file is not None, "the caller has checked"
@@ -245,6 +278,16 @@ class NotebookCampaign:
         how = "goes on from the checkpoints" if on_code_change == "resume" else "starts over"
         print(f"{changed} has changed: what has not finished {how} with the new code")  # noqa: T201 - as above
         run.resume(on_code_change=on_code_change)
+
+
+def _texts(settings: Any) -> dict[str, str]:
+    """Return the values of ``${NAME}`` as texts."""
+    if not (isinstance(settings, Mapping) and all(isinstance(name, str) for name in settings)):
+        raise InvalidInput(f"settings are a dict with the names of variables, got {settings!r}"[:300])
+    for name, value in settings.items():
+        if not isinstance(value, (str, int, float, Path)):
+            raise InvalidInput(f"settings: {name} must be a text or a number, got {value!r}"[:300])
+    return {name: str(value) for name, value in settings.items()}
 
 
 def _what_next(state: str) -> str:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
+from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.protocol.options import Code, digest_of
 from freetrain_parsl.report.output import write_output
 
@@ -102,8 +104,8 @@ class CellCampaign:
             if isinstance(entry["app"], TrainingApp):
                 entry.setdefault("name", _default_name(entry))
             entry["app"] = _app_reference(entry["app"], apps, directory, where)
-            if isinstance(entry.get("scaling"), str) and entry["scaling"] != "learn":
-                entry["scaling"] = str(directory / entry["scaling"])
+            if "scaling" in entry:
+                entry["scaling"] = _scaling_in(entry["scaling"], directory)
             written.append({key: _plain(value, f"{where}: {key}") for key, value in entry.items()})
         document = {"name": name, "trainings": written}
         text = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
@@ -215,7 +217,7 @@ def _app_reference(app: Any, apps: dict[str, TrainingApp], directory: Path, wher
     if isinstance(app, str):
         place, colon, function = app.rpartition(":")
         is_path = place.endswith(".py") or "/" in place
-        return f"{directory / Path(place).expanduser()}{colon}{function}" if is_path else app
+        return f"{directory / user_path(place)}{colon}{function}" if is_path else app
     if not isinstance(app, TrainingApp):
         hint = ": decorate it with @training_app" if callable(app) else ""
         raise InvalidInput(f"{where}: 'app' is {app!r}, not a training app{hint}")
@@ -225,6 +227,14 @@ def _app_reference(app: Any, apps: dict[str, TrainingApp], directory: Path, wher
     if apps.setdefault(name, app) is not app:
         raise InvalidInput(f"{where}: another training app is named {name}(), too; rename one of the functions")
     return f"{_MODULE}.py:{name}"
+
+
+def _scaling_in(scaling: Any, directory: Path) -> Any:
+    """Return a scaling curve, or those of each kind of node, with the paths of files in this directory."""
+    if isinstance(scaling, dict):
+        return {key: _scaling_in(curve, directory) for key, curve in scaling.items()}
+    is_file = isinstance(scaling, (str, Path)) and scaling != LEARN
+    return str(directory / user_path(str(scaling))) if is_file else scaling
 
 
 def _default_name(entry: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ it again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -18,18 +19,23 @@ if TYPE_CHECKING:
 
 __all__ = ["controller_of", "take_control"]
 
-_HELD: Final[dict[Path, int]] = {}  # file -> descriptor: closing it, or another one of the file, would release the lock
+_HELD: Final[dict[tuple[int, int], int]] = {}
+"""Device and inode of a file -> descriptor: closing it, or another one of the file, would release the lock."""
 
 
 def take_control(run_dir: Path) -> bool:
     """Make this process the one that controls a run, until it ends; return whether it does.
 
-    On a file system without locks, each process does.
+    On a file system without locks, each process does; in a directory that cannot be written, none.
     """
-    path = (run_dir / CONTROL).resolve()
-    if path in _HELD:
-        return True
-    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    path = run_dir / CONTROL
+    with contextlib.suppress(OSError):  # it may have been removed, with its directory, and made again
+        if _identity(path.stat()) in _HELD:
+            return True
+    try:
+        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError:
+        return False
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -37,10 +43,15 @@ def take_control(run_dir: Path) -> bool:
         return False
     except OSError:
         pass
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-    _HELD[path] = file
+    with contextlib.suppress(OSError):  # the disk is full
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    _HELD[_identity(os.fstat(file))] = file
     return True
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def controller_of(run_dir: Path) -> str:

@@ -12,6 +12,7 @@ import html
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import FreeTrainError
@@ -115,13 +116,24 @@ class LiveDisplay:
             try:
                 snapshot = self._source.snapshot()
                 if self._widget is not None:
-                    self._source.view()
                     self._widget.push(_line(snapshot))
-            except (FreeTrainError, OSError, sqlite3.Error):  # the directory is gone, or cannot be read for now
+            except (
+                FreeTrainError,
+                OSError,
+                sqlite3.Error,
+            ) as error:  # the directory is gone, or cannot be read for now
+                self._state_problem(str(error))
                 continue
             self._update(snapshot)
             if snapshot.over:
                 return
+
+    def _state_problem(self, text: str) -> None:
+        """Show why the state that is shown is not the present one."""
+        if self._widget is not None:
+            self._widget.push(text)
+        if self._shown is not None:
+            self._update(replace(self._shown, notes=(text,)))
 
     def _update(self, snapshot: RunSnapshot) -> None:
         now = self._clock()
@@ -156,7 +168,7 @@ def _widget_of(source: ShownRun) -> RunWidget | None:
         from freetrain_parsl.notebook.widget import RunWidget
     except ImportError:
         return None
-    return RunWidget(source.view())
+    return RunWidget(source.changes)
 
 
 def _shown_by(widget: RunWidget | None) -> dict[str, Any]:

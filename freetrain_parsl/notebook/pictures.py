@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,29 +11,28 @@ from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.notebook.values import Picture
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.executor.journal import JournalEntry
-    from freetrain_parsl.report.run_view import RunView
 
 __all__ = ["curves_picture", "stays_of", "timeline_picture"]
 
 _NO_MATPLOTLIB = "for a picture: pip install 'freetrain-parsl[report]'"
 
 
-def curves_picture(view: RunView, title: str) -> Picture:
+def curves_picture(seen: Mapping[str, Any], title: str) -> Picture:
     """Draw loss and metrics against steps; without matplotlib, only describe them.
 
     Parameters
     ----------
-    view
-        The run.
+    seen
+        The run, as of `RunView.since`.
     title
         Title of the picture.
     """
-    seen = view.since()
     curves = seen["curves"]
     if not curves:
         return Picture(f"{title}: no loss and no metric yet")
@@ -55,16 +55,20 @@ def timeline_picture(journals: Sequence[Path], title: str) -> Picture:
     title
         Title of the picture.
     """
-    runs = [RunState(path).refresh() for path in journals]
-    stays = [stay for path in journals for stay in stays_of(entry for _, entry in read_journal(path))]
-    if not stays:
-        return Picture(f"{title}: no node has been used yet")
-    whole = runs[0]
-    for run in runs[1:]:
+    whole = RunState()
+    stays: list[dict[str, Any]] = []
+    for path in journals:
+        try:
+            run, nodes = _read(path)
+        except (OSError, sqlite3.Error, *DAMAGED) as error:
+            return Picture(f"{title}: the journal {path} cannot be read: {error}")
+        stays += nodes
         whole.trainings |= run.trainings
         whole.fragments += run.fragments
         whole.checkpoints += run.checkpoints
         whole.node_kinds |= run.node_kinds
+    if not stays:
+        return Picture(f"{title}: no node has been used yet")
     text = f"{title}: {len(whole.fragments)} fragments on {len({stay['node'] for stay in stays})} nodes"
     try:
         from freetrain_parsl.report.timeline import draw_timeline
@@ -72,6 +76,23 @@ def timeline_picture(journals: Sequence[Path], title: str) -> Picture:
         return _drawn(text, lambda path: draw_timeline(whole, stays, path, title=title))
     except ImportError:
         return Picture(f"{text}; {_NO_MATPLOTLIB}")
+
+
+def _read(journal: Path) -> tuple[RunState, list[dict[str, Any]]]:
+    """Return what a driver did, and how long its nodes were in blocks; what has no end lasts until its last entry."""
+    run = RunState()
+    last = 0.0
+
+    def entries() -> Iterator[JournalEntry]:
+        nonlocal last
+        for _, entry in read_journal(journal):
+            last = entry.time
+            run.take(last, entry.record)
+            yield entry
+
+    stays = stays_of(entries())
+    run.end_driver(last)
+    return run, stays
 
 
 def _drawn(text: str, draw: Callable[[Path], object]) -> Picture:
@@ -91,17 +112,25 @@ def stays_of(entries: Iterable[JournalEntry]) -> list[dict[str, Any]]:
     """
     open_: dict[tuple[str, str], dict[str, Any]] = {}  # (block, node) -> stay
     stays: list[dict[str, Any]] = []
+    ended: set[str] = set()
     last = 0.0
+
+    def begin(block: str, node: str) -> None:
+        if (block, node) not in open_ and block not in ended:
+            stay = {"node": node, "kind": "preemptible", "job": block, "start": last, "end": None}
+            open_[block, node] = stay
+            stays.append(stay)
+
     for entry in entries:
         last = entry.time
         match entry.record:
-            case record.BlockStarted(subject=block):
-                for node in entry.record.nodes:
-                    stay = {"node": node, "kind": "preemptible", "job": block, "start": entry.time, "end": None}
-                    open_.setdefault((block, node), stay)
-                    if open_[block, node] is stay:
-                        stays.append(stay)
+            case record.BlockStarted(subject=block, nodes=nodes):
+                for node in nodes:
+                    begin(block, node)
+            case record.NodeJoined(subject=node, block=block):  # before a query has shown that its block started
+                begin(block, node)
             case record.BlockEnded(subject=block):
+                ended.add(block)
                 for key in [key for key in open_ if key[0] == block]:
                     open_.pop(key)["end"] = entry.time
     for stay in open_.values():

@@ -76,7 +76,7 @@ class WatchedRun:
 
     def curves(self) -> Picture:
         """Draw the loss and what trainings log against steps; needs matplotlib (extra ``report``)."""
-        return curves_picture(self._source.view(), self._source.snapshot().title)
+        return curves_picture(self._source.changes(), self._source.snapshot().title)
 
     def logs(self, training: str | None = None, *, tail: int | None = None) -> TextLines:
         """Return what a training has printed, or all of them, merged by time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 import time
@@ -10,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.run_source import CampaignSource
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.store import DATABASE, RunStore, plain_scalar
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import InvalidInput, storable, text_of
+from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.notebook.launch import reason_in
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow, short_path
 from freetrain_parsl.notebook.values import outcome_row
 from freetrain_parsl.remote.detached import driver_process, local_status
 from freetrain_parsl.report.run import RunState
-from freetrain_parsl.report.run_reader import DriverJournal, RunReader
+from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal, RunReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,10 +57,10 @@ class ShownRun(ABC):
         with self._lock:
             return self._explanation()
 
-    def view(self) -> RunView:
-        """Return the view of the run for the browser, with what is new."""
+    def changes(self, version: int = 0) -> dict[str, Any]:
+        """Read what is new, and return what has changed after a version; see `RunView.since`."""
         with self._lock:
-            return self._view()
+            return self._view().since(version)
 
     @abstractmethod
     def journals(self) -> list[Path]:
@@ -109,6 +111,7 @@ class ShownCampaign(ShownRun):
         self._journal = _JournalReader()
         self._name = name or self.directory.name
         self._expected = tuple(trainings)
+        self._earlier: tuple[list[Path], dict[str, dict[str, Any]]] = ([], {})
         self._store: RunStore | None = None
         self._campaign: CampaignSource | None = None
         if self._open() is None and driver_process(self.directory) is None:
@@ -143,6 +146,7 @@ class ShownCampaign(ShownRun):
         store = self._open()
         status = local_status(self.directory, store)
         run = self._last_journal()
+        earlier = self._earlier_progress()
         notes = [reason_in(status.message)] if status.message else []
         if run is not None and run.failed_starts is not None and not status.over:
             notes.append(run.failed_starts.sentence(self._clock()))
@@ -152,7 +156,7 @@ class ShownCampaign(ShownRun):
             place=short_path(self.directory),
             rows=tuple(TrainingRow(name, "waiting") for name in self._expected)
             if store is None
-            else tuple(_campaign_row(item, run) for item in trainings_of(store)),
+            else tuple(_campaign_row(item, run, earlier) for item in trainings_of(store)),
             taken=self._clock(),
             notes=(*notes, *([] if store is None else home_lines(store))),
             over=status.over,
@@ -196,6 +200,18 @@ class ShownCampaign(ShownRun):
     def _driver_journals(self) -> list[DriverJournal]:
         self._open()
         return [] if self._campaign is None else self._campaign.journals()
+
+    def _earlier_progress(self) -> dict[str, dict[str, Any]]:
+        """Return the last reports of trainings to earlier drivers: the last one may not have them."""
+        drivers = [] if self._store is None else self._store.drivers()[:-1]
+        journals = [Path(driver.journal) for driver in drivers if driver.journal is not None]
+        if journals != self._earlier[0]:
+            found: dict[str, dict[str, Any]] = {}
+            for path in journals:
+                with contextlib.suppress(OSError, ValueError, sqlite3.Error):  # named by the view
+                    found |= read_progress(path)
+            self._earlier = journals, found
+        return self._earlier[1]
 
     def _last_journal(self) -> RunState | None:
         driver = None if self._store is None else self._store.last_driver()
@@ -297,13 +313,15 @@ class _JournalReader:
             self._path, self._run = path, RunState(path)
         try:
             return self._run.refresh()
-        except sqlite3.Error:
+        except (OSError, sqlite3.Error):
             return None
+        except DAMAGED:  # an entry that no version writes; what was read before it stays
+            return self._run
 
 
-def _campaign_row(item: TrainingRecord, run: RunState | None) -> TrainingRow:
+def _campaign_row(item: TrainingRecord, run: RunState | None, earlier: Mapping[str, Mapping[str, Any]]) -> TrainingRow:
     known = None if run is None else run.trainings.get(item.name)
-    progress = {} if known is None else known.progress
+    progress = (None if known is None else known.progress) or earlier.get(item.name, {})
     parts = [", ".join(item.nodes), _one_line(item.error), _short_result(item.result), item.remark or ""]
     return TrainingRow(
         item.name, item.state, item.share, progress.get("epoch"), progress.get("loss"), "; ".join(filter(None, parts))
@@ -335,7 +353,7 @@ def _error_of(future: Future[Any]) -> str | None:
     if future.cancelled():
         return "cancelled"
     error = future.exception()
-    return None if error is None else f"{type(error).__name__}: {error}"
+    return None if error is None else f"{type(error).__name__}: {text_of(error)}"
 
 
 def _one_line(error: str | None) -> str:
@@ -343,14 +361,16 @@ def _one_line(error: str | None) -> str:
 
 
 def _short_result(result: Any) -> str:
+    result = plain_scalar(result)
     if isinstance(result, dict):
-        plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
+        values = {key: plain_scalar(value) for key, value in result.items()}
+        plain = {key: value for key, value in values.items() if isinstance(value, (int, float, str))}
         return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
     return "" if result is None else _short(result)
 
 
 def _short(value: object) -> str:
-    text = f"{value:.5g}" if isinstance(value, float) else str(value)
+    text = f"{value:.5g}" if isinstance(value, float) else storable(str(value))
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 

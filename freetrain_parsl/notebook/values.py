@@ -6,6 +6,8 @@ import html
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.store import plain_scalar
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -75,8 +77,10 @@ def outcome_row(name: str, state: str, share: float | None, result: Any, error: 
         Why it failed; ``None``: it did not.
     """
     row: dict[str, Any] = {"training": name, "state": state, "done": share}
+    result = plain_scalar(result)
     if isinstance(result, dict):
-        for key, value in result.items():
+        for key, item in result.items():
+            value = plain_scalar(item)
             if value is None or isinstance(value, (bool, int, float, str)):
                 row[f"result.{key}" if key in _FIXED else str(key)] = value
     elif result is not None:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.run import StartedRun, WatchedRun
 from freetrain_parsl.notebook.shown import ShownCampaign, ShownFutures
@@ -42,7 +43,7 @@ def watch(what: str | Path | Future[Any] | Iterable[Future[Any]] | Mapping[Any, 
     """
     run: WatchedRun
     if isinstance(what, (str, Path)):
-        run = StartedRun(ShownCampaign(Path(what).expanduser()), controls=False)
+        run = StartedRun(ShownCampaign(user_path(str(what))), controls=False)
     else:
         run = WatchedRun(_source_of(what))
     run.show()

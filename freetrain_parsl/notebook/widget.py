@@ -17,7 +17,7 @@ import traitlets
 from freetrain_parsl.report.web import run_view_script, run_view_style
 
 if TYPE_CHECKING:
-    from freetrain_parsl.report.run_view import RunView
+    from collections.abc import Callable
 
 __all__ = ["RunWidget"]
 
@@ -72,33 +72,35 @@ class RunWidget(anywidget.AnyWidget):
 
     Parameters
     ----------
-    view
-        The run.
+    changes
+        Reads what is new of a run, and returns what has changed after a version; see `RunView.since`.
     """
 
     _esm = run_view_script() + _WIDGET
     _css = run_view_style() + _THEMES
     change = traitlets.Dict().tag(sync=True)
-    """``delta``, as of `RunView.since`, and the version that it is ``base``d on; 0: it is everything."""
+    """``delta``, as of ``changes``, and the version that it is ``base``d on; 0: it is everything."""
     line = traitlets.Unicode().tag(sync=True)
     """What the journal cannot say, such as why the driver did not start."""
 
-    def __init__(self, view: RunView, **more: Any) -> None:
-        self._run = view
+    def __init__(self, changes: Callable[[int], dict[str, Any]], **more: Any) -> None:
+        self._changes = changes
         self._sent = 0
         self._lock = threading.Lock()
-        super().__init__(change=self._next(), **more)
+        super().__init__(change=self._next() or {}, **more)
         self.on_msg(self._on_message)
 
     def push(self, line: str = "") -> None:
         """Send what has changed."""
         with self._lock:
-            if self._run.version > self._sent:
-                self.change = self._next()
+            if (change := self._next()) is not None:
+                self.change = change
             self.line = line
 
-    def _next(self) -> dict[str, Any]:
-        base, delta = self._sent, self._run.since(self._sent)
+    def _next(self) -> dict[str, Any] | None:
+        base, delta = self._sent, self._changes(self._sent)
+        if delta["version"] == base:
+            return None
         self._sent = delta["version"]
         return {"base": base, "delta": {**delta, "reset": base == 0}}
 
@@ -106,4 +108,4 @@ class RunWidget(anywidget.AnyWidget):
         if isinstance(content, dict) and content.get("want") == "everything":
             with self._lock:
                 self._sent = 0
-                self.change = self._next()
+                self.change = self._next() or {}

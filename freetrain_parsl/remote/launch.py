@@ -94,6 +94,14 @@ def launch(
             stderr=log,
             start_new_session=True,
         )
+    try:
+        _await_record(first, directory)
+    except KeyboardInterrupt:  # the process runs: the next caller must find it, and start no other one
+        _await_record(first, directory)
+        raise
+
+
+def _await_record(first: subprocess.Popen[bytes], directory: Path) -> None:
     first.wait()
     end = time.monotonic() + _RECORD_TIMEOUT
     while process_of(directory) is None and time.monotonic() < end:

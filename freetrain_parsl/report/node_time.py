@@ -65,8 +65,8 @@ class NodeTime:
     unfinished
         Number of blocks whose end is not recorded; they are counted until now or, if their driver was killed, until its
         last entry.
-    slots_per_node
-        Number of slots of a node.
+    slot_seconds
+        Slot-seconds of nodes on which trainings ran.
     requests
         Hour, in seconds since the epoch -> how often each command of the batch system was run in it.
     """
@@ -83,13 +83,19 @@ class NodeTime:
     begin: float | None = None
     end: float | None = None
     unfinished: int = 0
-    slots_per_node: int = 1
+    slot_seconds: float = 0.0
     requests: dict[float, Counter[str]] = field(default_factory=dict)
 
     @property
     def held(self) -> float:
         """All node-seconds held."""
         return sum(self.phases.values())
+
+    @property
+    def slots_per_node(self) -> float:
+        """Mean number of slots of the nodes on which trainings ran, which may be of several kinds."""
+        training = self.phases[NodePhase.TRAINING]
+        return self.slot_seconds / training if training else 1.0
 
     def add(self, other: NodeTime) -> None:
         """Add the account of another driver of the same run."""
@@ -106,7 +112,7 @@ class NodeTime:
         self.unfinished += other.unfinished
         for hour, counts in other.requests.items():
             self.requests[hour] = self.requests.get(hour, Counter()) + counts
-        self.slots_per_node = max(self.slots_per_node, other.slots_per_node)
+        self.slot_seconds += other.slot_seconds
         self.begin = min((time for time in (self.begin, other.begin) if time is not None), default=None)
         self.end = max((time for time in (self.end, other.end) if time is not None), default=None)
 
@@ -119,17 +125,17 @@ def node_time(entries: Iterable[JournalEntry], *, ended: float | None = None, no
     entries
         Its journal, in order of time.
     ended
-        When the driver has ended by itself, and its last blocks with it, seconds since the epoch; ``None``: it runs, or
-        was killed.
+        When the driver has ended by itself, and its last blocks with it, by the wall clock, seconds since the epoch;
+        ``None``: it runs, or was killed.
     now
-        The time, if it runs.
+        The time by the wall clock, if it runs.
     """
     fold = NodeTimeFold()
     for entry in entries:
         fold.take(entry.time, entry.record)
     if now is not None:
-        fold.so_far(now)
-    return fold.finish(ended)
+        fold.pass_time(now - fold.lead)
+    return fold.finish(None if ended is None else ended - fold.lead)
 
 
 @dataclass
@@ -144,9 +150,11 @@ class _Node:
 
 
 class NodeTimeFold:
-    """Adds up the node time of one driver, record by record."""
+    """Adds up the node time of one driver, record by record; all times are those of its journal's clock."""
 
     def __init__(self) -> None:
+        self.lead = 0.0
+        """Seconds by which the wall clock leads the journal's clock, which is never set."""
         self._account = NodeTime()
         self._now = 0.0
         self._requests: dict[str, float] = {}  # block that has not ended -> requested walltime, seconds
@@ -155,7 +163,9 @@ class NodeTimeFold:
         self._nodes: dict[str, _Node] = {}
         self._fragments: dict[tuple[str, int], list[str]] = {}  # (training, generation) -> nodes
         self._training: Counter[str] = Counter()  # node -> fragments on it
-        self._slots: Counter[tuple[str, str]] = Counter()  # (block, node) -> slots that joined
+        self._slots: dict[str, tuple[str, str]] = {}  # slot that is connected -> its block and node
+        self._connected: Counter[tuple[str, str]] = Counter()  # (block, node) -> such slots
+        self._most_slots: dict[tuple[str, str], int] = {}  # (block, node) -> slots that were connected at a time
 
     def take(self, time: float, entry: record.Record | None) -> None:
         """Take the next record; ``None``, one of another version, counts as time only."""
@@ -178,6 +188,8 @@ class NodeTimeFold:
                 account.requests.setdefault(hour, Counter()).update(entry.counts)
             case record.BlockYields():
                 account.yielded += 1
+            case record.ClockStepped(lead=lead):
+                self.lead = lead
             case record.NodeClosing():
                 account.closing_notices += 1
             case _:
@@ -185,8 +197,12 @@ class NodeTimeFold:
 
     def _take_node_record(self, entry: record.Record | None) -> None:
         match entry:
-            case record.SlotJoined():
-                self._slots[entry.block, entry.node] += 1
+            case record.SlotJoined(subject=slot):
+                place = self._slots[slot] = (entry.block, entry.node)
+                self._connected[place] += 1
+                self._most_slots[place] = max(self._connected[place], self._most_slots.get(place, 0))
+            case record.SlotLost(subject=slot) if slot in self._slots:  # another one may take its place
+                self._connected[self._slots.pop(slot)] -= 1
             case record.NodeJoined(subject=node):
                 if entry.block in self._requests:  # it may join before a query has shown that its block started
                     self._start(entry.block, [node], entry.closes)
@@ -201,13 +217,17 @@ class NodeTimeFold:
                 self._account.lost_fragments += entry.failure
                 self._fragment_ends(training, entry.generation)
 
-    def so_far(self, time: float) -> NodeTime:
-        """Return the account up to `time`, seconds since the epoch; it goes on."""
+    def pass_time(self, time: float) -> None:
+        """Note that the driver runs at `time`."""
         self._now = max(self._now, time)
+
+    def so_far(self, time: float) -> NodeTime:
+        """Return the account up to `time`, and change nothing: if the driver is killed, its last record counts."""
+        account = NodeTime()
+        account.add(self._account)
         for name in self._nodes:
-            self._settle(name)
-        self._account.slots_per_node = max(self._slots.values(), default=1)
-        return self._account
+            self._count_time(account, name, max(self._now, time))
+        return account
 
     def finish(self, ended: float | None) -> NodeTime:
         """Return the account at the end of the journal; see `node_time`."""
@@ -219,7 +239,6 @@ class NodeTimeFold:
             else:
                 self._account.unfinished += 1
                 self._close(block)
-        self._account.slots_per_node = max(self._slots.values(), default=1)
         return self._account
 
     def _start(self, block: str, nodes: Iterable[str], ends: float | None) -> None:
@@ -268,8 +287,13 @@ class NodeTimeFold:
 
     def _settle(self, name: str) -> None:
         """Account for a node's time up to now."""
-        node = self._nodes.get(name)
-        if node is not None:
-            phase = NodePhase.TRAINING if self._training[name] > 0 else node.phase
-            self._account.phases[phase] += self._now - node.since
-            node.since = self._now
+        if name in self._nodes:
+            self._count_time(self._account, name, self._now)
+            self._nodes[name].since = self._now
+
+    def _count_time(self, account: NodeTime, name: str, until: float) -> None:
+        node = self._nodes[name]
+        phase = NodePhase.TRAINING if self._training[name] > 0 else node.phase
+        account.phases[phase] += until - node.since
+        if phase is NodePhase.TRAINING:
+            account.slot_seconds += (until - node.since) * self._most_slots.get((node.block, name), 1)

@@ -94,6 +94,13 @@ class TrainingState:
     batch_changes: int = 0
     """How often its batch size has changed."""
 
+    def submit_again(self, min_nodes: int, max_nodes: int) -> None:
+        """Note that it was submitted again, as by a driver that resumes the run; its progress and its counts stay."""
+        self.min_nodes, self.max_nodes = min_nodes, max_nodes
+        self.state, self.ended, self.trained, self.error = "waiting", None, True, ""
+        self.nodes, self.array, self.cohort = (), "", ""
+        self.waits_for = self.stalled = self.code_note = self.alone_because = ""
+
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
 
@@ -287,6 +294,8 @@ class RunState:
         match entry:
             case record.TrainingSubmitted(subject=name):
                 self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
+            case record.PlannerStarted():  # what an earlier driver saw is over
+                self.windows, self.failed_starts, self.stalled_cohorts = [], None, {}
             case record.PlannerStep(events=events):
                 self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
             case (
@@ -325,6 +334,8 @@ class RunState:
 
     def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
         match entry:
+            case record.TrainingSubmitted():
+                training.submit_again(entry.min_nodes, entry.max_nodes)
             case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded() | record.Checkpoint():
                 self._on_fragment_record(training, time, entry)
             case record.BatchChanged():

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.journal import Record
 
-__all__ = ["DriverJournal", "RunReader"]
+__all__ = ["DAMAGED", "DriverJournal", "RunReader"]
 
 _PORTION: Final = 5000  # records taken at once
-_DAMAGED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+DAMAGED: Final = (KeyError, TypeError, AttributeError, ValueError, IndexError)
 """What records with unexpected content raise, wherever that is noticed."""
 
 
@@ -108,7 +108,8 @@ class RunReader:
             except FileNotFoundError:
                 if place.file is not None or journal.how is not None:
                     problem = f"the journal {journal.path} is missing; what was read of it is shown"
-            except (OSError, sqlite3.Error, *_DAMAGED) as error:
+                    self._end(journal, place)
+            except (OSError, sqlite3.Error, *DAMAGED) as error:
                 problem = (
                     f"the journal {journal.path} cannot be read after entry {place.entry}: {error}; what was read of "
                     "it is shown"
@@ -143,7 +144,7 @@ class RunReader:
 
     def _end(self, journal: DriverJournal, place: _Place) -> None:
         """State that the driver has ended, unless it runs or that was stated before."""
-        if journal.how is not None and place.file is not None and not place.is_over:
+        if journal.how is not None and not place.is_over:
             place.is_over = True
             self.view.end_driver(journal.ended, journal.how)
 
@@ -173,7 +174,7 @@ class RunReader:
         while length_hint(waiting):
             try:
                 self.view.take(waiting)
-            except _DAMAGED as error:  # noqa: PERF203 - once for each damaged entry
+            except DAMAGED as error:  # noqa: PERF203 - once for each damaged entry
                 place.damage = f"entry {number - length_hint(waiting)} has unexpected content ({error!r})"
         portion.clear()
 

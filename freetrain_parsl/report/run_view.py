@@ -60,6 +60,10 @@ class RunView:
         self._version = 1  # a reader that has 0 has nothing
         self._origin: float | None = None
         self._now = 0.0
+        self._driver_now = 0.0
+        """Time of the present driver; earlier than ``_now`` if the wall clock was set back before it began."""
+        self._last_record = 0.0
+        """Time of the last record of the present driver."""
         self._stated_now = 0.0
         self._state = RunState()
         self._ended: str | None = None
@@ -91,6 +95,8 @@ class RunView:
         self._ended = None
         for time, entry in entries:
             self._origin = time if self._origin is None else self._origin
+            self._last_record = max(self._last_record, time)
+            self._driver_now = max(self._driver_now, time)
             self._now = max(self._now, time)
             self._state.take(time, entry)
             self._node_time.take(time, entry)
@@ -110,9 +116,11 @@ class RunView:
         self._write_trainings()
 
     def pass_time(self, now: float) -> None:
-        """Note the time while a driver runs, seconds since the epoch."""
-        if self._origin is not None and now > self._now:
-            self._now = now
+        """Note the time while a driver runs, by the wall clock, seconds since the epoch."""
+        now -= self._node_time.lead
+        if self._origin is not None and now > self._driver_now:
+            self._driver_now = now
+            self._now = max(self._now, now)
             if now - self._stated_now >= _MOST_SILENT:
                 self._version, self._stated_now = self._version + 1, now
 
@@ -128,23 +136,25 @@ class RunView:
         Parameters
         ----------
         time
-            When, seconds since the epoch; ``None``, of a killed one: when it wrote its last record.
+            When, by the wall clock, seconds since the epoch; ``None``, of a killed one: when it wrote its last record.
         how
             In one word: finished, stopped, interrupted, failed or killed; ended, if that is unknown.
         """
         self._version += 1
-        if time is not None:
-            self._now = max(self._now, time)
+        end = self._last_record if time is None else max(self._last_record, time - self._node_time.lead)
+        end = end or self._now  # the journal has no record
+        self._now = max(self._now, end)
         self._ended = how
         if time is None:
             self._interrupted |= {name for name, one in self._state.trainings.items() if one.state == "running"}
-        for block in self._state.blocks.end_driver(self._now, f"the driver {_ENDS[how]}"):
+        for block in self._state.blocks.end_driver(end, f"the driver {_ENDS[how]}"):
             self._write_block(block)
-        self._state.end_driver(self._now)
-        self._node_states.end_driver(self._now)
-        self._windows.end_driver(self._now)
-        self._earlier.add(self._node_time.finish(time))
+        self._state.end_driver(end)
+        self._node_states.end_driver(end)
+        self._windows.end_driver(end)
+        self._earlier.add(self._node_time.finish(None if time is None else end))
         self._node_time = NodeTimeFold()
+        self._driver_now = self._last_record = self._stated_now = 0.0
         for name in self._training_rows:
             self._touch_fragment(name)
         self._touched |= self._training_rows.keys()
@@ -193,10 +203,10 @@ class RunView:
         account = NodeTime()
         account.add(self._earlier)
         if self._ended is None:
-            account.add(self._node_time.so_far(self._now))
+            account.add(self._node_time.so_far(self._driver_now))
         progress = [training.progress for training in self._state.trainings.values()]
         slot_seconds = sum(float(report.get("slot_seconds", 0.0)) for report in progress)
-        failed = self._state.failed_starts
+        failed = self._state.failed_starts if self._ended is None else None
         return {
             "name": self._name,
             "policy": self._policy,
@@ -206,6 +216,7 @@ class RunView:
             "reading": self._reading,
             "problem": self._problem,
             "starts_failed": "" if failed is None else failed.sentence(self._now),
+            "training_nodes": len({node for each in self._state.trainings.values() for node in each.nodes}),
             "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,
             "node_seconds": {phase.value: round(seconds) for phase, seconds in account.phases.items()},
             "useful_node_seconds": round(slot_seconds / account.slots_per_node),

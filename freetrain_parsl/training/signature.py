@@ -10,7 +10,7 @@ from freetrain_parsl.errors import InvalidTrainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["bind_call", "check_signature"]
+__all__ = ["bind_call", "check_session", "check_signature"]
 
 
 def bind_call(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -39,18 +39,28 @@ def check_signature(func: Callable[..., Any]) -> None:
     InvalidTrainer
         The function has no first parameter for the session, or is a coroutine or generator function.
     """
-    signature = inspect.signature(func)
-    first = next(iter(signature.parameters.values()), None)
     name = getattr(func, "__name__", repr(func))
+    check_session(name, inspect.signature(func))
+    if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+        raise InvalidTrainer(
+            f"training function {name}() is a generator or coroutine function: a call would not train; "
+            "write it without yield and async"
+        )
+
+
+def check_session(name: str, signature: inspect.Signature) -> None:
+    """Reject a function, by its signature, that cannot be called with a session.
+
+    Raises
+    ------
+    InvalidTrainer
+        It has no first parameter for the session.
+    """
+    first = next(iter(signature.parameters.values()), None)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if first is None or first.default is not first.empty or first.kind not in (*positional, first.VAR_POSITIONAL):
         inside = ", ".join(str(parameter) for parameter in signature.parameters.values())
         raise InvalidTrainer(
             f"training function {name}({inside}) has no parameter for the session: its first parameter is the "
             f"session, without a default value: def {name}({', '.join(filter(None, ['session', inside]))})"
-        )
-    if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-        raise InvalidTrainer(
-            f"training function {name}() is a generator or coroutine function: a call would not train; "
-            "write it without yield and async"
         )

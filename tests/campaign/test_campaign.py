@@ -218,9 +218,10 @@ def test_a_required_argument_that_is_missing_is_told(tmp_path: Path) -> None:
 
 def test_a_file_whose_name_another_module_has_is_refused(tmp_path: Path) -> None:
     """The nodes would import the other module."""
-    (tmp_path / "json.py").touch()
-    with pytest.raises(InvalidInput, match=r"another module 'json' is loaded already .*; rename the file"):
-        campaign("trainings: [{app: 'json.py:train'}]", tmp_path)
+    for name in ("json", "time"):  # a built-in module has no file
+        (tmp_path / f"{name}.py").touch()
+        with pytest.raises(InvalidInput, match=rf"another module '{name}' is loaded already .*; rename the file"):
+            campaign(f"trainings: [{{app: '{name}.py:train'}}]", tmp_path)
 
 
 def test_a_tracker_is_the_trainings_the_apps_or_the_campaigns(tmp_path) -> None:

@@ -9,6 +9,7 @@ import stat
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, is_silent, own_identity
@@ -54,6 +55,70 @@ def store(tmp_path: Path, clock: _Clock) -> RunStore:
 
 def states(store: RunStore) -> list[str]:
     return [training.state for training in store.trainings()]
+
+
+def test_a_result_with_numbers_of_numpy_is_kept_as_json(store: RunStore) -> None:
+    store.finish("a", {"loss": np.float32(0.5), "best": [np.int64(3)]})
+    store.finish("b", {"losses": np.array([0.5])})
+    assert [item.result for item in store.trainings()] == [
+        {"loss": 0.5, "best": [3]},
+        "{'losses': array([0.5])}",
+        None,
+    ]
+
+
+def test_a_result_that_raises_is_kept_as_a_text(store: RunStore) -> None:
+    class Number:
+        ndim = 0
+
+        def item(self) -> float:
+            raise RuntimeError("no data")
+
+        def __repr__(self) -> str:
+            return "Number()"
+
+    class Unseen:
+        def __repr__(self) -> str:
+            raise RuntimeError("no data")
+
+    store.finish("a", [Number()])
+    store.finish("b", Unseen())
+    nested: list[object] = []
+    for _ in range(20_000):
+        nested = [nested]
+    store.finish("c", nested)
+    assert [item.result for item in store.trainings()] == [
+        "[Number()]",
+        "<Unseen, whose representation fails: RuntimeError>",
+        "<list, whose representation fails: RecursionError>",
+    ]
+
+
+def test_texts_that_utf8_cannot_encode_are_escaped(store: RunStore) -> None:
+    """As the name of a file in an error: they ended the driver."""
+    store.beat(1, {"a": ("running", None, ["n"])}, {"a": "caf\udce9"})
+    store.fail("b", "ValueError: caf\udce9", final=True)
+    store.finish("c", 1, "caf\udce9")
+    assert [item.remark or item.error for item in store.trainings()] == [
+        "caf\\udce9",
+        "ValueError: caf\\udce9",
+        "caf\\udce9",
+    ]
+
+
+def test_a_run_directory_that_was_moved_has_its_journals(tmp_path: Path) -> None:
+    """Their paths are recorded when a driver begins."""
+    directory = tmp_path / "run"
+    journal = directory / "parsl" / "000" / "freetrain" / "journal.sqlite"
+    journal.parent.mkdir(parents=True)
+    journal.touch()
+    store = RunStore.create(directory, {"name": "c"}, ["a"])
+    store.describe_driver(store.begin_driver("here", 1, 1), "ft-", journal)
+    moved = RunStore(directory.rename(tmp_path / "moved"))
+    drivers = [*moved.drivers(), moved.last_driver()]
+    assert [driver.journal for driver in drivers if driver] == [
+        str(tmp_path / "moved" / journal.relative_to(directory))
+    ] * 2
 
 
 def test_a_new_run_is_private_and_all_its_trainings_wait(store: RunStore) -> None:

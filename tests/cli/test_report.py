@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 
 import pytest
 from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.lock import own_identity
-from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.store import DATABASE, RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.protocol import journal as record
@@ -91,6 +92,40 @@ def test_a_damaged_journal_is_refused_by_name(run):
     assert result.stderr == (
         f"freetrain report: the journal {run / 'journal-1.sqlite'} cannot be read: file is not a database\n"
     )
+
+
+def test_a_missing_journal_is_named_and_the_others_are_counted(run, tmp_path):
+    """As after the run directory was moved: zero would be wrong."""
+    (run / "journal-1.sqlite").unlink()
+    figures = json.loads(invoke(run, "--json", "--page", tmp_path / "report.html").stdout)
+    assert (figures["missing_journals"], figures["held_node_seconds"]) == ([str(run / "journal-1.sqlite")], 80)
+    line = f"the journal {run / 'journal-1.sqlite'} is missing: nothing of its driver is counted"
+    assert line in invoke(run).stdout
+    assert line in (tmp_path / "report.html").read_text()
+
+
+def test_a_driver_that_was_replaced_has_ended_although_its_last_heartbeat_is_in_the_future(run):
+    """By the clock of another host: its nodes were counted until now, as those of the driver that runs."""
+    held = json.loads(invoke(run, "--json").stdout)["held_node_seconds"]
+    with sqlite3.connect(run / DATABASE) as database:
+        database.execute(
+            "UPDATE driver SET host = 'elsewhere', heartbeat = 1e12, ended = NULL, how = NULL WHERE id = 1"
+        )
+    database.close()
+    with sqlite3.connect(run / "journal-1.sqlite") as database:
+        database.execute("DELETE FROM event WHERE kind = 'block_ended'")
+    database.close()
+    figures = json.loads(invoke(run, "--json").stdout)
+    assert (figures["held_node_seconds"], figures["blocks_unfinished"]) == (held, 1)
+
+
+def test_a_record_with_unexpected_content_is_refused_by_name(run):
+    with sqlite3.connect(run / "journal-1.sqlite") as database:
+        database.execute("""UPDATE event SET detail = '{"nodes": 3, "ends": 1}' WHERE kind = 'block_started'""")
+    database.close()
+    result = invoke(run)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "journal-1.sqlite cannot be read" in result.stderr
 
 
 def test_without_a_run_it_is_one_line(tmp_path):

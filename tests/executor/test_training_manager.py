@@ -156,6 +156,19 @@ def test_an_exception_of_newcomers_on_three_nodes_in_a_row_is_the_function_s(sta
         future.result(0)
 
 
+class WithoutText(Exception):
+    def __str__(self) -> str:
+        return str(self.args[3])
+
+
+def test_an_exception_whose_text_fails_ends_the_training_all_the_same(stage: Stage) -> None:
+    """It was counted as a fault of the slot, and the future stayed pending."""
+    future = stage.running("n0")
+    stage.ends("s0", RunFailed(), serialize(RemoteExceptionWrapper(WithoutText, WithoutText("a"), None)))
+    with pytest.raises(WithoutText):
+        future.result(0)
+
+
 def test_an_exception_of_the_user_ends_the_training_on_all_its_slots_at_once(stage: Stage) -> None:
     future = stage.running("n0", "n1")
     stage.on("n0", "n1", "n2")

@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,8 +15,11 @@ from freetrain_parsl import training_app
 from freetrain_parsl.campaign.site import shipped_sites
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.notebook import Campaign, watch
 from freetrain_parsl.notebook.cells import CellCampaign
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.reports import Progress
 
 APP = "@training_app\ndef train(session): ...\n"
 CAMPAIGN = "trainings: [{app: 'net.py:train'}]\n"
@@ -32,9 +36,9 @@ def run_dir(tmp_path, monkeypatch):
     return directory
 
 
-def create(directory, text):
+def create(directory, text, variables=()):
     site = str(shipped_sites()["local"].absolute())
-    facts = {"name": "sweep", "campaign_text": text, "site_file": site, "variables": {}}
+    facts = {"name": "sweep", "campaign_text": text, "site_file": site, "variables": dict(variables)}
     store = RunStore.create(directory, facts, ["train"])
     store.end_driver(store.begin_driver("elsewhere", 1, 1), "stopped")
 
@@ -64,6 +68,89 @@ def test_another_campaign_or_site_is_refused(run_dir):
     (run_dir.parent / "sweep.yaml").write_text(CAMPAIGN + "name: other\n")
     with pytest.raises(InvalidInput, match=r"another version of this campaign; .* watch\('.*freetrain-run-sweep'\)"):
         Campaign("sweep.yaml").start()
+
+
+def test_a_run_with_other_settings_is_refused(run_dir, monkeypatch):
+    """Those of the user decide, also if they were left out this time, not what else is in the environment."""
+    monkeypatch.delenv("LR", raising=False)
+    text = "trainings: [{app: 'net.py:train', arguments: {lr: '${LR:-0.1}', home: '${HOST_OF_TEST:-a}'}}]\n"
+    (run_dir.parent / "sweep.yaml").write_text(text)
+    (run_dir / "campaign.sqlite").unlink()
+    create(run_dir, text, {"LR": "0.2", "HOST_OF_TEST": "b"})
+    monkeypatch.setenv("HOST_OF_TEST", "c")
+    assert Campaign("sweep.yaml", settings={"lr": 0.2}).start().state == "stopped"
+    for settings, value in (({"lr": 0.3}, "0.3"), ({}, "0.1")):
+        with pytest.raises(InvalidInput, match=rf"is a run with LR=0\.2, not {value}; give another run_dir"):
+            Campaign("sweep.yaml", settings=settings).start()
+
+
+def test_a_training_of_an_earlier_driver_keeps_its_last_loss(run_dir):
+    """Until the present driver has one of it."""
+    store = RunStore(run_dir)
+    for number, reports in ((1, {"train": 0.5}), (2, {})):
+        journal = Journal(run_dir / f"{number}.sqlite")
+        for name, loss in reports.items():
+            journal.write(1.0, record.TrainingSubmitted(name, 1, 1, None))
+            journal.keep_progress(1.0, name, Progress(step=5, epoch=2, samples=10, samples_total=None, loss=loss))
+        journal.close()
+        driver = store.begin_driver("elsewhere", 1, 1)
+        store.describe_driver(driver, "ft-", journal.path)
+        store.end_driver(driver, "stopped")
+    (row,) = watch(run_dir).snapshot().rows
+    assert (row.epoch, row.loss) == (2, 0.5)
+
+
+def test_threads_that_start_one_campaign_start_one_driver(tmp_path, monkeypatch):
+    """The second attaches."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(APP)
+    (tmp_path / "sweep.yaml").write_text(CAMPAIGN)
+    started = []
+
+    def run_detached(run_dir, command, *_):
+        started.append(command)
+        time.sleep(0.05)
+        launched(run_dir, "")
+        (run_dir / "driver" / "exit.1.1.json").unlink()
+        process = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
+        (run_dir / "driver" / "process.json").write_text(json.dumps(process))
+
+    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", run_detached)
+    with ThreadPoolExecutor() as threads:
+        runs = [threads.submit(Campaign("sweep.yaml").start) for _ in range(3)]
+    assert [run.result().state for run in runs] == ["starting"] * 3
+    assert len(started) == 1
+
+
+def test_cells_that_changed_while_the_driver_starts_are_refused(tmp_path, monkeypatch):
+    """The command of the driver is the same; it trains what was written before."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_detached(run_dir, command, *_):
+        launched(run_dir, "")
+        (run_dir / "driver" / "exit.1.1.json").unlink()
+        process = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
+        (run_dir / "driver" / "process.json").write_text(json.dumps(process))
+
+    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", run_detached)
+    for _ in range(2):
+        assert Campaign([{"app": train_app(monkeypatch, 2)}]).start().state == "starting"
+    for changed in ({"app": train_app(monkeypatch, 3)}, {"app": train_app(monkeypatch, 2), "priority": 2}):
+        with pytest.raises(InvalidInput, match="is starting another campaign"):
+            Campaign([changed]).start()
+
+
+def test_files_and_directories_may_begin_with_a_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    campaign = Campaign("~/sweep.yaml", run_dir="~/run")
+    assert repr(campaign) == f"<campaign {tmp_path}/sweep.yaml, run directory {tmp_path}/run>"
+    with pytest.raises(InvalidInput, match="there is no user 'nobody-of-that-name'"):
+        watch("~nobody-of-that-name/run")
+
+
+def test_a_directory_with_the_name_of_a_site_does_not_hide_it(run_dir):
+    (run_dir.parent / "local").mkdir()
+    assert Campaign("sweep.yaml", config="local").start().state == "stopped"
 
 
 def test_a_read_only_notebook_overwrites_nothing(tmp_path, monkeypatch):
@@ -97,6 +184,8 @@ def test_a_function_that_cannot_travel_leaves_no_directory(tmp_path, monkeypatch
     [
         ({"app": "a.py:train"}, {}, "give a campaign file, or a list of trainings as dicts"),
         ("sweep.yaml", {"name": "x"}, "name is for campaigns without a file"),
+        ("sweep.yaml", {"settings": ["lr=1"]}, "settings are a dict with the names of variables"),
+        ("sweep.yaml", {"settings": {"lr": None}}, "settings: lr must be a text or a number, got None"),
     ],
 )
 def test_what_is_no_campaign_is_refused(campaign, more, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -111,6 +112,14 @@ def test_paths_are_those_of_the_notebook(tmp_path):
     text = CellCampaign.of([{"app": "apps/net.py:train", "scaling": "curve.csv"}], "sweep", tmp_path).text
     training = yaml.safe_load(text)["trainings"][0]
     assert training == {"app": f"{tmp_path}/apps/net.py:train", "scaling": f"{tmp_path}/curve.csv"}
+
+
+@pytest.mark.parametrize("curve", ["curve.csv", Path("curve.csv")])
+def test_curves_of_kinds_of_nodes_are_files_of_the_notebook_too(tmp_path, curve):
+    scaling = {"gpu": curve, "cpu": "~/curve.csv", "old": "learn"}
+    text = CellCampaign.of([{"app": "net.py:train", "scaling": scaling}], "sweep", tmp_path).text
+    found = yaml.safe_load(text)["trainings"][0]["scaling"]
+    assert found == {"gpu": f"{tmp_path}/curve.csv", "cpu": str(Path.home() / "curve.csv"), "old": "learn"}
 
 
 @pytest.mark.parametrize(

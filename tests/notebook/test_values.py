@@ -5,13 +5,18 @@ from __future__ import annotations
 import builtins
 import itertools
 import platform
+import shutil
 import subprocess
 import sys
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import environment_of_user, run_command
 from freetrain_parsl.notebook.live import LiveDisplay, in_kernel
@@ -70,6 +75,17 @@ def test_results_have_columns_for_numbers_and_keep_the_others_apart():
     assert row == {"training": "a", "state": "finished", "done": 1.0, "loss": 0.5, "result.state": "done"}
     assert outcome_row("b", "failed", 0.2, None, "ValueError: no")["error"] == "ValueError: no"
     assert outcome_row("c", "finished", 1.0, [1, 2], None)["result"] == [1, 2]
+
+
+def test_numbers_of_numpy_are_numbers_of_a_result():
+    """They were left out, as was all that is neither a number nor a text."""
+    result = {"loss": np.float32(0.5), "steps": np.int64(3), "best": np.array(2.5), "all": np.array([1.0])}
+    row = outcome_row("a", "finished", 1.0, result, None)
+    assert row == {"training": "a", "state": "finished", "done": 1.0, "loss": 0.5, "steps": 3, "best": 2.5}
+    assert outcome_row("a", "finished", 1.0, np.float32(0.5), None)["result"] == 0.5
+    future: Future[object] = Future()
+    future.set_result(result)
+    assert ShownFutures({"a": future}, Path("none"), Path()).snapshot().rows[0].state == "finished"
 
 
 def test_results_are_a_data_frame():
@@ -136,8 +152,8 @@ class _States:
             raise state
         return state
 
-    def view(self):
-        return RunView("sweep")
+    def changes(self, version=0):
+        return RunView("sweep").since(version)
 
 
 def displayed(monkeypatch, *states, seconds, pictures=lambda: (Picture("none"),)):
@@ -161,7 +177,7 @@ RUNNING = snapshot(TrainingRow("a", "running"))
 
 
 def test_a_table_is_updated_when_something_has_changed(monkeypatch):
-    """The same state is not sent again, an unreadable run is tried again, and the last state ends the updates."""
+    """The same state is not sent again, an unreadable run is named and tried again, the last state ends the updates."""
     monkeypatch.setitem(sys.modules, "anywidget", None)
     monkeypatch.delitem(sys.modules, "freetrain_parsl.notebook.widget", raising=False)
     states = (WAITING, WAITING, OSError("gone for now"), RUNNING, RUNNING, FINISHED)
@@ -171,11 +187,14 @@ def test_a_table_is_updated_when_something_has_changed(monkeypatch):
     assert [bundle["text/plain"].split(",")[0] for bundle in shown] == [
         "sweep: running",
         "sweep: running",
+        "sweep: running",
         "sweep: finished",
     ]
-    assert "a         running" in shown[1]["text/plain"]
-    assert "data:image/png;base64,cG5n" in shown[2]["text/html"]
-    assert "<img alt='curves' src='data:image/png;base64,YWJj'>" in shown[2]["text/html"]
+    assert "\ngone for now\n" in shown[1]["text/plain"]
+    assert "gone for now" not in shown[2]["text/plain"]
+    assert "a         running" in shown[2]["text/plain"]
+    assert "data:image/png;base64,cG5n" in shown[3]["text/html"]
+    assert "<img alt='curves' src='data:image/png;base64,YWJj'>" in shown[3]["text/html"]
     assert not any(kind.startswith("application/") for bundle in shown for kind in bundle)
 
 
@@ -221,7 +240,43 @@ def test_stays_last_from_start_to_end_of_a_block(tmp_path):
         ("n3", 2.0, 9.0),
     ]
     assert timeline_picture([], "sweep").png is None
-    assert curves_picture(RunView("sweep"), "sweep").png is None
+    assert curves_picture(RunView("sweep").since(), "sweep").png is None
+
+
+def test_a_node_that_joins_before_its_block_is_seen_to_start_stays_from_then_on():
+    """And none of a block that has ended."""
+    from freetrain_parsl.executor.journal import JournalEntry
+
+    joined = {"block": "b1", "closes": 9.0}
+    entries = [
+        JournalEntry(1.0, "node_joined", "n1", joined),
+        JournalEntry(2.0, "block_started", "b1", {"nodes": ["n1"], "ends": None}),
+        JournalEntry(5.0, "block_ended", "b1", {"nodes": ["n1"], "reason": "walltime"}),
+        JournalEntry(6.0, "node_joined", "n1", joined),
+    ]
+    assert [(stay["node"], stay["start"], stay["end"]) for stay in stays_of(entries)] == [("n1", 1.0, 5.0)]
+
+
+def test_the_fragments_of_a_killed_driver_end_with_its_journal(tmp_path, monkeypatch):
+    """They were drawn over what the next driver did; a damaged journal is named."""
+    drawn = []
+    monkeypatch.setattr(
+        "freetrain_parsl.notebook.pictures._drawn", lambda text, draw: drawn.append(draw) or Picture(text)
+    )
+    monkeypatch.setattr("freetrain_parsl.report.timeline.draw_timeline", lambda run, *_, **__: drawn.append(run))
+    paths = [tmp_path / "1.sqlite", tmp_path / "2.sqlite"]
+    for path, begin in zip(paths, (0.0, 100.0), strict=True):
+        journal = Journal(path)
+        journal.write(begin, record.TrainingSubmitted("a", 1, 1, None))
+        journal.write(begin, record.BlockStarted("b", ["n1"], None))
+        journal.write(begin + 1, record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0))
+        journal.write(begin + 9, record.Checkpoint("a", 5))
+        journal.close()
+    assert str(timeline_picture(paths, "sweep")) == "sweep: 2 fragments on 1 nodes"
+    drawn[0](tmp_path)
+    assert [(fragment.start, fragment.end) for fragment in drawn[1].fragments] == [(1.0, 9.0), (101.0, 109.0)]
+    paths[1].write_bytes(b"no database" * 100)
+    assert f"the journal {paths[1]} cannot be read" in str(timeline_picture(paths, "sweep"))
 
 
 @pytest.mark.slow  # imports matplotlib
@@ -236,7 +291,7 @@ def test_the_curves_of_a_run_are_a_picture_with_the_loss_first(tmp_path):
             (3.0, record.ValuesSampled("a", 20, {"loss": 0.4})),
         ]
     )
-    picture = curves_picture(view, "sweep")
+    picture = curves_picture(view.since(), "sweep")
     assert picture.png is not None
     assert picture.png.startswith(b"\x89PNG")
     seen = view.since()
@@ -268,12 +323,43 @@ def test_one_process_controls_a_run_at_a_time(tmp_path):
         second.communicate("\n")
 
 
+def test_a_cell_and_the_display_read_a_run_one_after_the_other(tmp_path):
+    """They are different threads, and what has changed is made from tables that a reader adds to."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    source = ShownFutures({}, journal.path, tmp_path)
+    inside = []
+
+    class View:
+        def since(self, version):
+            inside.append(True)
+            time.sleep(0.02)
+            inside.pop()
+            return {"version": version + len(inside)}
+
+    source._reader.refresh = View
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(source.changes, [1] * 4))
+    journal.close()
+    assert found == [{"version": 1}] * 4
+
+
+def test_a_run_directory_that_was_removed_and_made_again_has_a_lock_of_its_own(tmp_path):
+    """The lock of the removed file keeps no other notebook from it."""
+    run_dir = tmp_path / "run"
+    for _ in range(2):
+        run_dir.mkdir()
+        assert take_control(run_dir)
+        assert "process" in controller_of(run_dir)
+        shutil.rmtree(run_dir)
+    assert not take_control(run_dir), "it cannot be written"
+
+
 def test_a_widget_sends_changes_and_everything_when_it_is_asked():
     """A browser that has missed changes gets all of them, based on nothing."""
     from freetrain_parsl.notebook.widget import RunWidget
 
     view = RunView("sweep")
-    widget = RunWidget(view)
+    widget = RunWidget(view.since)
     assert (widget.change["base"], widget.change["delta"]["reset"]) == (0, True)
     sent = widget.change["delta"]["version"]
     view.take([(1.0, record.TrainingSubmitted("a", 1, 2, 100))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -54,3 +55,21 @@ def test_a_killed_process_has_no_exit_code_and_does_not_run(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.05)
     assert process_of(tmp_path).exit_code is None
+
+
+@pytest.mark.slow
+def test_an_interrupt_comes_after_the_process_has_recorded_itself(tmp_path, monkeypatch):
+    """The next cell finds it, and starts no other one."""
+    pauses = iter([KeyboardInterrupt])
+
+    def sleep(seconds):
+        for interrupt in pauses:
+            raise interrupt
+        threading.Event().wait(seconds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("freetrain_parsl.remote.launch.time.sleep", sleep)
+        with pytest.raises(KeyboardInterrupt):
+            launch(tmp_path, ["--version"], tmp_path)
+    assert process_of(tmp_path) is not None
+    assert ended(tmp_path).exit_code == 0

@@ -187,3 +187,58 @@ def test_only_what_we_release_is_given_back(released, reason, given_back):
     release = [] if released is None else [(49.0, record.BlockReleased("b1", released))]
     found = account(*BLOCK[:-1], *release, (50.0, record.BlockEnded("b1", ["n1", "n2"], reason)))
     assert (found.returned, found.cut_short) == ((120, 0) if given_back else (0, 120))
+
+
+@pytest.mark.parametrize("lead", [3600.0, -3600.0])
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_wall_clock_that_was_set_changes_no_node_time(lead, ended):
+    """The end of a driver and the present are by the wall clock, which leads the journal's since then."""
+    entries = (*BLOCK[:6], (17.0, record.ClockStepped("", lead, lead)))
+    time = {"end": 20.0 + lead} if ended else {"now": 20.0 + lead}
+    assert account(*entries, ended=ended, **time).held == 2 * 10
+    view = RunView("demo")
+    view.take(entries)
+    if ended:
+        view.end_driver(20.0 + lead, "finished")
+    else:
+        view.pass_time(20.0 + lead)
+    run = view.since()["run"]
+    assert (sum(run["node_seconds"].values()), run["now"]) == (2 * 10, 20.0)
+
+
+def test_a_driver_that_began_after_the_clock_was_set_back_holds_its_nodes_from_then():
+    """The time of the view never falls, that of the next driver does."""
+    view = RunView("demo")
+    view.take([(time + 3600.0, written) for time, written in BLOCK])
+    view.end_driver(3660.0, "stopped")
+    view.begin_driver()
+    view.take(BLOCK[:6])
+    view.pass_time(20.0)
+    assert sum(view.since()["run"]["node_seconds"].values()) == account(*BLOCK).held + 2 * 10
+    view.end_driver(20.0, "stopped")
+    spans = view.since()["spans"]
+    assert spans["end"][-1] - spans["begin"][-1] == 10
+
+
+def test_a_page_that_was_open_when_the_driver_was_killed_has_the_node_time_of_the_report():
+    view = RunView("demo")
+    view.take(BLOCK[:6])
+    view.pass_time(500.0)
+    view.since()
+    view.end_driver(None, "killed")
+    delta = view.since()
+    assert sum(delta["run"]["node_seconds"].values()) == account(*BLOCK[:6], ended=False).held
+
+
+def slots(node, *numbers, time=13.0):
+    return [(time, record.SlotJoined(f"{node}-{number}", node, "b1", number)) for number in numbers]
+
+
+def test_slots_per_node_are_those_of_the_nodes_that_train():
+    """Of several kinds, in proportion to the time; a slot that takes the place of a lost one is none more."""
+    again = [(14.0, record.SlotLost("n1-1", "n1", "its process ended")), *slots("n1", 3, time=14.0)]
+    entries = sorted([*BLOCK, *slots("n1", 1, 2), *again, *slots("n2", 1, 2, 3, 4)], key=lambda each: each[0])
+    entries = [each for each in entries if each[1] != record.SlotJoined("s1", "n1", "b1", 1)]
+    found = account(*entries)
+    assert found.slots_per_node == pytest.approx((30 * 2 + 20 * 4) / 50)
+    assert account(*BLOCK).slots_per_node == 1

@@ -198,6 +198,52 @@ def test_a_killed_driver_leaves_nothing_running_and_the_next_one_goes_on(tmp_pat
     assert (row["name"], row["state"], row["fragments"], row["share"]) == ("a", "running", 3, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("before", "state"),
+    [
+        (record.TrainingFailed("a", "E: x"), "failed"),
+        (record.TrainingCancelled("a"), "cancelled"),
+        (record.TrainingFailed("a", "NoSpace: x", final=False), "waiting"),
+        (record.TrainingWaits("a", "the disk is full", 900.0), "running"),
+        (record.TrainingStalled("a", "no peer answers"), "running"),
+        (record.CodeChanged("a", "its code has changed"), "running"),
+    ],
+)
+def test_a_training_that_is_submitted_again_waits_and_has_no_remark_of_an_earlier_driver(before, state):
+    view = view_of(*RUN, (161.0, before))
+    row = table(view.since(), "trainings")[0]
+    assert row["state"] == state
+    assert row["remark"] or row["error"] or state == "cancelled"
+    view.end_driver(170.0, "stopped")
+    view.begin_driver()
+    view.take([(300.0, record.PlannerStarted("", "milp", {})), (300.0, record.TrainingSubmitted("a", 1, 3, 1000))])
+    row = table(view.since(), "trainings")[0]
+    assert (row["state"], row["ended"], row["remark"], row["error"]) == ("waiting", None, "", "")
+    assert (row["max_nodes"], row["submitted"], row["fragments"], row["failures"]) == (3, 0.0, 2, 1)
+
+
+def test_members_of_an_array_train_on_one_node():
+    """It was counted once for each of them."""
+    members = [record.FragmentStarted(name, 3, ["n1"], in_place=False, paused=0.0, array="c-1") for name in "ab"]
+    view = view_of(*RUN[:9], *((112.0, each) for each in members))
+    assert view.since()["run"]["training_nodes"] == 1
+    view.end_driver(None, "killed")
+    assert view.since()["run"]["training_nodes"] == 0
+
+
+def test_failed_starts_and_windows_are_those_of_the_driver_that_runs():
+    view = view_of(*RUN[:4], (110.0, record.StartsFailed("", 2, 5, 130.0, "no such partition")))
+    run = view.since()["run"]
+    assert "the last 2 of at most 5 attempts" in run["starts_failed"]
+    assert run["idle_nodes"] == 3
+    view.end_driver(120.0, "stopped")
+    assert view.since()["run"]["starts_failed"] == ""
+    view.begin_driver()
+    view.take([(300.0, record.PlannerStarted("", "milp", {}))])
+    run = view.since()["run"]
+    assert (run["starts_failed"], run["idle_nodes"]) == ("", 0)
+
+
 def test_a_journal_that_vanishes_is_named_and_what_was_read_stays(journal):
     reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
     reader.refresh()
@@ -206,6 +252,14 @@ def test_a_journal_that_vanishes_is_named_and_what_was_read_stays(journal):
     assert str(journal) in run["run"]["problem"]
     assert "is missing" in run["run"]["problem"]
     assert len(table(run, "trainings")) == 2
+
+
+def test_a_run_whose_journals_are_all_missing_has_ended(tmp_path):
+    """It was shown as running."""
+    drivers = [DriverJournal(tmp_path / "none.sqlite", how="finished", ended=400.0)]
+    run = RunReader("demo", lambda: drivers, clock=lambda: 500.0).refresh().since()["run"]
+    assert (run["ended"], run["now"]) == ("finished", None)
+    assert "none.sqlite is missing" in run["problem"]
 
 
 def test_a_journal_that_was_replaced_is_named(tmp_path, journal):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
+from freetrain_parsl.errors import FreeTrainError, TrainingCancelled, text_of
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
 from freetrain_parsl.executor.payloads import error_in, settle_with_payload
@@ -155,7 +155,7 @@ class CommandRunner:
     def _fail(self, training: Training, error: BaseException) -> None:
         if not isinstance(error, TrainingCancelled):  # recorded when it was requested
             final = not (isinstance(error, FreeTrainError) and error.resumable)
-            self.log(record.TrainingFailed(training.name, f"{type(error).__name__}: {error}", final))
+            self.log(record.TrainingFailed(training.name, f"{type(error).__name__}: {text_of(error)}", final))
         self._journal.commit()
         if not training.future.done():
             training.future.set_exception(error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError, text_of
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
             usage = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
             error = usage.with_traceback(error.__traceback__)
         case BaseException() if not isinstance(error, Exception):  # asyncio.CancelledError, …: the same
-            raised = TrainingError(f"the training function raised {type(error).__name__}: {_text_of(error)}")
+            raised = TrainingError(f"the training function raised {type(error).__name__}: {text_of(error)}")
             error = raised.with_traceback(error.__traceback__)
-    reason = shorten(f"{type(error).__name__}: {_text_of(error)}", _LONGEST_REASON)
+    reason = shorten(f"{type(error).__name__}: {text_of(error)}", _LONGEST_REASON)
     return RunFailed(reason), serialized_exception(error)
 
 
@@ -56,7 +56,7 @@ def serialized_exception(error: BaseException) -> bytes:
         return bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
     except Exception as refusal:  # noqa: BLE001 - pickling an object may raise any exception
         stand_in = RuntimeError(
-            f"{kind.__name__}: {_text_of(error)} (the exception itself cannot be pickled: {refusal})"
+            f"{kind.__name__}: {text_of(error)} (the exception itself cannot be pickled: {refusal})"
         )
         return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
 
@@ -69,11 +69,3 @@ def print_exception(error: BaseException) -> None:
     except (OSError, ValueError, AttributeError):  # a full disk; closed, or removed
         with suppress(OSError):  # the same for the descriptor
             os.write(2, text.encode(errors="backslashreplace"))
-
-
-def _text_of(error: BaseException) -> str:
-    """Return an exception's text; what UTF-8 cannot encode, such as the bytes of a file name, is escaped."""
-    try:
-        return str(error).encode(errors="backslashreplace").decode()
-    except Exception as failure:  # noqa: BLE001 - of the user's class
-        return f"(its text cannot be shown: {type(failure).__name__})"

@@ -210,11 +210,7 @@ export function createRunView(element) {
     const run = store.run;
     const rows = store.table("trainings");
     const counts = Object.fromEntries(STATES.map((name) => [name, 0]));
-    let nodes = 0;
-    for (let i = 0; i < store.count("trainings"); i++) {
-      counts[rows.state[i]] += 1;
-      if (rows.state[i] === "running") nodes += rows.nodes[i];
-    }
+    for (let i = 0; i < store.count("trainings"); i++) counts[rows.state[i]] += 1;
     put(title, run.name);
     // As in notebooks and of remote runs: a driver that finished, but not all of its trainings.
     const outcome = run.ended === "finished" && counts.failed + counts.waiting + counts.running ? "failed" : run.ended;
@@ -230,7 +226,7 @@ export function createRunView(element) {
     const left = run.ended === null ? `${counts.running} running, ${counts.waiting} waiting` : `${counts.waiting} not finished`;
     const facts = [
       ["Trainings finished", `${counts.finished} of ${store.count("trainings")}`, counts.failed ? `${left}, ${counts.failed} failed` : left],
-      ["Nodes in training", String(nodes), `${run.idle_nodes} more are idle`],
+      ["Nodes in training", String(run.training_nodes), `${run.idle_nodes} more are idle`],
       ["Node-hours held", words.number(held / 3600), held ? `${words.percent(run.node_seconds.training / held)} of them training` : "no block has started"],
       ["Given back", `${words.number(run.returned_node_seconds / 3600)} h`, "node-hours requested, not needed"],
     ];
