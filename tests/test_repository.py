@@ -56,7 +56,7 @@ ROOMS = {
         "trackers",
     },
     "remote": {"campaign", "cluster", "planning", "report", "storage"},
-    "notebook": {"campaign", "executor", "protocol", "remote", "report", "storage", "training"},
+    "notebook": {"campaign", "executor", "planning", "protocol", "remote", "report", "storage", "training"},
     "report": {"protocol", "executor", "windows"},
     "dashboard": {"campaign", "report"},
     "replay": {"planning", "windows", "cluster", "report"},
