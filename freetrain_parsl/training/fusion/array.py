@@ -223,6 +223,10 @@ class Array:
     def __init__(self, members: Sequence[MemberObjects]) -> None:
         self.members = list(members)
         self.segments = self._segments()
+        self.kind = tuple(
+            (s.trainable, s.rows.dtype, *(tuple(each.order) for each in s.layouts)) for s in self.segments
+        )
+        """Which parameters get gradients, and their types and layouts in memory."""
         self._leaf_of = {
             id(parameter): leaf
             for segment in self.segments

@@ -1,4 +1,4 @@
-"""Noting that user code has assigned attributes of modules: an array was compared before."""
+"""Noting that user code has assigned attributes of modules or registered hooks: an array was compared before."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["AttributeWatch"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _MISSING = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class AttributeWatch:
@@ -26,12 +29,22 @@ class AttributeWatch:
         self.changed = False
         """Whether an attribute has changed since this was set to False."""
         self._modules: set[int] = set()
+        self._hooks = 0  # number of hooks that were ever registered, when it was last looked for them
+        self._hooks_of_modules: list[int] = []
         self._pauses = 0
 
-    def watch(self, modules: Iterable[nn.Module]) -> None:
+    def watch(self, modules: Sequence[nn.Module]) -> None:
         """Watch these modules and their submodules from now on, and no others."""
         self._modules = {id(part) for module in modules for part in module.modules()}
         self.changed = False
+        self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
+
+    def look_for_hooks(self, modules: Sequence[nn.Module]) -> None:
+        """Note if hooks were registered for the watched modules, which are given, or their parameters."""
+        if RemovableHandle.next_id != self._hooks:  # else no hook of any kind was
+            before = self._hooks_of_modules
+            self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
+            self.changed = self.changed or before != self._hooks_of_modules
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -61,3 +74,14 @@ class AttributeWatch:
 
 def _differs(one: object, other: object) -> bool:
     return one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+def _count_hooks(modules: Sequence[nn.Module]) -> list[int]:
+    counts = [int(bool(_has_any_global_hook()))]  # type: ignore[no-untyped-call]  # torch's own
+    for module in modules:
+        counts += [len(vars(part)[name]) for part in module.modules() for name in _HOOKS]
+        counts += [
+            len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+            for parameter in module.parameters()
+        ]
+    return counts

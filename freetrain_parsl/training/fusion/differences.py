@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.training.fusion.memory_layout import MemoryLayout
 from freetrain_parsl.training.fusion.per_member import PerMember
+from freetrain_parsl.training.step.bypass import BypassCheck
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -54,6 +56,8 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[
     CannotFuse
         If the models differ in anything else, or have attributes that cannot be compared.
     """
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]  # torch's own
+        raise CannotFuse("there is a hook of all modules")
     parts = [dict(model.named_modules()) for model in models]
     first = parts[0]
     for other in parts[1:]:
@@ -148,7 +152,8 @@ def _described(model: nn.Module) -> dict[str, str]:
         names[id(tensor)] = name
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
             raise CannotFuse(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        if tensor._backward_hooks:
+        accumulated = (tensor._post_accumulate_grad_hooks or {}).values()
+        if tensor._backward_hooks or not all(map(BypassCheck.is_own_hook, accumulated)):
             raise CannotFuse(f"{name} has a hook on its gradient")
         trained = "trained" if tensor.requires_grad else "not trained"
         layout = MemoryLayout(tensor)

@@ -288,7 +288,7 @@ class FusionEngine:
             self._refuse(error)
             return False
         self._members = list(self._participants)
-        self._attributes.watch(model for member in self._members for model in member.objects.models)
+        self._attributes.watch([model for member in self._members for model in member.objects.models])
         self._array = Array([member.objects for member in self._members])
         self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].objects.optimizers))]
         return True
@@ -303,6 +303,7 @@ class FusionEngine:
     def _still_fits(self) -> bool:
         """Take what user code has changed in the members' models; return false if they must be stacked anew."""
         assert self._array is not None
+        self._attributes.look_for_hooks([model for member in self._members for model in member.objects.models])
         if self._attributes.changed:
             try:
                 differing = [compare(models) for models in zip(*(m.objects.models for m in self._members), strict=True)]
@@ -314,10 +315,7 @@ class FusionEngine:
                 return False
             self._attributes.changed = False
         with torch.no_grad():
-            fits = self._array.take_assigned_parameters(any_layout=False)
-        if not fits:
-            self._calls.clear()
-        return fits
+            return self._array.take_assigned_parameters(any_layout=False)
 
     def _check_optimizers_are_known(self, numbers: tuple[int, ...]) -> None:
         """Take the states and options of optimizers that user code has changed."""
@@ -370,7 +368,7 @@ class FusionEngine:
         assert meeting is not None
         strands = self._in_rows(strands)
         calls: list[_Call] = [strand.item for strand in strands]
-        kind = meeting.kind
+        kind = meeting.kind, self._array.kind
         number = calls[0].number
         self._array.take_assigned_buffers()
         models = [member.objects.models[number] for member in self._members]

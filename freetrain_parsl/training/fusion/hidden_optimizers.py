@@ -145,7 +145,7 @@ class HiddenOptimizers:
                     hidden.state[whole] = {
                         name: _joined(name, [state[name] for state in states], segment)
                         for name, value in states[0].items()
-                        if _is_of_torch(name, value, segment.members[row][0])
+                        if _is_of_torch(name, value, segment.members[row][0]) and all(name in state for state in states)
                     }
             self._hidden.append(hidden)
         if any(hidden.state for hidden in self._hidden):

@@ -6,6 +6,10 @@ from numbers import Real
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from freetrain_parsl.training.step.bypass import BypassCheck
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,6 +38,7 @@ class OptimizerWatch:
         """Take the states and options as they are now."""
         self._states = [(optimizer.state, _states_of(optimizer)) for optimizer in self._optimizers]
         self._steps = [_steps_of(optimizer) for optimizer in self._optimizers]
+        self._hooks = _hooks_of_all()
         self._note_options()
 
     def is_same(self) -> bool:
@@ -70,7 +75,7 @@ class OptimizerWatch:
         return all(map(self.has_states_of, range(len(self._optimizers))))
 
     def _makes_same_steps(self) -> bool:
-        return all(
+        return self._hooks == _hooks_of_all() and all(
             _steps_of(optimizer) == steps for optimizer, steps in zip(self._optimizers, self._steps, strict=True)
         )
 
@@ -107,7 +112,7 @@ def is_constant(value: Any) -> bool:
 def has_own_steps(optimizer: Optimizer) -> bool:
     """Return whether code of the user's runs in its steps: hooks, or another `step`; schedulers only count them."""
     before, after, step = _steps_of(optimizer)
-    return bool(before or after) or not (step is None or hasattr(step, "_wrapped_by_lr_sched"))
+    return bool(before or after or _hooks_of_all()) or not (step is None or hasattr(step, "_wrapped_by_lr_sched"))
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -119,6 +124,12 @@ def _steps_of(optimizer: Optimizer) -> tuple[int, int, Any]:
     """Return the number of hooks before and after steps, and the object's own `step`, which schedulers assign."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return len(hooks[0]), len(hooks[1]), vars(optimizer).get("step")
+
+
+def _hooks_of_all() -> list[object]:
+    """Return the user's hooks of the steps of all optimizers."""
+    hooks = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return [hook for hook in hooks if not BypassCheck.is_own_hook(hook)]
 
 
 def _states_of(optimizer: Optimizer) -> list[Any]:

@@ -79,7 +79,7 @@ def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) 
         and not any(_has_changeable(group) for group in groups)
         and not any(has_own_steps(optimizer) for optimizer in optimizers)
     )
-    if not plain:
+    if not plain or not segments:  # all parameters can be frozen
         return OwnOptimizers(optimizers)
     formula = FORMULAS.get(type(optimizers[0]))
     usual = not any(group.get(name) for group in groups for name in _UNUSUAL)

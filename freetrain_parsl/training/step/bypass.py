@@ -9,6 +9,7 @@ is counted, and raises an error if the training ends without a step of the sessi
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -50,6 +51,11 @@ class BypassCheck:
         self._in_batch = False
         self._passes_in_batch = 0
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+
+    @classmethod
+    def is_own_hook(cls, hook: object) -> bool:
+        """Return whether a hook of all optimizers is one of these watches, and not the user's."""
+        return isinstance(hook, MethodType) and isinstance(hook.__self__, cls)
 
     def close(self) -> None:
         """Stop watching."""

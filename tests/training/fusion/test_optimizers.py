@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from freetrain_parsl.training.fusion.array import Array, MemberObjects
 from freetrain_parsl.training.fusion.optimizers import row_optimizer
@@ -121,6 +122,54 @@ def test_hyperparameters_are_not_rounded_to_the_type_of_the_parameters(dtype: to
             each.step()
     for net, own in zip(nets, alone_nets, strict=True):
         assert distance(net.state_dict(), own.state_dict()) == 0
+
+
+def one_for_each_layer(net: nn.Sequential, lr: float) -> Sequence[optim.Optimizer]:
+    return tuple(optim.RMSprop(net[layer].parameters(), lr=lr / 10) for layer in (0, 2))
+
+
+def freezes_a_layer(model: Any, _steps: Sequence[optim.Optimizer], epoch: int) -> None:
+    model[0].requires_grad_(epoch != 1)
+
+
+def test_an_optimizer_whose_parameters_are_all_frozen_steps_none(tmp_path: Path) -> None:
+    assert fused_steps_as_alone(tmp_path, optimizers=one_for_each_layer, epochs=3, change=freezes_a_layer) == 12
+
+
+def keeps_something(model: Any, steps: Sequence[optim.Optimizer], epoch: int) -> None:
+    """Add an entry to the state of one parameter, and then make the array take all states anew."""
+    if epoch == 1:
+        steps[0].state[model[0].weight]["mine"] = torch.ones_like(model[0].weight)
+    steps[0].param_groups[0]["weight_decay"] = 0.1 * (epoch == 2)
+
+
+def test_an_entry_in_the_state_of_one_parameter_is_kept(tmp_path: Path) -> None:
+    def adaptive(net: nn.Sequential, lr: float) -> Sequence[optim.Optimizer]:
+        return (optim.RMSprop(net.parameters(), lr=lr / 10),)
+
+    assert fused_steps_as_alone(tmp_path, optimizers=adaptive, epochs=3, change=keeps_something) > 0
+
+
+def counts_steps(session: Any, *, lr: float) -> Any:
+    """Count the steps from the second epoch on, by a hook of all optimizers."""
+    counted = []
+    net = network()
+    model, steps = session.prepare(net, optim.SGD(net.parameters(), lr=lr))
+    batches = session.loader(data(), batch_size=16)
+    hooks = []
+    for epoch in session.epochs(3):
+        if epoch == 1:
+            note = register_optimizer_step_post_hook
+            hooks.append(note(lambda stepped, *_: counted.append(1.0) if stepped is steps else None))
+        for x, y in batches:
+            session.step(cross_entropy(model(x), y))
+    hooks[0].remove()
+    return {"counted": counted}
+
+
+def test_hooks_of_all_optimizers_are_called(tmp_path: Path) -> None:
+    outcome = together(tmp_path, [{"lr": lr} for lr in RATES], counts_steps)
+    assert [outcome.value(str(number))["counted"] for number in range(3)] == [[1.0] * 8] * 3
 
 
 def assigns_gradients(session: Any, *, lr: float, optimizer: str) -> Any:
