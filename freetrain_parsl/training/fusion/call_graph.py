@@ -56,7 +56,8 @@ class CallGraph:
                 return None
             reached: dict[int, set[int]] = {row: set() for row in rows}
             for node, used in self._passed:
-                leaves = {id(each.variable) for each in _nodes_before(node) if isinstance(each, _LEAF)}
+                # Only the nodes that accumulate a leaf's gradient have a variable.
+                leaves = {id(each.variable) for each in _nodes_before(node) if hasattr(each, "variable")}
                 for row in rows:
                     if used[row]:
                         reached[row] |= leaves
@@ -109,9 +110,6 @@ class _Rows(torch.autograd.Function):
         if known is None:
             return None, None, None
         return None, torch.stack([torch.zeros_like(known) if each is None else each for each in gradients]), None
-
-
-_LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # its variable is the leaf
 
 
 def _nodes_before(output: Any) -> set[Any]:
