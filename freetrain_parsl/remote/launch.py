@@ -34,7 +34,7 @@ __all__ = ["LOG", "Process", "launch", "process_of", "read_document"]
 LOG = "output.log"
 _RECORD = "process.json"
 _COMMAND = "from freetrain_parsl.cli import main; main()"
-_RECORD_TIMEOUT = 20.0  # seconds until a started process has recorded itself
+_RECORD_TIMEOUT = 60.0  # seconds until a started process has recorded itself
 _PERIOD = 0.05
 
 
