@@ -250,7 +250,7 @@ def text_of(error: BaseException) -> str:
     """Return an exception's text; what UTF-8 cannot encode, such as the bytes of a file name, is escaped."""
     try:
         return storable(str(error))
-    except Exception as failure:  # noqa: BLE001 - of the user's class
+    except BaseException as failure:  # noqa: BLE001 - of the user's class, which may even call sys.exit
         return f"(its text cannot be shown: {type(failure).__name__})"
 
 

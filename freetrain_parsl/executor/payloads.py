@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
+from concurrent.futures import InvalidStateError
 from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -13,13 +15,15 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize
 from parsl.serialize.errors import DeserializationError
 
-from freetrain_parsl.errors import TrainingError
+from freetrain_parsl.errors import TrainingError, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-__all__ = ["error_in", "pack_training", "settle_with_payload", "unpack_training"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["error_in", "pack_training", "settle_with_error", "settle_with_payload", "unpack_training"]
 
 
 class _Pickler(dill.Pickler):  # type: ignore[misc]  # untyped
@@ -67,16 +71,44 @@ def settle_with_payload(future: Future[Any], payload: bytes) -> None:
         return
     try:
         value = deserialize(payload)
-    except Exception as error:  # noqa: BLE001 - unpickling runs the value's own code
-        future.set_exception(DeserializationError(f"the result cannot be deserialized here: {error!r}"))
+    except BaseException as error:  # noqa: BLE001 - unpickling runs the value's own code, which may call sys.exit
+        settle_with_error(future, DeserializationError(f"the result cannot be deserialized here: {_described(error)}"))
     else:
-        future.set_result(value)
+        _settle(future, lambda: future.set_result(value))
+
+
+def settle_with_error(future: Future[Any], error: BaseException) -> None:
+    """Set a future's exception, unless the future is done."""
+    _settle(future, lambda: future.set_exception(error))
+
+
+def _settle(future: Future[Any], set_outcome: Callable[[], None]) -> None:
+    if future.done():
+        return
+    try:
+        set_outcome()
+    except InvalidStateError:
+        logger.debug("a future was cancelled, or failed by another thread, meanwhile")
+    except BaseException:
+        # Other than exceptions, concurrent.futures passes on what callbacks raise: sys.exit would end this thread.
+        logger.exception("a callback of a future failed")
 
 
 def error_in(payload: bytes) -> BaseException:
     """Return the exception sent by a slot, with its remote traceback."""
     try:
         wrapped = deserialize(payload)
-        return wrapped.get_exception() if isinstance(wrapped, RemoteExceptionWrapper) else TrainingError(repr(wrapped))
-    except Exception as error:  # noqa: BLE001 - unpickling runs the exception's own code
-        return DeserializationError(f"the call failed, but its exception cannot be deserialized here: {error!r}")
+        error = wrapped.get_exception() if isinstance(wrapped, RemoteExceptionWrapper) else TrainingError(repr(wrapped))
+    except BaseException as failure:  # noqa: BLE001 - unpickling runs the exception's own code, as above
+        return DeserializationError(
+            f"the call failed, but its exception cannot be deserialized here: {_described(failure)}"
+        )
+    try:
+        repr(error)  # in Parsl, this fails in a callback, and the app's future is never done
+    except BaseException:  # noqa: BLE001 - of the user's class
+        return TrainingError(f"the call raised {_described(error)}").with_traceback(error.__traceback__)
+    return error
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"

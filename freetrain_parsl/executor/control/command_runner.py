@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import FreeTrainError, TrainingCancelled, text_of
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
-from freetrain_parsl.executor.payloads import error_in, settle_with_payload
+from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_payload
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import AddMember, StartArray, StartRun
 
@@ -157,8 +157,7 @@ class CommandRunner:
             final = not (isinstance(error, FreeTrainError) and error.resumable)
             self.log(record.TrainingFailed(training.name, f"{type(error).__name__}: {text_of(error)}", final))
         self._journal.commit()
-        if not training.future.done():
-            training.future.set_exception(error)
+        settle_with_error(training.future, error)
 
     def log(self, entry: record.Record) -> None:
         """Write a record to the journal, and to the log what a user should know."""

@@ -18,7 +18,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted, text_of
 from freetrain_parsl.executor.batch.start_failures import StartWatch
 from freetrain_parsl.executor.batch.submitter import (
     BatchSystemEnded,
@@ -225,9 +225,12 @@ class ControlLoop(threading.Thread):
         try:
             while not self._stopping.is_set():
                 self._turn()
-        except Exception as error:  # a bug in the loop: its futures must not stay pending forever
+        except BaseException as error:  # a bug in the loop: its futures must not stay pending forever
             logger.exception("the driver failed")
-            reason = f"the driver of the FreeTrain executor failed: {error!r}; see freetrain.log in the run directory"
+            reason = (
+                f"the driver of the FreeTrain executor failed: {type(error).__name__}: {text_of(error)}; "
+                "see freetrain.log in the run directory"
+            )
             self._fail_all(TrainingInterrupted(reason))
         finally:
             for slot in self._registry.slots:
@@ -370,20 +373,20 @@ class ControlLoop(threading.Thread):
 
     def _take(self, name: str, message: ToDriver) -> None:
         """Handle a message from a slot; whatever it contains, the trainings of other slots continue."""
-        if isinstance(message, Output):  # also of a slot that was dropped
-            self._take_output(message.training, message.source, message.payload)
-            return
-        if isinstance(message, Values):
-            self._take_values(message.training, message.rows)
-            self._journal.keep_values(self._clock(), message.training, message.rows)
-            return
         try:
-            self._on_message(name, message)
+            match message:
+                case Output():  # also of a slot that was dropped
+                    self._take_output(message.training, message.source, message.payload)
+                case Values():
+                    self._take_values(message.training, message.rows)
+                    self._journal.keep_values(self._clock(), message.training, message.rows)
+                case _:
+                    self._on_message(name, message)
         except (OSError, sqlite3.Error, MemoryError):
             raise  # the driver's fault, not the slot's
         except Exception as error:
             logger.exception("internal error while handling a message")
-            self._slots.count_fault(name, f"a {type(message).__name__} could not be handled: {error}")
+            self._slots.count_fault(name, f"a {type(message).__name__} could not be handled: {text_of(error)}")
 
     def _on_message(self, name: str, message: ToDriver) -> None:
         if isinstance(message, Invalid):

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.payloads import error_in, settle_with_payload
+from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_payload
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.protocol.messages import StartTask
 
@@ -78,7 +78,7 @@ class TaskQueue:
         if task is None or task.future.done():
             return
         if message.failed:
-            task.future.set_exception(error_in(message.payload))
+            settle_with_error(task.future, error_in(message.payload))
         else:
             settle_with_payload(task.future, message.payload)
 

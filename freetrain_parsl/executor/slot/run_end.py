@@ -10,9 +10,9 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from parsl.app.errors import RemoteExceptionWrapper
-from parsl.serialize import serialize
+from parsl.serialize import deserialize, serialize
 
-from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError, text_of
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError, storable, text_of
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
     """
     match error:
         case PeerFailed():
-            return PeersFailed(generation, str(error), error.unreachable), b""
+            return PeersFailed(generation, text_of(error), error.unreachable), b""
         case StorageUnavailable():  # not the training's fault: it waits
-            return StorageFailed(str(error), error.condition), b""
+            return StorageFailed(text_of(error), storable(error.condition)), b""
         case SystemExit():
             # Not passed on as it is: it would end the driver's program, too.
             usage = UsageError(f"the training function called sys.exit({error.code!r}); return from it instead")
@@ -53,12 +53,14 @@ def serialized_exception(error: BaseException) -> bytes:
     """Serialize an exception, with its traceback."""
     kind, traceback = type(error), error.__traceback__
     try:
-        return bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
-    except Exception as refusal:  # noqa: BLE001 - pickling an object may raise any exception
+        payload = bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
+        deserialize(payload)  # an exception whose class has other parameters than its `args` fails only here
+    except BaseException as refusal:  # noqa: BLE001 - pickling an object may raise anything
         stand_in = RuntimeError(
-            f"{kind.__name__}: {text_of(error)} (the exception itself cannot be pickled: {refusal})"
+            f"{kind.__name__}: {text_of(error)} (the exception itself cannot be pickled: {text_of(refusal)})"
         )
         return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
+    return payload
 
 
 def print_exception(error: BaseException) -> None:
