@@ -28,6 +28,8 @@ DATABASE = "campaign.sqlite"
 _VERSION = 2
 _JOURNAL_DEPTH = 4  # parsl/000/freetrain/journal.sqlite
 _BUSY = 30.0  # seconds to wait for another process's lock
+_DEEPEST_RESULT = 100  # containers in one another that are kept as JSON
+_LONGEST_RESULT = 200_000_000  # characters; SQLite takes 1e9 bytes
 _SCHEMA = """
 CREATE TABLE fact (           -- what does not change: name, texts of both files, run id, …
     key TEXT PRIMARY KEY,
@@ -294,10 +296,7 @@ class RunStore:
 
     def finish(self, name: str, result: object, remark: str = "") -> None:
         """Store the result of a training, as JSON if possible, else as its repr, and a remark."""
-        try:
-            text, plain = json.dumps(result, allow_nan=False, default=_plain_scalar), True
-        except (TypeError, ValueError, RecursionError):
-            text, plain = _repr(result), False
+        text, plain = _stored(result)
         self._write(
             "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
             "error = NULL, remark = ?, updated = ? WHERE name = ?",
@@ -401,14 +400,32 @@ def plain_scalar(value: Any) -> Any:
     """Return a number of NumPy or torch as one of Python, and anything else as it is."""
     try:
         return value.item() if value.ndim == 0 else value
-    except Exception:  # noqa: BLE001 - of the user's object, which may raise anything, as a tensor without data does
+    except BaseException:  # noqa: BLE001 - the user's object may raise anything, as a tensor without data does
         return value
+
+
+def _stored(result: object) -> tuple[str, bool]:
+    """Return a result as JSON if possible, else as its repr, and whether it is JSON."""
+    try:
+        text, plain = json.dumps(result, allow_nan=False, default=_plain_scalar), True
+        if _is_deep(result):  # its readers may have less of the stack left than this function
+            text, plain = _repr(result), False
+    except BaseException:  # noqa: BLE001 - methods of the user's objects may raise anything, as in `plain_scalar`
+        text, plain = _repr(result), False
+    if len(text) > _LONGEST_RESULT:  # else it would be tried again, and all trainings that end would wait for it
+        text, plain = f"<{type(result).__name__}, whose representation has {len(text)} characters: too many>", False
+    return text, plain
+
+
+def _is_deep(value: object, left: int = _DEEPEST_RESULT) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return not left or any(_is_deep(part, left - 1) for part in parts)
 
 
 def _repr(result: object) -> str:
     try:
         return storable(repr(result))
-    except Exception as error:  # noqa: BLE001 - of the user's object, as above
+    except BaseException as error:  # noqa: BLE001 - of the user's object, as above
         return f"<{type(result).__name__}, whose representation fails: {type(error).__name__}>"
 
 

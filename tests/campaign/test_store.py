@@ -7,11 +7,12 @@ import platform
 import sqlite3
 import stat
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from freetrain_parsl.campaign import store as store_module
 from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.run import CampaignRun, find_run, preflight, refuse_living_driver
@@ -92,6 +93,49 @@ def test_a_result_that_raises_is_kept_as_a_text(store: RunStore) -> None:
         "<Unseen, whose representation fails: RuntimeError>",
         "<list, whose representation fails: RecursionError>",
     ]
+
+
+def test_a_result_whose_methods_raise_is_kept_as_a_text(store: RunStore) -> None:
+    """It ended the driver."""
+
+    class Lazy(dict[str, int]):
+        def items(self) -> Any:
+            raise KeyError("not loaded")
+
+    class Quits(dict[str, int]):
+        def items(self) -> Any:
+            raise SystemExit(1)
+
+        def __repr__(self) -> str:
+            raise SystemExit(1)
+
+    store.finish("a", Lazy(b=1))
+    store.finish("b", Quits(b=1))
+    assert [item.result for item in store.trainings()] == [
+        "{'b': 1}",
+        "<Quits, whose representation fails: SystemExit>",
+        None,
+    ]
+
+
+def test_results_can_be_read_with_little_of_the_stack_left(store: RunStore) -> None:
+    """One nested result made the run unreadable."""
+    nested: list[object] = []
+    for _ in range(300):
+        nested = [nested]
+    store.finish("a", nested)
+
+    def states_below(frames: int) -> list[str]:
+        return states_below(frames - 1) if frames else states(store)
+
+    assert states_below(600) == ["finished", "waiting", "waiting"]
+
+
+def test_a_result_that_sqlite_does_not_take_is_named(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried again for ever, and the trainings after it were never collected."""
+    monkeypatch.setattr(store_module, "_LONGEST_RESULT", 100)
+    store.finish("a", ["x"] * 100)
+    assert store.training("a").result == "<list, whose representation has 500 characters: too many>"
 
 
 def test_texts_that_utf8_cannot_encode_are_escaped(store: RunStore) -> None:
