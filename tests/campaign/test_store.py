@@ -121,14 +121,14 @@ def test_a_result_whose_methods_raise_is_kept_as_a_text(store: RunStore) -> None
 def test_results_can_be_read_with_little_of_the_stack_left(store: RunStore) -> None:
     """One nested result made the run unreadable."""
     nested: list[object] = []
-    for _ in range(300):
+    for _ in range(500):
         nested = [nested]
     store.finish("a", nested)
 
     def states_below(frames: int) -> list[str]:
         return states_below(frames - 1) if frames else states(store)
 
-    assert states_below(600) == ["finished", "waiting", "waiting"]
+    assert states_below(500) == ["finished", "waiting", "waiting"]
 
 
 def test_a_result_that_sqlite_does_not_take_is_named(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
