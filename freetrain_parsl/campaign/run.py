@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.campaign.assignment import Assignment
 from freetrain_parsl.campaign.campaign import Campaign
+from freetrain_parsl.campaign.display import contained
 from freetrain_parsl.campaign.home import check_home, open_mover
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
@@ -308,6 +309,7 @@ class CampaignRun:
             Another driver is running.
         """
         refuse_living_driver(self.store)
+        report, show = contained(report), contained(show)
         with driver_lock(self.directory):
             if resuming:
                 remove_orphans(self.site, self.store, report)
@@ -394,13 +396,13 @@ class CampaignRun:
         begin = time.monotonic()
         next_beat = begin
         while True:
-            run.refresh()
+            _refresh(run)
             now = time.monotonic()
             owned.admit()
             if now >= next_beat or owned.has_ended:
                 next_beat = now + BEAT
+                _refresh(run)
                 with self._kept(report):
-                    run.refresh()
                     owned.collect(partial(self._keep, run=run))
                     self._cancel_requested()
                     if (assigned := self._assigned()) is not None:
@@ -503,6 +505,14 @@ def refuse_living_driver(store: RunStore) -> None:
 
 def _some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _refresh(run: RunState) -> None:
+    """Read the journal; if it cannot be read for now, or is damaged, what was read before is shown."""
+    try:
+        run.refresh()
+    except sqlite3.Error as error:
+        logger.debug("the journal cannot be read: %s", error)
 
 
 def _unfinished(run: RunState) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.report.live import remarks, training_table
+from freetrain_parsl.report.plain_text import plain
 from freetrain_parsl.report.run import RunState
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class ProgressView:
 
     def report(self, line: str) -> None:
         """Print a line."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
 
     def report_change(self, key: str, state: str, line: str) -> None:
         """Print a line if the state of something is another than when it was last called for it."""
@@ -87,7 +88,7 @@ class LiveView(ProgressView):
             shown, more = self._fitting(run)
             parts: list[RenderableType] = [_windows_line(run), Text(), training_table(shown), *([more] if more else [])]
             parts += [*remarks(shown, time.time()), *(Text(note, style="cyan") for note in notes)]
-            self._live.update(Panel(Group(*parts), title=head))
+            self._live.update(Panel(Group(*parts), title=Text(head)))
             return
         for training in run.trainings.values():
             line = training.state
@@ -158,7 +159,7 @@ def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:
     console.print(_table(trainings))
     for item in trainings:
         if item.error:
-            line = Text(f"{item.name}: {_first_line(item.error)}", style=_STYLES[item.state])
+            line = Text(f"{item.name}: {plain(_first_line(item.error))}", style=_STYLES[item.state])
             console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -170,7 +171,7 @@ def _table(trainings: list[TrainingRecord]) -> Table:
     table.add_column("result, or nodes", header_style="dim", overflow="fold")
     for item in trainings:
         done = "" if item.share is None else f"{item.share:.0%}"
-        table.add_row(Text(item.name), Text(item.state, style=_STYLES[item.state]), done, Text(_detail(item)))
+        table.add_row(Text(item.name), Text(item.state, style=_STYLES[item.state]), done, Text(plain(_detail(item))))
     return table
 
 

@@ -42,7 +42,7 @@ class SitesView(ProgressView):
             ended = sum(item.ended is not None for item in coordinator.trainings.values())
             head = f"{self._title} · {elapsed:.0f} s · {ended} of {len(coordinator.trainings)} trainings done"
             parts: list[RenderableType] = [*(Text(line, style="cyan") for line in lines), Text(), _table(coordinator)]
-            self._live.update(Panel(Group(*parts), title=head))
+            self._live.update(Panel(Group(*parts), title=Text(head)))
             return
         for site, line in zip(coordinator.sites, lines, strict=True):
             self.report_change(f"site {site}", _SECONDS.sub("", line), f"{elapsed:7.1f} s  {line}")

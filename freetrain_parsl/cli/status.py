@@ -36,6 +36,7 @@ def status(
         console.print(
             f"{store.fact('name')}: {finished} of {len(trainings)} trainings finished, in {store.directory}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
         console.print(driver_line(store), highlight=False, soft_wrap=True)

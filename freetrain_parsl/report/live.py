@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.plain_text import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +43,7 @@ def live_view(
     """
     head = f"{title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
     parts: list[RenderableType] = [_node_table(run, nodes, now), Text(), training_table(run.trainings.values())]
-    return Group(Panel(Group(*parts, *remarks(run.trainings.values(), now)), title=head))
+    return Group(Panel(Group(*parts, *remarks(run.trainings.values(), now)), title=Text(head)))
 
 
 def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableType]:
@@ -61,7 +62,7 @@ def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableTy
     for training in trainings:
         if remark := training.remark(now):
             names[remark].append(training.name)
-    return [Text(f"{_some(those)} {remark}", style="yellow") for remark, those in names.items()]
+    return [Text(f"{_some(those)} {plain(remark)}", style="yellow") for remark, those in names.items()]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -427,6 +427,16 @@ def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_fai
     assert states == ["waiting"] * 4 + ["cancelled", "failed"]
 
 
+def test_a_journal_that_cannot_be_read_does_not_end_the_run(store: RunStore, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    journal.write_bytes(b"damaged" * 1000)
+    run = CampaignRun(store, None, None)  # type: ignore[arg-type]  # not needed here
+    shown: list[RunState] = []
+    how = run._watch(1, RunState(journal), [], str, lambda state, _elapsed, _notes: shown.append(state))
+    assert how == "finished"
+    assert shown
+
+
 def test_resume_says_what_it_tries_again_and_what_it_leaves_out(store) -> None:
     store.fail("a", "TrainingInterrupted: the interchange\nis dead", final=False)
     store.fail("b", "ValueError: no data", final=True)

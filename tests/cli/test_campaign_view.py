@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from freetrain_parsl.cli.campaign_view import LiveView
+from freetrain_parsl.campaign.store import TrainingRecord
+from freetrain_parsl.cli.campaign_view import LiveView, print_trainings
 from freetrain_parsl.report.run import RunState, TrainingState
 
 
@@ -28,6 +29,36 @@ def test_more_trainings_than_lines_show_those_that_run_first(run) -> None:
     assert "t29" in out.getvalue()
     assert "… and 20 more: freetrain status shows all" in out.getvalue()
     assert "many · 5 s · 0 of 30 trainings done" in out.getvalue()
+
+
+def test_the_name_of_a_campaign_is_no_markup(run) -> None:
+    """It ended the driver."""
+    out = io.StringIO()
+    view = LiveView(Console(file=out, force_terminal=True, width=100, height=18), "[red]many[/x]")
+    with view.opened():
+        view.show(run, 5.0)
+    assert "[red]many[/x] · 5 s" in out.getvalue()
+
+
+def test_texts_of_the_user_s_do_not_change_the_terminal(run) -> None:
+    """Those that UTF-8 cannot encode were a traceback."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    evil = "caf\udce9 \x1b[31mred\x1b[0m\x1b[2J\x07 end"
+    console = Console(file=file, width=120)
+    print_trainings(
+        console,
+        [
+            TrainingRecord("a", "finished", 1.0, (), evil, None),
+            TrainingRecord("b", "failed", None, (), None, f"ValueError: {evil}"),
+        ],
+    )
+    run.trainings["t3"].stalled = evil
+    with (view := LiveView(console, "many")).opened():
+        view.show(run, 5.0)
+    file.seek(0)
+    text = file.read()
+    assert text.count("caf\\udce9 red") == 3
+    assert not {"\x1b", "\x07"}.intersection(text)
 
 
 def test_without_a_terminal_a_line_is_told_when_something_changes(run) -> None:
