@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import queue
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from freetrain_parsl.executor.payloads import pack_training
 from freetrain_parsl.executor.slot import slot as slot_module
-from freetrain_parsl.executor.slot.process_state import ProcessState
+from freetrain_parsl.executor.slot.process_state import ProcessState, unpack_with_settings
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.messages import Place, RunEnded
 from freetrain_parsl.protocol.reports import RunFailed
@@ -30,6 +33,13 @@ def observed() -> tuple[Any, ...]:
         torch.get_num_threads(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+        torch.is_autocast_enabled("cpu"),
+        sys.getrecursionlimit(),
+        gc.isenabled(),
+        signal.getsignal(signal.SIGTERM),
+        signal.getitimer(signal.ITIMER_REAL),
     )
 
 
@@ -42,6 +52,13 @@ def change_everything(directory: Path) -> None:
     torch.set_num_threads(torch.get_num_threads() + 1)
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.benchmark = True
+    torch.set_autocast_enabled("cpu", True)
+    sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+    gc.disable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.alarm(1000)
 
 
 def test_a_training_that_closed_or_replaced_the_standard_streams_leaves_usable_ones(
@@ -60,7 +77,47 @@ def test_a_training_that_closed_or_replaced_the_standard_streams_leaves_usable_o
         sys.stdout.close()
         state.restore()
         assert not sys.stdout.closed
+        sys.stdout.detach()
+        state.restore()
+        assert not sys.stdout.closed
         sys.stdout.close()
+
+
+MODULE = """
+import os
+import torch
+torch.set_default_dtype(torch.float64)
+os.environ["OF_THE_MODULE"] = "1"
+class Net(torch.nn.Linear):
+    pass
+"""
+
+
+def test_what_a_module_sets_on_import_counts_for_each_training_in_a_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules are imported once: the first training computed in double precision, the second in single precision."""
+    (tmp_path / "of_the_user.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("OF_THE_MODULE", raising=False)
+    state = ProcessState()
+    namespace: dict[str, Any] = {"__name__": "of_the_user"}
+    exec("from of_the_user import Net\ndef train(session):\n    return Net", namespace)
+    uses_module = pack_training(namespace["train"], (), {})
+    plain: dict[str, Any] = {"__name__": "another"}
+    exec("def train(session):\n    pass", plain)
+    state.restore()
+    sys.modules.pop("of_the_user")  # as in a slot
+    found = []
+    try:
+        for payload in (uses_module, uses_module, pack_training(plain["train"], (), {}), uses_module):
+            state.restore()
+            unpack_with_settings(payload)
+            found.append((torch.get_default_dtype(), os.environ.get("OF_THE_MODULE")))
+    finally:
+        state.restore()
+    set_there = (torch.float64, "1")
+    assert found == [set_there, set_there, (torch.float32, None), set_there]
 
 
 @pytest.mark.slow  # deterministic algorithms import torch's compiler

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import CannotFuse, TrainingError
 from freetrain_parsl.executor.logs.lines import FIRST
-from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.result import serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
@@ -104,8 +103,10 @@ class ArrayRun:
             case _ if message.run != self.number:
                 return False
             case AddMember():
+                from freetrain_parsl.executor.slot.process_state import unpack_with_settings  # imports torch
+
                 self._options = self._options or message.options
-                self.mailbox.add(Member(message.options, partial(unpack_training, message.payload)))
+                self.mailbox.add(Member(message.options, partial(unpack_with_settings, message.payload)))
                 self._missing.discard(message.options.name)
                 if not self._missing:
                     self._complete.set()
