@@ -199,7 +199,9 @@ class ControlLoop(threading.Thread):
             journal=journal,
             clock=self._clock,
         )
-        self._tasks = TaskQueue(self._registry, self._registry.slots_per_node, server.send)
+        self._tasks = TaskQueue(
+            self._registry, self._registry.slots_per_node, server.send, shared_settings.limits.max_restarts
+        )
         self._notes: tuple[str, ...] = ()
 
     # Other threads.
@@ -423,7 +425,7 @@ class ControlLoop(threading.Thread):
 
     def _on_lost(self, slot: Slot, reason: str, crash: bool) -> None:  # noqa: FBT001 - the slot cycle's callback
         self._manager.on_lost(slot, reason, crash=crash)
-        self._tasks.on_lost(slot)
+        self._tasks.on_lost(slot, reason, crash=crash)
 
     # Actions.
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.errors import TooManyRestarts
 from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_payload
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.protocol.messages import StartTask
@@ -27,6 +28,8 @@ class Task:
     number: int
     payload: bytes
     future: Future[Any]
+    crashes: int = 0
+    """Number of its slots that failed, on nodes that were not taken."""
 
 
 class TaskQueue:
@@ -40,12 +43,21 @@ class TaskQueue:
         Number of tasks that a lent node runs at a time.
     send
         Sends a message to a slot.
+    max_restarts
+        Number of crashes after which a task is run again.
     """
 
-    def __init__(self, registry: SlotRegistry, slots_per_node: int, send: Callable[[str, StartTask], object]) -> None:
+    def __init__(
+        self,
+        registry: SlotRegistry,
+        slots_per_node: int,
+        send: Callable[[str, StartTask], object],
+        max_restarts: int,
+    ) -> None:
         self._registry = registry
         self._slots_per_node = slots_per_node
         self._send = send
+        self._max_restarts = max_restarts
         self._tasks: dict[int, Task] = {}
         self._queue: deque[int] = deque()
         self.lent: frozenset[str] = frozenset()
@@ -82,10 +94,19 @@ class TaskQueue:
         else:
             settle_with_payload(task.future, message.payload)
 
-    def on_lost(self, slot: Slot) -> None:
-        """Put the task of a failed slot back at the front of the queue."""
-        if isinstance(slot.busy, int) and slot.busy in self._tasks:
-            self._queue.appendleft(slot.busy)
+    def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
+        """Put the task of a failed slot back at the front of the queue; fail it if that was too often a `crash`."""
+        if not isinstance(slot.busy, int) or (task := self._tasks.get(slot.busy)) is None:
+            return
+        task.crashes += crash
+        if task.crashes <= self._max_restarts:
+            self._queue.appendleft(task.number)
+            return
+        del self._tasks[task.number]
+        error = TooManyRestarts(
+            f"a task failed {task.crashes} times together with its slot, the last time because of: {reason}"
+        )
+        settle_with_error(task.future, error)
 
     def demand(self, now: float) -> ev.TasksWaiting:
         """Return an event for the planner: how many nodes tasks use and could use."""

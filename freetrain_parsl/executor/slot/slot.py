@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.errors import BatchSystemError, TrainingError, text_of
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.logs.lines import as_text
@@ -334,5 +334,10 @@ class _Slot:
             payload, failed = serialize(execute_task(message.payload)), False
         except Exception as error:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
             payload, failed = serialized_exception(error), True
+        except KeyboardInterrupt:  # SIGINT: as in a training, a crash
+            raise
+        except BaseException as error:  # noqa: BLE001 - sys.exit in the user's function would end the slot
+            raised = TrainingError(f"the app raised {type(error).__name__}: {text_of(error)}")
+            payload, failed = serialized_exception(raised.with_traceback(error.__traceback__)), True
         self._assigned = None
         self._channel.send(TaskEnded(message.task, failed, payload))
