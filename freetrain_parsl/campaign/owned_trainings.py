@@ -10,6 +10,7 @@ is ended in the same way; the mover copies its last checkpoint to home and relea
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
@@ -17,7 +18,6 @@ from freetrain_parsl.storage.globus.mover import ResultStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from concurrent.futures import Future
 
     from freetrain_parsl.storage.globus.mover import Mover
 
@@ -81,7 +81,7 @@ class OwnedTrainings:
         for name in [name for name in self._submissions if name in self.held]:
             if self._mover is None or self._mover.is_ready(name):
                 self.held.discard(name)
-                self._futures[name] = self._submissions[name]()
+                self._futures[name] = _submitted(self._submissions[name])
         if self._mover is not None:
             for name in self.current - self._leaving:
                 if self._mover.lost(name) and (self._futures[name].done() or self._cancel(self._futures[name])):
@@ -171,3 +171,13 @@ class OwnedTrainings:
         if self._mover is None:
             return []
         return [*self._mover.lines(), *(f"{name} waits: {self.remark(name)}" for name in sorted(self.held))]
+
+
+def _submitted(submit: Callable[[], Future[Any]]) -> Future[Any]:
+    """Submit a training; return a failed future if that is refused: the others go on."""
+    try:
+        return submit()
+    except Exception as error:  # noqa: BLE001 - the app's arguments and its code may raise anything
+        refused: Future[Any] = Future()
+        refused.set_exception(error)
+        return refused

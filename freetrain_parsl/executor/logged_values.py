@@ -132,7 +132,7 @@ class ValueWriter:
                 training, item = self._queue.get()
                 if isinstance(item, record.Record):
                     self._on_record(training, item)
-                else:
+                elif sum(map(len, self._waiting.values())) < _MOST_WAITING:
                     self._waiting.setdefault(training, []).extend(item)
             self._write()
         except OSError as error:  # full disk, lost mount: not the run's fault
@@ -145,27 +145,40 @@ class ValueWriter:
 
     def _on_record(self, training: str, entry: record.Record) -> None:
         if isinstance(entry, record.CodeChanged):
-            self._write()
-            self._values.pop(training, None)  # it may have started over
+            try:
+                self._write()
+            finally:
+                self._values.pop(training, None)  # it may have started over
         elif training in self._trackers:
             self._ended[training] = _outcome(entry)
 
     def _write(self) -> None:
-        while self._waiting:
-            training, texts = next(iter(self._waiting.items()))
-            values = self._values.get(training) or self._open(training)
-            steps = dict(values.steps)
-            rows = (row for text in texts if (row := parse_row(text)) is not None)
-            lines = [as_line(row) for row in fresh(rows, steps)]
-            if lines:
-                with _append(values.path) as file:
-                    file.writelines(lines)
-            values.steps = steps
+        problem: OSError | None = None
+        for training, texts in list(self._waiting.items()):
+            try:
+                self._write_rows(training, texts)
+            except OSError as error:  # may concern the directory of this training only
+                problem = problem or error
+                continue
+            except Exception:
+                logger.exception("the last values of training %s cannot be kept", training)
             del self._waiting[training]
-        for training in list(self._ended):
+        for training in self._ended.keys() - self._waiting.keys():
             if (known := self._values.get(training)) is not None:
                 self._assign({"training": training, "id": known.id, "outcome": self._ended[training]})
             del self._ended[training]
+        if problem is not None:
+            raise problem
+
+    def _write_rows(self, training: str, texts: Sequence[str]) -> None:
+        values = self._values.get(training) or self._open(training)
+        steps = dict(values.steps)
+        rows = (row for text in texts if (row := parse_row(text)) is not None)
+        lines = [as_line(row) for row in fresh(rows, steps)]
+        if lines:
+            with _append(values.path) as file:
+                file.writelines(lines)
+        values.steps = steps
 
     def _open(self, training: str) -> _Values:
         directory = self._root / directory_name(training)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from freetrain_parsl.errors import InvalidSettings, did_you_mean
+from freetrain_parsl.errors import InvalidSettings, did_you_mean, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -121,9 +122,23 @@ def _checked(kind: Any, options: Any, beside: Path | None) -> TrackerSpec:
         raise InvalidSettings(f"tracker {kind!r}: {error}") from None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code, which may raise anything, or exit
         raise InvalidSettings(
-            f"tracker {kind!r} cannot be created: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"tracker {kind!r} cannot be created: {type(error).__name__}: {' '.join(text_of(error).split())}"
         ) from None
+    for name, given in options.items():
+        if not _is_json(given):
+            raise InvalidSettings(
+                f"tracker {kind!r}: option {name!r} is of type {type(given).__name__}; options are passed to another "
+                "process as JSON: use texts, numbers, lists and mappings"
+            )
     return spec
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def importable(directory: Path) -> None:

@@ -195,3 +195,17 @@ def test_a_training_that_is_withdrawn_and_lost_has_a_result_when_it_comes_back()
     mover.verdicts = {"a": ResultStatus.CONFIRMED}
     kernel.futures[1].set_result(1)
     assert collected(trainings) == ["a"]
+
+
+def test_a_training_that_cannot_be_submitted_fails_and_the_others_go_on() -> None:
+    kernel = Kernel()
+
+    def refused() -> Future[Any]:
+        raise TypeError("train() has no parameter 'lr'")
+
+    owned = OwnedTrainings({"a": refused, "b": Future}, kernel.cancel)
+    owned.admit()
+    kept: dict[str, BaseException | None] = {}
+    owned.collect(lambda name, future: kept.update({name: future.exception()}))
+    assert str(kept["a"]) == "train() has no parameter 'lr'"
+    assert owned.current == {"b"}

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from datetime import date
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,15 +17,13 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.logged_values import ValueWriter
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.trackers.base import Row, TrackedTraining
 from freetrain_parsl.trackers.csv_file import CsvTracker
 from freetrain_parsl.trackers.process import Follower
 from freetrain_parsl.trackers.rows import as_line, fresh, last_steps, parse_row, read_rows
 from freetrain_parsl.trackers.settings import TrackerSpec, parse_trackers
 from tests.trackers.reading import read_csv
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STORE: dict[str, list[tuple[int, str, float]]] = {}
 
@@ -380,3 +380,33 @@ def test_assignments_that_do_not_exist_are_named(tmp_path) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "none.jsonl does not exist: nothing was sent" in done.stderr
+
+
+@pytest.mark.parametrize("option", [date(2026, 1, 1), Path("runs"), {"a": {1, 2}}])
+def test_options_of_a_tracker_are_json(option: object) -> None:
+    """They are passed to another process; before, the values of all trainings were lost."""
+    with pytest.raises(InvalidSettings, match=r"tracker 'builtins:dict': option 'since' is of type \w+; options are"):
+        parse_trackers({"builtins:dict": {"since": option}})
+    assert parse_trackers({"builtins:dict": {"since": ["2026", 1, None]}})
+
+
+def _damage_id(place: Path) -> None:
+    (place / "trackers").mkdir(parents=True)
+    (place / "trackers" / "id").write_bytes(b"\xff")
+
+
+@pytest.mark.parametrize("damage", [lambda place: place.write_text("no directory"), _damage_id])
+def test_values_that_cannot_be_kept_do_not_hold_up_those_of_other_trainings(tmp_path: Path, damage: Any) -> None:
+    """The thread ended, or tried the first training's values again for ever."""
+    (tmp_path / "logs").mkdir()
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    damage(root / directory_name("a"))
+    writer = ValueWriter(root, tmp_path / "logs")
+    writer.start()
+    for name in ("a", "b"):
+        writer.track(name, ())
+        writer.take(name, [_row(1, loss=0.5)])
+    writer.close()
+    rows, _ = read_rows(root / directory_name("b") / "values.jsonl")
+    assert [row.step for row in rows] == [1]
