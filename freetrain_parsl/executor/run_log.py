@@ -26,7 +26,7 @@ class RunLog(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         self._reported = False
-        super().__init__(path)
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")  # names of files may be any bytes
 
     def _open(self) -> IO[str]:  # type: ignore[override]  # typeshed promises a TextIOWrapper
         stream = super()._open()

@@ -327,3 +327,11 @@ def test_all_files_of_a_run_are_private_at_its_end(tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "parsl", tmp_path)} == {0o700}
     assert stat.S_IMODE((tmp_path / "parsl" / "parsl.log").stat().st_mode) == 0o600
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644, "the target of a link is left alone"
+
+
+def test_a_log_line_with_the_bytes_of_a_file_name_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = RunLog(tmp_path / "log")
+    handler.emit(logging.LogRecord("x", logging.INFO, __file__, 1, "no caf\udce9 here", None, None))
+    handler.close()
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "no caf\\udce9 here\n"
+    assert not capsys.readouterr().err
