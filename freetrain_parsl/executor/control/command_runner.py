@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import FreeTrainError, TrainingCancelled, text_of
@@ -51,6 +52,8 @@ class CommandRunner:
         Records events.
     clock
         Seconds since the epoch, never stepped.
+    settle
+        Calls a function that settles a future, now or later.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class CommandRunner:
         inform: Callable[[planner.Event], None],
         journal: Journal,
         clock: Callable[[], float],
+        settle: Callable[[Callable[[], None]], None],
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -73,6 +77,7 @@ class CommandRunner:
         self._inform = inform
         self._journal = journal
         self._clock = clock
+        self._settle = settle
         self._failure_rate = FailureRate()
 
     def run(self, name: str, training: Training | None, command: Command) -> None:
@@ -103,7 +108,7 @@ class CommandRunner:
             case do.Resolve(payload):
                 assert training is not None
                 self._journal.commit()  # before code that waits for the future reads the journal
-                settle_with_payload(training.future, payload)
+                self._settle(partial(settle_with_payload, training.future, payload))
             case do.Fail(error):
                 assert training is not None
                 self._fail(training, error_in(error) if isinstance(error, bytes) else error)
@@ -157,7 +162,7 @@ class CommandRunner:
             final = not (isinstance(error, FreeTrainError) and error.resumable)
             self.log(record.TrainingFailed(training.name, f"{type(error).__name__}: {text_of(error)}", final))
         self._journal.commit()
-        settle_with_error(training.future, error)
+        self._settle(partial(settle_with_error, training.future, error))
 
     def log(self, entry: record.Record) -> None:
         """Write a record to the journal, and to the log what a user should know."""

@@ -32,6 +32,7 @@ from freetrain_parsl.executor.control.block_cycle import BlockCycle
 from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.control.plain_tasks import Task, TaskQueue
 from freetrain_parsl.executor.control.recorded_planner import RecordedPlanner
+from freetrain_parsl.executor.control.settler import Settler
 from freetrain_parsl.executor.control.slot_cycle import SlotCycle, SlotTaskEnded
 from freetrain_parsl.executor.control.slot_registry import SlotRegistry
 from freetrain_parsl.executor.control.training_manager import TrainingManager
@@ -121,6 +122,7 @@ class ControlLoop(threading.Thread):
     _STEP = 1.0  # steps of the wall clock by more than this, in seconds, are recorded
     _COUNTING = 600.0  # seconds between records of the requests to the batch system
     _STOPPED = 1.0  # an iteration longer than this, in seconds, may mean that the process was stopped
+    _CALLBACKS = 5.0  # seconds for which the end waits for callbacks of futures
     _BACKLOG = 0.5  # seconds for which queued messages are then read before timeouts are checked
 
     def __init__(
@@ -189,6 +191,7 @@ class ControlLoop(threading.Thread):
             lose=partial(self._slots.lose, crash=False),
             clock=self._clock,
         )
+        self._settler = Settler()
         self._manager = TrainingManager(
             shared_settings,
             registry=self._registry,
@@ -198,9 +201,14 @@ class ControlLoop(threading.Thread):
             inform=self._events.append,
             journal=journal,
             clock=self._clock,
+            settle=self._settler.post,
         )
         self._tasks = TaskQueue(
-            self._registry, self._registry.slots_per_node, server.send, shared_settings.limits.max_restarts
+            self._registry,
+            self._registry.slots_per_node,
+            server.send,
+            shared_settings.limits.max_restarts,
+            self._settler.post,
         )
         self._notes: tuple[str, ...] = ()
 
@@ -240,6 +248,7 @@ class ControlLoop(threading.Thread):
             self._record_requests(last=True)
             self._journal.close()
             self._manager.close()
+            self._settler.close(self._CALLBACKS)
             self._server.close()
 
     def _turn(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TooManyRestarts
@@ -45,6 +46,8 @@ class TaskQueue:
         Sends a message to a slot.
     max_restarts
         Number of crashes after which a task is run again.
+    settle
+        Calls a function that settles a future, now or later.
     """
 
     def __init__(
@@ -53,11 +56,13 @@ class TaskQueue:
         slots_per_node: int,
         send: Callable[[str, StartTask], object],
         max_restarts: int,
+        settle: Callable[[Callable[[], None]], None] = lambda act: act(),
     ) -> None:
         self._registry = registry
         self._slots_per_node = slots_per_node
         self._send = send
         self._max_restarts = max_restarts
+        self._settle = settle
         self._tasks: dict[int, Task] = {}
         self._queue: deque[int] = deque()
         self.lent: frozenset[str] = frozenset()
@@ -90,9 +95,9 @@ class TaskQueue:
         if task is None or task.future.done():
             return
         if message.failed:
-            settle_with_error(task.future, error_in(message.payload))
+            self._settle(lambda: settle_with_error(task.future, error_in(message.payload)))
         else:
-            settle_with_payload(task.future, message.payload)
+            self._settle(partial(settle_with_payload, task.future, message.payload))
 
     def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Put the task of a failed slot back at the front of the queue; fail it if that was too often a `crash`."""
@@ -106,7 +111,7 @@ class TaskQueue:
         error = TooManyRestarts(
             f"a task failed {task.crashes} times together with its slot, the last time because of: {reason}"
         )
-        settle_with_error(task.future, error)
+        self._settle(partial(settle_with_error, task.future, error))
 
     def demand(self, now: float) -> ev.TasksWaiting:
         """Return an event for the planner: how many nodes tasks use and could use."""

@@ -68,6 +68,8 @@ class TrainingManager:
         Records events.
     clock
         Seconds since the epoch, never stepped.
+    settle
+        Calls a function that settles a future, now or later.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TrainingManager:
         inform: Callable[[planner.Event], None],
         journal: Journal,
         clock: Callable[[], float],
+        settle: Callable[[Callable[[], None]], None] = lambda act: act(),
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -95,6 +98,7 @@ class TrainingManager:
             inform=inform,
             journal=journal,
             clock=clock,
+            settle=settle,
         )
         self._storage = StorageWatch(
             lambda: probe_root(settings.options.checkpoint_root, settings.options.root_identity), clock

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["ProcessState", "unpack_with_settings"]
 
 
-def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
 
-def _autocast(device: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _autocast(device: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     return lambda: torch.is_autocast_enabled(device), lambda value: torch.set_autocast_enabled(device, value)
 
 
-_SETTINGS: Final[Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]]] = {
+_SETTINGS: Final[Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (
         torch.get_default_device,
