@@ -29,7 +29,9 @@ def test_an_earlier_version_trains_alike(tmp_path, packages, file, selection):
     """Its tests pass with it, in other processes; what it needs is that of the installed version."""
     directory = tmp_path / "packages"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--ignore-installed"]
-    installed = subprocess.run([*pip, "--prefix", directory, *packages], capture_output=True, text=True, timeout=120, check=False)
+    installed = subprocess.run(
+        [*pip, "--prefix", directory, *packages], capture_output=True, text=True, timeout=120, check=False
+    )
     if installed.returncode:
         pytest.skip(f"{packages[0]} cannot be installed: {installed.stderr.strip().splitlines()[-1]}")
     name, _, version = packages[0].partition("==")
