@@ -244,16 +244,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a suggestion to append to an error message: the known word closest to `word`, or an empty string."""
     near = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def text_of(error: BaseException) -> str:
-    """Return an exception's text; what UTF-8 cannot encode, such as the bytes of a file name, is escaped."""
-    try:
-        return storable(str(error))
-    except BaseException as failure:  # noqa: BLE001 - of the user's class, which may even call sys.exit
-        return f"(its text cannot be shown: {type(failure).__name__})"
-
-
-def storable(text: str) -> str:
-    """Return a text with what UTF-8 cannot encode escaped: neither files nor databases take it."""
-    return text.encode(errors="backslashreplace").decode()

@@ -23,7 +23,7 @@ def contained(function: Callable[_P, object]) -> Callable[_P, None]:
         nonlocal failed
         try:
             function(*args, **kwargs)
-        except Exception:
+        except Exception:  # whatever fails in a display, the run goes on
             logger.log(logging.DEBUG if failed else logging.WARNING, "the run cannot be shown", exc_info=True)
             failed = True
 

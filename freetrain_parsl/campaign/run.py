@@ -33,12 +33,12 @@ from freetrain_parsl.errors import (
     InvalidInput,
     StorageUnavailable,
     TrainingCancelled,
-    text_of,
 )
 from freetrain_parsl.executor.run_directory import check_run_directory
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
+from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

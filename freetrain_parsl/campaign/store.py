@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, did_you_mean, storable
+from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.strict_yaml import shown
+from freetrain_parsl.texts import storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

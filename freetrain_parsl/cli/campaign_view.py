@@ -19,8 +19,8 @@ from rich.text import Text
 
 from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.report.live import remarks, training_table
-from freetrain_parsl.report.plain_text import plain
 from freetrain_parsl.report.run import RunState
+from freetrain_parsl.texts import printable
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run import CampaignRun
@@ -58,7 +58,7 @@ class ProgressView:
 
     def report(self, line: str) -> None:
         """Print a line."""
-        self._console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def report_change(self, key: str, state: str, line: str) -> None:
         """Print a line if the state of something is another than when it was last called for it."""
@@ -159,7 +159,7 @@ def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:
     console.print(_table(trainings))
     for item in trainings:
         if item.error:
-            line = Text(f"{item.name}: {plain(_first_line(item.error))}", style=_STYLES[item.state])
+            line = Text(f"{item.name}: {printable(_first_line(item.error))}", style=_STYLES[item.state])
             console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -171,7 +171,9 @@ def _table(trainings: list[TrainingRecord]) -> Table:
     table.add_column("result, or nodes", header_style="dim", overflow="fold")
     for item in trainings:
         done = "" if item.share is None else f"{item.share:.0%}"
-        table.add_row(Text(item.name), Text(item.state, style=_STYLES[item.state]), done, Text(plain(_detail(item))))
+        table.add_row(
+            Text(item.name), Text(item.state, style=_STYLES[item.state]), done, Text(printable(_detail(item)))
+        )
     return table
 
 

@@ -160,7 +160,7 @@ class ValueWriter:
             except OSError as error:  # may concern the directory of this training only
                 problem = problem or error
                 continue
-            except Exception:
+            except Exception:  # of a damaged file or a user's value: those of the others must not wait
                 logger.exception("the last values of training %s cannot be kept", training)
             del self._waiting[training]
         for training in self._ended.keys() - self._waiting.keys():

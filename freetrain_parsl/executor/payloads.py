@@ -15,7 +15,8 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize
 from parsl.serialize.errors import DeserializationError
 
-from freetrain_parsl.errors import TrainingError, text_of
+from freetrain_parsl.errors import TrainingError
+from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

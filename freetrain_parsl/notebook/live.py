@@ -117,11 +117,8 @@ class LiveDisplay:
                 snapshot = self._source.snapshot()
                 if self._widget is not None:
                     self._widget.push(_line(snapshot))
-            except (
-                FreeTrainError,
-                OSError,
-                sqlite3.Error,
-            ) as error:  # the directory is gone, or cannot be read for now
+            # The directory is gone, or cannot be read for now.
+            except (FreeTrainError, OSError, sqlite3.Error) as error:
                 self._state_problem(str(error))
                 continue
             self._update(snapshot)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.run_source import CampaignSource
 from freetrain_parsl.campaign.store import DATABASE, RunStore, plain_scalar
 from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
-from freetrain_parsl.errors import InvalidInput, storable, text_of
+from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.notebook.launch import reason_in
 from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow, short_path
@@ -21,6 +21,7 @@ from freetrain_parsl.notebook.values import outcome_row
 from freetrain_parsl.remote.detached import driver_process, local_status
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal, RunReader
+from freetrain_parsl.texts import storable, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.plain_text import plain
+from freetrain_parsl.texts import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableTy
     for training in trainings:
         if remark := training.remark(now):
             names[remark].append(training.name)
-    return [Text(f"{_some(those)} {plain(remark)}", style="yellow") for remark, those in names.items()]
+    return [Text(f"{_some(those)} {printable(remark)}", style="yellow") for remark, those in names.items()]
 
 
 def _some(names: Sequence[str]) -> str:

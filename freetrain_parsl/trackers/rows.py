@@ -6,6 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.texts import storable
 from freetrain_parsl.trackers.base import Row
 
 if TYPE_CHECKING:
@@ -37,25 +38,20 @@ def parse_row(text: str) -> Row | None:
     return Row(
         step,
         time,
-        {_text(name): _value(value) for name, value in values.items() if isinstance(value, (str, int, float))},
+        {storable(name): _value(value) for name, value in values.items() if isinstance(value, (str, int, float))},
     )
 
 
 def _value(value: Value) -> Value:
     """Return a value that every tracker can store: one that it refuses would hold up all that follow."""
     if isinstance(value, str):
-        return _text(value)
+        return storable(value)
     if isinstance(value, int) and abs(value) > _LARGEST_INT:
         try:
             return float(value)
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     return value
-
-
-def _text(text: str) -> str:
-    """Escape what UTF-8 cannot encode, such as the bytes of a file name."""
-    return text.encode("utf-8", errors="backslashreplace").decode()
 
 
 def as_line(row: Row) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from freetrain_parsl.errors import InvalidSettings, did_you_mean, text_of
+from freetrain_parsl.errors import InvalidSettings, did_you_mean
+from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -89,6 +89,8 @@ def test_best_plan_is_the_best_of_all_candidates(nodes, each, fixed, exchange, v
         return worth / (step + (plan.passes - 1) * (step - sync))
 
     assert goodput == pytest.approx(goodput_of(plan))
+    candidates = zip(*LIMITS.candidates(nodes), strict=True)
+    assert goodput == pytest.approx(max(goodput_of(BatchPlan(int(local), int(passes))) for local, passes in candidates))
     least = max(LIMITS.initial, nodes * LIMITS.least_local)
     assert goodput >= 0.97 * max(goodput_of(LIMITS.plan(batch, nodes)) for batch in range(least, 513, 16))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.texts import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +22,6 @@ _BYTES_READ = 8192
 _TRACEBACK = "Traceback (most recent call last):"
 _MOST_LINES = 4
 _LONGEST = 400  # characters
-_ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
 
 
 def last_words(resource: Mapping[str, Any] | None) -> str:
@@ -64,7 +64,7 @@ def _last_lines(path: Path) -> list[str]:
             text = file.read(_BYTES_READ).decode(errors="replace")
     except (OSError, ValueError):  # not created yet, or removed with the script directory
         return []
-    plain = (_printable(line) for line in _without_frames(text.splitlines()))
+    plain = (printable(line).strip() for line in _without_frames(text.splitlines()))
     return [line for line in plain if line]
 
 
@@ -77,7 +77,3 @@ def _without_frames(lines: Iterable[str]) -> Iterator[str]:
         elif not (in_traceback and (line.startswith(" ") or not line)):
             in_traceback = False
             yield line
-
-
-def _printable(line: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in _ESCAPE.sub("", line)).strip()

@@ -8,16 +8,18 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import FreeTrainError, TrainingCancelled, text_of
+from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
 from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_payload
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import AddMember, StartArray, StartRun
+from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.executor.control.settler import Settle
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.journal import Journal
@@ -67,7 +69,7 @@ class CommandRunner:
         inform: Callable[[planner.Event], None],
         journal: Journal,
         clock: Callable[[], float],
-        settle: Callable[[Callable[[], None]], None],
+        settle: Settle,
     ) -> None:
         self._settings = settings
         self._registry = registry

@@ -18,7 +18,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted, text_of
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted
 from freetrain_parsl.executor.batch.start_failures import StartWatch
 from freetrain_parsl.executor.batch.submitter import (
     BatchSystemEnded,
@@ -56,6 +56,7 @@ from freetrain_parsl.protocol.messages import (
     TaskEnded,
     Values,
 )
+from freetrain_parsl.texts import text_of
 from freetrain_parsl.windows.base import Survey
 from freetrain_parsl.windows.commands import COMMAND_COUNTS
 

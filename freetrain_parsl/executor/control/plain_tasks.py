@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.executor.control.settler import settle_at_once
 from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_payload
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.protocol.messages import StartTask
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from freetrain_parsl.executor.control.settler import Settle
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.protocol.messages import TaskEnded
 
@@ -56,7 +58,7 @@ class TaskQueue:
         slots_per_node: int,
         send: Callable[[str, StartTask], object],
         max_restarts: int,
-        settle: Callable[[Callable[[], None]], None] = lambda act: act(),
+        settle: Settle = settle_at_once,
     ) -> None:
         self._registry = registry
         self._slots_per_node = slots_per_node

@@ -1,22 +1,30 @@
-"""A thread that settles futures: it runs code of the user's, which may block."""
+"""A thread that settles futures: this runs user code, which may block."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Settler"]
+__all__ = ["Settle", "Settler", "settle_at_once"]
+
+Settle: TypeAlias = "Callable[[Callable[[], None]], None]"
+"""Calls a function that settles a future, now or later."""
+
+
+def settle_at_once(settle: Callable[[], None]) -> None:
+    """Settle a future in this thread, see `Settle`."""
+    settle()
 
 
 class Settler:
     """Settles futures in order, in a thread of its own.
 
     Results are unpickled and callbacks of futures are called there. In the control loop's thread, a callback that takes
-    a minute would end all slots, which hear nothing from the driver meanwhile.
+    a minute would end all slots, whose heartbeats would not be answered meanwhile.
     """
 
     def __init__(self) -> None:

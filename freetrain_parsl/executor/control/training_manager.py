@@ -13,6 +13,7 @@ from freetrain_parsl.executor.control.curve_keeper import CurveKeeper
 from freetrain_parsl.executor.control.curve_learning import CurveLearning
 from freetrain_parsl.executor.control.fusion.cohort_manager import CohortManager
 from freetrain_parsl.executor.control.rendezvous import RendezvousServer
+from freetrain_parsl.executor.control.settler import settle_at_once
 from freetrain_parsl.executor.control.storage_watch import StorageWatch
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from concurrent.futures import Future
 
+    from freetrain_parsl.executor.control.settler import Settle
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.control.training.commands import Command
     from freetrain_parsl.executor.control.training.events import Event
@@ -83,7 +85,7 @@ class TrainingManager:
         inform: Callable[[planner.Event], None],
         journal: Journal,
         clock: Callable[[], float],
-        settle: Callable[[Callable[[], None]], None] = lambda act: act(),
+        settle: Settle = settle_at_once,
     ) -> None:
         self._settings = settings
         self._registry = registry

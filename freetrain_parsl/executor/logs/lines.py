@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
+from freetrain_parsl.texts import storable
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -79,7 +81,7 @@ def as_text(time: float, source: str, text: str) -> str:
     """
     stamp = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")[:-6]
     prefix = f"{stamp}Z {source} "
-    shown = _CONTROL.sub("", text).encode("utf-8", errors="backslashreplace").decode()
+    shown = storable(_CONTROL.sub("", text))
     return prefix + shown.replace("\n", f"\n{prefix}") + "\n"
 
 

@@ -1,7 +1,7 @@
 """What a training may change in its process, and must not leave to the next training there.
 
 Some of it is set where the training's modules are imported, such as ``torch.set_default_dtype`` at the top of a file.
-That happens once in a process, and counts for each training of these modules.
+That happens once in a process, and applies to each training of these modules.
 """
 
 from __future__ import annotations

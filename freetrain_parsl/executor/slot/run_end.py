@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize, serialize
 
-from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError, storable, text_of
+from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
+from freetrain_parsl.texts import storable, text_of
 
 if TYPE_CHECKING:
     from freetrain_parsl.protocol.reports import RunEnd

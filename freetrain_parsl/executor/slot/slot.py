@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import BatchSystemError, TrainingError, text_of
+from freetrain_parsl.errors import BatchSystemError, TrainingError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.logs.lines import as_text
@@ -55,6 +55,7 @@ from freetrain_parsl.protocol.messages import (
     ToRun,
     Welcome,
 )
+from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
