@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from freetrain_parsl.executor.slot.pool_directory import PoolDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -173,3 +176,43 @@ def test_a_pool_with_a_slot_is_left_alone() -> None:
         pilot.terminate()
         _signal_all(pilot.pid, signal.SIGKILL)
         pilot.wait(10)
+
+
+# The pool's process: its fork server and its manager each have a socket, as those of Parsl's pool have.
+_POOL_WITH_SOCKETS = """
+import multiprocessing, signal
+from freetrain_parsl.executor.htex.worker_pool import _use_pool_directory
+_use_pool_directory()
+manager = multiprocessing.get_context("forkserver").Manager()
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Return a directory whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
+def test_a_node_leaves_no_temporary_files(short_path, monkeypatch, killed) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    command = [sys.executable, "-m", "freetrain_parsl.executor.slot.pilot", sys.executable, "-c", _POOL_WITH_SOCKETS]
+    environment = {**os.environ, "TMPDIR": str(short_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as pilot:
+        assert pilot.stdout is not None
+        assert pilot.stdout.readline() == b"ready\n"
+        [directory] = short_path.iterdir()
+        assert len(list(directory.glob("listener-*"))) == 2
+        pilot.send_signal(signal.SIGKILL if killed else signal.SIGTERM)
+        pilot.wait(10)
+        if killed:
+            with PoolDirectory():
+                assert directory.exists(), "the pool is still alive"
+            _signal_all(pilot.pid, signal.SIGKILL)
+            assert _until(lambda: not _session(pilot.pid))
+            with PoolDirectory():  # as the next pilot on this node
+                assert not directory.exists()
+    assert list(short_path.iterdir()) == []

@@ -121,7 +121,7 @@ def _until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
     return False
 
 
-_OF_ONE_JOB = {ADDRESS, "FREETRAIN_PILOT", "FREETRAIN_CLUSTER_JOB_ID", processes.MARK}
+_OF_ONE_JOB = {"FREETRAIN_POOL_DIRECTORY", ADDRESS, "FREETRAIN_PILOT", "FREETRAIN_CLUSTER_JOB_ID", processes.MARK}
 
 
 def test_a_program_sees_and_shows_what_it_would_in_its_own_interpreter(node: Node) -> None:
@@ -240,6 +240,27 @@ def test_clients_that_leave_or_send_nonsense_do_not_keep_the_server_from_serving
 
 def test_the_socket_is_private(warm_start: WarmStart) -> None:
     assert Path(warm_start.environment[ADDRESS]).parent.stat().st_mode & 0o077 == 0
+
+
+_KILLED_OWNER = """
+import os, signal
+from freetrain_parsl.executor.warm_start.owner import WarmStart
+with WarmStart() as server:
+    print(*server.environment.values(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_directory_of_an_owner_that_was_killed_is_removed() -> None:
+    owner = subprocess.run(
+        [sys.executable, "-c", _KILLED_OWNER], capture_output=True, text=True, timeout=60, check=False
+    )
+    directory = Path(owner.stdout.strip()).parent
+    assert directory.name.startswith("ft-warm-")
+    end = time.monotonic() + 60
+    while directory.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not directory.exists()
 
 
 def _with_children(pid: int) -> set[int]:

@@ -13,6 +13,7 @@ from multiprocessing import forkserver
 from typing import Final
 
 from freetrain_parsl.executor.htex.steady import LEAN_PARSL, run_steadily
+from freetrain_parsl.executor.slot.pool_directory import hold_pool_directory
 
 __all__ = ["WARM"]
 
@@ -31,6 +32,7 @@ WARM: Final = (
 
 def main() -> None:
     """Start the fork server, then run the pool as this process's main program."""
+    _use_pool_directory()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(WARM))
     forkserver.ensure_running()
@@ -40,6 +42,17 @@ def main() -> None:
 
     parsl.multiprocessing.SpawnContext = context  # type: ignore[assignment]
     run_steadily(_POOL)
+
+
+def _use_pool_directory() -> None:
+    """Let multiprocessing create its sockets in the pool's directory, here and in all processes that this one starts.
+
+    Other temporary files, those of users' functions among them, are created where they always are.
+    """
+    directory = hold_pool_directory()
+    if directory is not None:
+        # As `multiprocessing.util.get_temp_dir` sets it. A directory within this one would make the paths too long.
+        multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 if __name__ == "__main__":

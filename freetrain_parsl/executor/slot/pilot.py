@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from freetrain_parsl.cluster.processes import living
+from freetrain_parsl.executor.slot.pool_directory import POOL_DIRECTORY, PoolDirectory
 from freetrain_parsl.executor.warm_start import ADDRESS
 
 if TYPE_CHECKING:
@@ -84,8 +85,18 @@ def main(
     # Blocked before the child starts, so that no signal is missed between its start and `sigtimedwait`.
     awaited = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    environment = {**os.environ, _PILOT: str(os.getpid())}
-    pool = start(command, environment, _deaf)
+    with PoolDirectory() as directory:
+
+        def prepare() -> None:
+            _deaf()
+            directory.release()
+
+        environment = {**os.environ, _PILOT: str(os.getpid()), POOL_DIRECTORY: str(directory.path)}
+        return _attend(start(command, environment, prepare), awaited)
+
+
+def _attend(pool: PoolProcess, awaited: set[signal.Signals]) -> int:
+    """Wait for the end of the pool or the awaited signals, and end the pool."""
     patience = float(os.environ.get(_PATIENCE, _DEFAULT_PATIENCE))
     seen = time.monotonic()
     while (code := pool.poll()) is None:

@@ -24,6 +24,8 @@ import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.cluster import processes
@@ -53,8 +55,17 @@ def main(descriptor: int) -> None:
         gc.collect()
         gc.freeze()  # else each forked process copies all objects when it collects garbage
         program = _serve(listener, own, set_by_imports)
+        if program is None:
+            _remove_address(Path(listener.getsockname()))
     if program is not None:
         program()
+
+
+def _remove_address(path: Path) -> None:
+    """Remove the socket and its directory, as an owner that was killed could not."""
+    with suppress(OSError):  # the owner has
+        path.unlink()
+        path.parent.rmdir()
 
 
 def _serve(listener: socket.socket, own: dict[str, Any], set_by_imports: dict[str, str]) -> Callable[[], None] | None:
