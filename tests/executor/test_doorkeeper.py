@@ -189,6 +189,7 @@ server.close()
 """
 
 
+@pytest.mark.slow
 def test_a_process_with_few_descriptors_has_some_left_through_a_flood(tmp_path: Path) -> None:
     """The limit is 256 descriptors; 400 unauthenticated connections are opened as fast as possible, and kept."""
     flooded = subprocess.Popen(

@@ -45,6 +45,7 @@ def test_a_notebook_of_the_docs_runs(path, tmp_path, monkeypatch, mark):
     assert any("image/png" in output.get("data", {}) for output in book.cells[-2].outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_of_the_docs_is_saved_with_its_outputs_and_without_widgets(path):
     """It reads well where nothing can run, and names no directory of the machine that wrote it."""

@@ -115,6 +115,7 @@ assert manager.newest is None
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_waits_for_a_write_when_it_exits(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SAVES_AND_ENDS, str(tmp_path)], check=True)
     assert (tmp_path / "net" / "latest").read_text() == "step-0000000001\n"

@@ -2,7 +2,7 @@
 
 Parsl starts a new interpreter for each worker, and for the pool's manager before them, which imports Parsl again, and
 each slot then imports torch: seconds of CPU time each, in a window of minutes. Here they are forked from one server,
-which imports everything once per node while the pool starts.
+which imports everything once per node while the pool starts (`warm_imports`).
 """
 
 from __future__ import annotations
@@ -15,26 +15,17 @@ from typing import Final
 from freetrain_parsl.executor.htex.steady import LEAN_PARSL, run_steadily
 from freetrain_parsl.executor.slot.pool_directory import hold_pool_directory
 
-__all__ = ["WARM"]
+__all__ = ["WARM_IMPORTS"]
 
+WARM_IMPORTS: Final = "freetrain_parsl.executor.htex.warm_imports"
 _POOL: Final = "parsl.executors.high_throughput.process_worker_pool"
-
-# The imports of a slot until its first step; `torch.optim` imports the compiler front end with the first optimizer.
-# None of them may touch an accelerator: a forked process cannot use one that its parent has initialized.
-WARM: Final = (
-    LEAN_PARSL,
-    _POOL,
-    "freetrain_parsl.executor.slot.slot",
-    "freetrain_parsl.training.fragment",
-    "torch._dynamo",
-)
 
 
 def main() -> None:
     """Start the fork server, then run the pool as this process's main program."""
     _use_pool_directory()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(WARM))
+    context.set_forkserver_preload([WARM_IMPORTS])
     forkserver.ensure_running()
     importlib.import_module(LEAN_PARSL)
 

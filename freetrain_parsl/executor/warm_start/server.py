@@ -11,7 +11,6 @@ It ends when its standard input is closed, with its owner; processes that it has
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import multiprocessing
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.cluster import processes
-from freetrain_parsl.executor.htex.worker_pool import WARM
+from freetrain_parsl.executor.htex.worker_pool import WARM_IMPORTS
 from freetrain_parsl.executor.slot import pilot
 from freetrain_parsl.executor.warm_start import forked, namespaces
 from freetrain_parsl.executor.warm_start.client import LENGTH, circumstances
@@ -49,11 +48,8 @@ def main(descriptor: int) -> None:
     own = _plain(circumstances())  # before the imports
     with socket.socket(fileno=descriptor) as listener:
         before = dict(os.environ)
-        for module in WARM:  # nodes that connect meanwhile wait
-            importlib.import_module(module)
+        importlib.import_module(WARM_IMPORTS)  # nodes that connect meanwhile wait
         set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
-        gc.collect()
-        gc.freeze()  # else each forked process copies all objects when it collects garbage
         program = _serve(listener, own, set_by_imports)
         if program is None:
             _remove_address(Path(listener.getsockname()))
