@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.campaign import Campaign
+from freetrain_parsl.campaign.display import contained
 from freetrain_parsl.campaign.lock import driver_lock, own_identity
 from freetrain_parsl.campaign.run import make_run_directory, refuse_living_driver, run_signals
 from freetrain_parsl.campaign.store import RunStore
@@ -233,6 +234,7 @@ class SitesRun:
             Another coordinator is running; a site refuses the campaign before any training is assigned.
         """
         refuse_living_driver(self.store)
+        report, show = contained(report), contained(show)
         with driver_lock(self.directory):
             coordinator = self._coordinator()
             try:

@@ -139,12 +139,21 @@ def test_a_campaign_is_done_once_and_its_results_are_in_the_run_directory(projec
     assert again.drive(report=ignore, show=ignore) == "finished"
 
 
+def test_a_display_that_fails_costs_its_lines_and_not_the_run(project: Path) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = create(project, {"a": ScriptedSite(), "b": ScriptedSite()})
+    assert run.drive(report=fail, show=fail) == "finished"
+
+
 def test_a_new_coordinator_goes_on_with_the_numbers_of_the_old_one(project: Path) -> None:
     sites = {"a": ScriptedSite(finishes=False), "b": ScriptedSite(finishes=False)}
     run = create(project, sites)
 
     def leave(coordinator: Any, elapsed: float) -> None:
-        assert elapsed < 60, coordinator.as_json()
+        if elapsed > 60:
+            pytest.fail(str(coordinator.as_json()))
         if all(site.confirmed for site in coordinator.sites.values()):
             signal.raise_signal(signal.SIGHUP)
 
@@ -167,7 +176,8 @@ def test_ctrl_c_stops_the_sites_and_a_second_one_leaves_them(project: Path) -> N
     run, said, interrupted = create(project, sites), [], []
 
     def interrupt(coordinator: Any, elapsed: float) -> None:
-        assert elapsed < 60, (said, coordinator.as_json())
+        if elapsed > 60:
+            pytest.fail(str((said, coordinator.as_json())))
         if all(site.confirmed for site in coordinator.sites.values()) and not interrupted:
             interrupted.append(True)
             signal.raise_signal(signal.SIGINT)
@@ -188,7 +198,8 @@ def test_a_site_whose_driver_had_died_has_not_saved_and_that_is_said(project: Pa
     run.place_of = lambda _run, name: sites[name]
 
     def stop(coordinator: Any, elapsed: float) -> None:
-        assert elapsed < 60, coordinator.as_json()
+        if elapsed > 60:
+            pytest.fail(str(coordinator.as_json()))
         if all(site.confirmed for site in coordinator.sites.values()):
             run.store.request_stop()
 
@@ -204,7 +215,8 @@ def test_the_last_line_does_not_say_that_a_site_has_stopped_whose_driver_had_die
     run = create(project, sites)
 
     def stop(_view: SitesView, coordinator: Coordinator, elapsed: float) -> None:
-        assert elapsed < 60, coordinator.as_json()
+        if elapsed > 60:
+            pytest.fail(str(coordinator.as_json()))
         if all(site.confirmed for site in coordinator.sites.values()):
             run.store.request_stop()
 
@@ -361,8 +373,8 @@ def test_a_training_that_has_failed_is_retried_and_the_failure_before_does_not_c
         again.to_retry(["t9"])
 
     def leave(coordinator: Coordinator, elapsed: float) -> None:
-        assert elapsed < 60, coordinator.as_json()
-        assert coordinator.trainings["t1"].ended is None
+        if elapsed > 60 or coordinator.trainings["t1"].ended is not None:
+            pytest.fail(str(coordinator.as_json()))
         if coordinator.trainings["t1"].site is not None and all(site.retry for site in sites.values()):
             signal.raise_signal(signal.SIGHUP)
 
@@ -396,7 +408,8 @@ def test_explain_says_why_a_training_is_at_its_site_and_which_waits(project: Pat
     assert "t1 waiting: no decision has been made yet" in before.output
 
     def leave(coordinator: Coordinator, elapsed: float) -> None:
-        assert elapsed < 60, coordinator.as_json()
+        if elapsed > 60:
+            pytest.fail(str(coordinator.as_json()))
         if coordinator.sites["a"].confirmed:
             signal.raise_signal(signal.SIGHUP)
 
