@@ -97,7 +97,7 @@ def test_after_ctrl_c_or_a_polite_kill_nothing_is_left(drivers: _Drivers, number
     assert _line(driver) == "checkpoint"
     drivers.remember(driver)
     left = drivers.left()
-    for what in ("job ", "HTEX interchange", "process_worker_pool"):
+    for what in ("job ", "HTEX interchange", "htex.worker_pool"):
         assert any(what in line for line in left), "the check itself works"
     driver.send_signal(number)
     assert driver.wait(30) != 0, "it did not run to its end"

@@ -61,7 +61,7 @@ _LEAVES_WITHIN = 30.0  # seconds for all other processes to end after the driver
 # Part of a command line -> kind of process; the first match counts.
 _ROLES = (
     ("freetrain_parsl.executor.slot.pilot", "pilot"),
-    ("process_worker_pool", "manager"),
+    ("htex.worker_pool", "manager"),
     ("interchange", "interchange"),
     ("cluster.daemon", "daemon"),
     ("/freetrain ", "driver"),
