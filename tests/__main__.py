@@ -1,7 +1,8 @@
 """Run the test suite in parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
 
-Those that use a GPU run alone and first, so that the last summary is never that of skipped tests only. Quick tests have
-a core each. Many of the slow ones wait for daemons, so two of them share a core. Those that measure delays run alone.
+Those that use a GPU run alone and first, so that the last summary is never that of skipped tests only. Tests without
+daemons use all cores, the quick ones first. Tests with daemons wait most of the time, so two of them share a core.
+Those that measure delays are the last, two at a time.
 ``python -m pytest`` runs the same tests one by one.
 """
 
@@ -14,8 +15,9 @@ import time
 
 import pytest
 
-PARTS = {"gpu": 1, "quick": 4, "slow": 4, "alone": 1}  # part -> maximum number of concurrent tests
-TESTS_PER_CORE = {"slow": 2}
+# Part -> maximum number of concurrent tests; those with daemons use less than half a core each.
+PARTS = {"gpu": 1, "quick": 4, "slow": 4, "daemons": 4, "timed": 2}
+TESTS_PER_CORE = {"daemons": 2}
 NOTHING, FAILED = int(pytest.ExitCode.NO_TESTS_COLLECTED), int(pytest.ExitCode.TESTS_FAILED)
 
 

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 # Part -> the marks of its tests; a test with marks of several is in the first of these parts, one with none in `quick`.
 MARKS = {
     "gpu": ("gpu",),
-    "alone": ("alone",),
-    "slow": ("slow", "browser", "cluster", "slurm", "hosts", "globus"),
+    "timed": ("timed",),
+    "daemons": ("cluster", "slurm", "hosts", "globus"),
+    "slow": ("slow", "browser"),
 }
-DAEMONS = ("cluster", "slurm", "hosts", "globus")  # marks of tests that wait for daemons, a minute some of them
 
 _MARKS_OF_ALL = re.compile(r"^pytestmark = (?:\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)  # of the tests of a file
 
@@ -105,22 +105,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if part := config.getoption("--part"):
         config.hook.pytest_deselected(items=[item for own, item in zip(parts, items, strict=True) if own != part])
         items[:] = [item for own, item in zip(parts, items, strict=True) if own == part]
-        if part == "slow":
-            items.sort(key=turns(items).__getitem__)
-
-
-def turns(items: list[pytest.Item]) -> dict[pytest.Item, float]:
-    """Return the turn of each test, from zero to one: files with daemons evenly among the others, which are the last.
-
-    So tests that compute use the processor while others wait, and no long test is left for the end.
-    """
-    waiting = {item.path for item in items if any(map(item.get_closest_marker, DAEMONS))}
-    turn: dict[Path, float] = {}
-    for group, end in ((True, 0.85), (False, 1.0)):
-        tests = [item for item in items if (item.path in waiting) is group]
-        for number, item in enumerate(tests):
-            turn.setdefault(item.path, end * number / len(tests))
-    return {item: turn[item.path] for item in items}
 
 
 @pytest.fixture(scope="session", autouse=True)

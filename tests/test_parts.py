@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.__main__ import FAILED, NOTHING, PARTS, arguments_of, main, verdict
-from tests.conftest import may_have, part_of, pytest_collection, pytest_collection_modifyitems, turns
+from tests.conftest import may_have, part_of, pytest_collection, pytest_collection_modifyitems
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_part_without_tests_is_no_failure_unless_all_are(codes, code):
 
 
 @pytest.mark.parametrize(
-    ("codes", "calls"), [([0, NOTHING, 0, NOTHING], 4), ([FAILED, 0, 0, 0], 4), ([2], 1), ([NOTHING, 4], 2)]
+    ("codes", "calls"), [([0, NOTHING, 0, 0, NOTHING], 5), ([FAILED, 0, 0, 0, 0], 5), ([2], 1), ([NOTHING, 4], 2)]
 )
 def test_what_follows_a_failed_test_runs_but_not_what_follows_an_interruption(codes, calls, monkeypatch):
     asked = []
@@ -53,37 +53,25 @@ def workers_of(part, cores):
     return int(arguments[arguments.index("-n") + 1]) if "-n" in arguments else 1
 
 
-def test_quick_tests_have_a_core_each_and_two_slow_ones_share_one():
-    assert [workers_of(part, 1) for part in ("quick", "slow")] == [1, 2]
-    assert [workers_of(part, 2) for part in ("quick", "slow")] == [2, 4]
+def test_tests_that_compute_have_a_core_each_and_two_that_wait_for_daemons_share_one():
+    assert [workers_of(part, 1) for part in ("quick", "slow", "daemons")] == [1, 1, 2]
+    assert [workers_of(part, 2) for part in ("quick", "slow", "daemons")] == [2, 2, 4]
     assert all(workers_of(part, 64) <= 4 for part in PARTS)
 
 
-def test_what_measures_runs_alone_on_any_machine():
-    assert "-n" not in arguments_of("alone", 64)
+def test_what_measures_has_a_core_of_its_own():
+    assert [workers_of("timed", cores) for cores in (1, 2, 64)] == [1, 2, 2]
 
 
 def test_marks_tell_the_part():
-    """`gpu` comes first, then `alone`, then what is slow or has daemons; others are quick."""
+    """`gpu` comes first, then `timed`, then `cluster`, `slurm` and `hosts`, then `slow`; others are quick."""
 
     def part(*marks):
         return part_of(SimpleNamespace(get_closest_marker=lambda name: name in marks))
 
     parts = [part(), part("gpu"), part("slow"), part("cluster"), part("slurm"), part("hosts", "slow")]
-    assert parts == ["quick", "gpu", "slow", "slow", "slow", "slow"]
-    assert part("slurm", "alone") == "alone"
-
-
-def test_files_with_daemons_run_among_the_others_which_are_the_last():
-    class Test:
-        def __init__(self, file, *marks):
-            self.path, self.get_closest_marker = file, lambda name: name in marks
-
-    waiting, computing = ("a", "b"), ("c", "d", "e")
-    items = [Test(file, *["slurm"] * (number == 1)) for file in waiting for number in range(3)]
-    items += [Test(file, "slow") for file in computing for _ in range(4)]
-    items.sort(key=turns(items).__getitem__)
-    assert "".join(item.path for item in items) == "aaaccccddddbbbeeee"
+    assert parts == ["quick", "gpu", "slow", "daemons", "daemons", "daemons"]
+    assert part("slurm", "timed") == "timed"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +90,7 @@ def test_a_file_is_collected_for_the_parts_that_its_tests_may_be_in(tmp_path, te
     file.write_text(text.format("mark", "mark"))
     assert [part for part in PARTS if may_have(part, file)] == parts
     (tmp_path / "conftest.py").write_text("marks=pytest." + "mark.hosts")
-    assert [part for part in PARTS if may_have(part, file)] == list(dict.fromkeys([*parts, "slow"]))
+    assert [part for part in PARTS if may_have(part, file)] == [*parts, "daemons"]
 
 
 def test_a_test_that_no_part_would_collect_is_an_error_when_the_quick_part_runs(tmp_path):

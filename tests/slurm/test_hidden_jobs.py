@@ -16,7 +16,7 @@ from tests.slurm.main_queue import main_job, seconds_until_started, until_planne
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.alone,
+    pytest.mark.timed,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may submit jobs of two users"),
 ]
 

@@ -9,7 +9,7 @@ from tests.slurm.main_queue import main_job, seconds_until_started
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_without_any_grace_the_main_job_has_its_nodes_at_once_and_no_work_is_lost(start, cluster) -> None:
     """The slots save and exit at the first signal, long before Slurm kills remaining processes."""
     driver = start("graceless")
@@ -23,7 +23,7 @@ def test_without_any_grace_the_main_job_has_its_nodes_at_once_and_no_work_is_los
     assert driver.run.fragments[-1].resumed_from >= saved
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_main_job_does_not_wait_for_a_block_that_cannot_be_preempted(start, cluster) -> None:
     """Without preemption, we detect the waiting job and yield by ourselves."""
     driver = start("main")
