@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -60,15 +59,15 @@ def test_a_killed_process_has_no_exit_code_and_does_not_run(tmp_path):
 @pytest.mark.slow
 def test_an_interrupt_comes_after_the_process_has_recorded_itself(tmp_path, monkeypatch):
     """The next cell finds it, and starts no other one."""
-    pauses = iter([KeyboardInterrupt])
+    interrupts = iter([KeyboardInterrupt])
 
-    def sleep(seconds):
-        for interrupt in pauses:
+    def look(directory):
+        for interrupt in interrupts:
             raise interrupt
-        threading.Event().wait(seconds)
+        return process_of(directory)
 
     with monkeypatch.context() as patched:
-        patched.setattr("freetrain_parsl.remote.launch.time.sleep", sleep)
+        patched.setattr("freetrain_parsl.remote.launch.process_of", look)
         with pytest.raises(KeyboardInterrupt):
             launch(tmp_path, ["--version"], tmp_path)
     assert process_of(tmp_path) is not None
