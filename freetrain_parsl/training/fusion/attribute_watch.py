@@ -1,4 +1,4 @@
-"""Noting that user code has assigned attributes of modules or registered hooks: an array was compared before."""
+"""Noting that user code has assigned attributes of modules or changed hooks: an array was compared before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class AttributeWatch:
         self.changed = False
         """Whether an attribute has changed since this was set to False."""
         self._modules: set[int] = set()
-        self._hooks = 0  # number of hooks that were ever registered, when it was last looked for them
+        # Number of hooks that were ever registered, when it was last looked for them; none after one was removed.
+        self._hooks: int | None = None
         self._hooks_of_modules: list[int] = []
         self._pauses = 0
 
@@ -40,27 +41,33 @@ class AttributeWatch:
         self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
 
     def look_for_hooks(self, modules: Sequence[nn.Module]) -> None:
-        """Note if hooks were registered for the watched modules, which are given, or their parameters."""
-        if RemovableHandle.next_id != self._hooks:  # else no hook of any kind was
+        """Note if the watched modules, which are given, or their parameters have got or lost hooks."""
+        if RemovableHandle.next_id != self._hooks:  # else no hook of any kind was registered or removed
             before = self._hooks_of_modules
             self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
             self.changed = self.changed or before != self._hooks_of_modules
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Watch in this context; it replaces ``nn.Module.__setattr__``."""
-        original = nn.Module.__setattr__
+        """Watch in this context; it replaces ``nn.Module.__setattr__`` and ``RemovableHandle.remove``."""
+        original, remove_hook = nn.Module.__setattr__, RemovableHandle.remove
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             if id(module) in self._modules and not self._pauses and _differs(vars(module).get(name, _MISSING), value):
                 self.changed = True
             original(module, name, value)
 
+        def remove(handle: RemovableHandle) -> None:
+            self._hooks = None
+            remove_hook(handle)
+
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+        RemovableHandle.remove = remove  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             nn.Module.__setattr__ = original  # type: ignore[method-assign]
+            RemovableHandle.remove = remove_hook  # type: ignore[method-assign]
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Hooks of a training's model, from the beginning or later: they are called as alone."""
+"""Hooks of a training's model, from the beginning or later, and until their removal: they are called as alone."""
 
 from __future__ import annotations
 
@@ -68,3 +68,34 @@ def test_hooks_are_called_as_alone(tmp_path: Path, register: Callable[..., Any],
         value = alone(tmp_path / "alone", str(number), point, train)
         assert distance(outcome.value(str(number)), value) < 1e-10
     assert outcome.engine.fused_steps == 4 * begin
+
+
+def doubled(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+def train_with_a_hook(session: Any, *, lr: float, end: int) -> Any:
+    net = nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    hook = net[0].register_forward_hook(doubled)
+    model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+    batches = session.loader(data(), batch_size=16)
+    for epoch in session.epochs(3):
+        if epoch == end:
+            hook.remove()
+        for x, y in batches:
+            session.step(cross_entropy(model(x), y))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("ends", "fused"),
+    [((1, 1, 1), 12), ((3, 1, 3), 4), ((1, 3, 3), 4)],
+    ids=["all members", "the second", "the first"],
+)
+def test_a_hook_that_members_remove_is_called_until_then(tmp_path: Path, ends: tuple[int, ...], fused: int) -> None:
+    points = [{"lr": lr, "end": end} for lr, end in zip((0.02, 0.05, 0.1), ends, strict=True)]
+    outcome = together(tmp_path / "array", points, train_with_a_hook)
+    for number, point in enumerate(points):
+        value = alone(tmp_path / "alone", str(number), point, train_with_a_hook)
+        assert distance(outcome.value(str(number)), value) < 1e-10
+    assert outcome.engine.fused_steps == fused
