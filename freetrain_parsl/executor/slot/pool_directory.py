@@ -58,7 +58,7 @@ class PoolDirectory:
         self.release()
 
     def release(self) -> None:
-        """Close the lock; called in a process that was forked from the pilot."""
+        """Close the lock: at the end, or in a process that was forked from the pilot."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
