@@ -276,10 +276,10 @@ def record(state: str, reason: str = "None") -> SlurmJob:
     ],
 )
 def test_states_of_jobs(state, reason, expected):
-    """Only a running block has nodes and an end; every unusual state has a reason."""
+    """Only a running block has nodes and an end, not one that has ended; every unusual state has a reason."""
     status = block_status(record(state, reason))
     assert status.state is expected
-    assert bool(status.nodes) is (status.ends is not None) is (expected is BlockState.RUNNING)
+    assert bool(status.nodes) is (status.ends is not None) is (state == "RUNNING")
     assert status.reason or (state, expected) in {
         (state, BlockState.RUNNING),
         (state, BlockState.TIMED_OUT),

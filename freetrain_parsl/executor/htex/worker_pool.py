@@ -15,10 +15,20 @@ from typing import Final
 from freetrain_parsl.executor.htex.steady import LEAN_PARSL, run_steadily
 from freetrain_parsl.executor.slot.pool_directory import hold_pool_directory
 
-__all__ = ["WARM_IMPORTS"]
+__all__ = ["WARM", "WARM_IMPORTS"]
 
 WARM_IMPORTS: Final = "freetrain_parsl.executor.htex.warm_imports"
 _POOL: Final = "parsl.executors.high_throughput.process_worker_pool"
+
+# The imports of a slot until its first step; `torch.optim` imports the compiler front end with the first optimizer.
+# None of them may touch an accelerator: a forked process cannot use one that its parent has initialized.
+WARM: Final = (
+    LEAN_PARSL,
+    _POOL,
+    "freetrain_parsl.executor.slot.slot",
+    "freetrain_parsl.training.fragment",
+    "torch._dynamo",
+)
 
 
 def main() -> None:

@@ -102,11 +102,11 @@ def plain_features(constraint: str) -> frozenset[str] | None:
 def block_status(record: SlurmJob) -> BlockStatus:
     """Return the status of one of our jobs."""
     state, sentence = block_state(record.state)
-    nodes: tuple[str, ...] = ()
-    if state is BlockState.RUNNING:
-        nodes = tuple(expand_hosts(record.nodes)) if record.nodes else ()
-    elif record.state == "PENDING":
+    # A completing job has ended before: it is not a block that has started, whose nodes are lost at a time in the past.
+    runs = state is BlockState.RUNNING and record.state != "COMPLETING"
+    nodes = tuple(expand_hosts(record.nodes)) if runs and record.nodes else ()
+    if record.state == "PENDING":
         waiting, sentence = explain_reason(record.reason)
         if waiting is PendingCause.CHANGE:
             state = BlockState.HELD
-    return BlockStatus(state, nodes, record.ends if state is BlockState.RUNNING else None, sentence)
+    return BlockStatus(state, nodes, record.ends if runs else None, sentence)
