@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
+from parsl.curvezmq import ClientContext
 
 from freetrain_parsl.errors import ClusterGone
 from freetrain_parsl.executor.htex.interchange_watch import (
@@ -176,6 +179,22 @@ def test_a_real_interchange_that_hangs_is_replaced_and_the_training_finishes(sta
     (tmp_path / "slow").unlink()
     assert future.result(timeout=240)["metrics"]["epochs"] == 8
     assert "not answered" in entries(site, "interchange_ended")[0].detail["reason"]
+
+
+@pytest.mark.cluster
+def test_a_worker_pool_that_connects_again_is_answered_though_its_first_connection_is_still_open(start) -> None:
+    """A pool connects twice under one name: it tries the addresses first, and does not wait until that has closed."""
+    executor = start(nodes=1).executor
+    context = ClientContext(executor.cert_dir)
+    with contextlib.ExitStack() as stack:
+        stack.callback(context.term)
+        for _ in range(2):
+            pool = stack.enter_context(context.socket(zmq.DEALER))
+            pool.setsockopt(zmq.LINGER, 0)
+            pool.setsockopt(zmq.IDENTITY, b"a pool")
+            pool.connect(f"tcp://127.0.0.1:{executor.worker_port}")
+            pool.send(pickle.dumps({"type": "connection_probe"}))
+            assert pool.poll(20_000), "no answer"
 
 
 @pytest.mark.cluster
