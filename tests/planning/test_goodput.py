@@ -53,9 +53,41 @@ def test_measurements_are_reproduced():
     assert times(profile, 4, 2, 32) == pytest.approx((0.4, 0.05))
 
 
-def test_lines_are_found_from_two_points():
-    profile = _measured((2, 1, 8, 0.1, 0.02), (4, 1, 16, 0.18, 0.03))
-    assert times(profile, 6, 1, 32) == pytest.approx((0.34, 0.04))
+def test_every_measurement_is_reproduced_whatever_was_measured_elsewhere():
+    """Computing is slower where nodes share a host, and an exchange is partly hidden behind a long one."""
+    profile = _measured(
+        (1, 1, 8, 0.1, 0.0), (4, 1, 8, 0.13, 0.04), (4, 1, 16, 0.21, 0.02), (4, 4, 8, 0.1, 0.2), (2, 1, 16, 0.2, 0.03)
+    )
+    assert times(profile, 1, 1, 8) == pytest.approx((0.1, 0.0))
+    assert times(profile, 4, 1, 8) == pytest.approx((0.13, 0.04))
+    assert times(profile, 4, 1, 16) == pytest.approx((0.21, 0.02))
+    assert times(profile, 4, 4, 8) == pytest.approx((0.1, 0.2))
+    assert times(profile, 2, 1, 16) == pytest.approx((0.2, 0.03))
+
+
+def test_the_last_measurement_counts():
+    profile = _measured((2, 1, 8, 0.1, 0.02), (2, 1, 8, 0.2, 0.04))
+    assert times(profile, 2, 1, 8) == pytest.approx((0.2, 0.04))
+
+
+def test_computing_is_linear_in_the_samples_and_the_exchange_constant_beyond_those_measured():
+    profile = _measured((2, 1, 8, 0.1, 0.02), (2, 1, 16, 0.18, 0.03))
+    assert times(profile, 2, 1, 12) == pytest.approx((0.14, 0.025))
+    assert times(profile, 2, 1, 32) == pytest.approx((0.34, 0.03))
+
+
+def test_computing_is_as_with_the_closest_number_of_nodes_per_host():
+    profile = _measured((1, 1, 8, 0.1, 0.0), (2, 2, 8, 0.12, 0.1), (4, 1, 8, 0.14, 0.02))
+    assert times(profile, 8, 2, 8)[0] == pytest.approx(0.14)
+    assert times(profile, 3, 3, 8)[0] == pytest.approx(0.12), "of equally many per host the closest number of nodes"
+
+
+def test_an_exchange_is_as_on_the_closest_number_of_nodes():
+    profile = _measured((2, 2, 8, 0.1, 0.3), (8, 2, 8, 0.1, 0.5), (4, 1, 8, 0.1, 0.02), (16, 4, 8, 0.1, 0.4))
+    assert times(profile, 12, 3, 8)[1] == pytest.approx(0.4)
+    assert times(profile, 64, 16, 8)[1] == pytest.approx(0.4)
+    assert times(profile, 6, 2, 8)[1] == pytest.approx(0.5)
+    assert times(profile, 3, 1, 8)[1] == pytest.approx(0.02), "within one host"
 
 
 def test_what_was_not_measured_is_assumed_to_be_free():

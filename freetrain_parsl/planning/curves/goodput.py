@@ -114,46 +114,53 @@ def best_plan(
     return BatchPlan(int(local[winner]), int(passes[winner])), float(goodput[winner])
 
 
+class _Pass(NamedTuple):
+    """Seconds of a pass."""
+
+    compute: float
+    exchange: float
+
+
 class GoodputProfile:
     """Times of a training's passes as measured while it runs, and a model of those not measured.
 
-    A pass computes for a time that is about linear in its samples, then exchanges gradients for a time linear in the
-    nodes, with other coefficients within one host than between hosts. The model is optimistic about what has not been
-    measured, so that it is tried: without a measurement an exchange is free, and with one number of samples measured,
-    others take as long.
+    Times are predicted as last measured on the same nodes and hosts, interpolated between numbers of samples; beyond
+    these, computing takes in proportion to a line through all measurements. Elsewhere computing takes as long as with
+    the closest number of nodes per host, which share processors and memory, and an exchange of gradients as long as on
+    the closest number of nodes: in a ring, the traffic of each hardly depends on their number (Patarasuk and Yuan,
+    2009). The model is optimistic about what has not been measured, so that it is tried: without a measurement an
+    exchange is free, and with one number of samples measured, others take as long.
     """
 
     def __init__(self) -> None:
-        self._compute: dict[int, list[float]] = {}
-        self._exchange: dict[tuple[int, int], list[float]] = {}
+        self._passes: dict[tuple[int, int], dict[int, _Pass]] = {}
         self._best: dict[tuple[BatchLimits, int, int, GradientNoise], tuple[BatchPlan, float]] = {}
 
     @property
     def most_nodes(self) -> int:
         """The largest number of nodes measured; zero if none."""
-        return max((nodes for nodes, _ in self._exchange), default=0)
+        return max((nodes for nodes, _ in self._passes), default=0)
 
     def observe(self, nodes: int, hosts: int, local: int, step: float, exchange: float) -> None:
         """Add a measured pass: its seconds, and the part of them spent in the exchange of gradients."""
         if not (nodes >= hosts >= 1 and local >= 1 and 0 <= exchange < step < math.inf):
             raise InvalidTrainer(f"not a measurement: {exchange!r} of {step!r} s on {nodes!r} nodes")
-        known = self._compute.setdefault(local, []), self._exchange.setdefault((nodes, hosts), [])
-        for times, seconds in zip(known, (step - exchange, exchange), strict=True):
-            if not times or abs(times[-1] - seconds) > 1e-3 * seconds:
-                times.append(seconds)
-                self._best.clear()
+        known, measured = self._passes.setdefault((nodes, hosts), {}), _Pass(step - exchange, exchange)
+        if known.get(local) != measured:
+            known[local] = measured
+            self._best.clear()
 
     def times(self, nodes: int, hosts: int) -> StepTimeTable:
-        """Return the model's times of a pass on so many nodes of so many hosts."""
-        exchange = self._exchange_seconds(nodes, hosts)
-        known = {local: _mean(seconds) for local, seconds in sorted(self._compute.items())}
-        fixed, each = _line(known)
-        measured = np.array(list(known), dtype=float)
-        residuals = np.array(list(known.values())) - fixed - each * measured
+        """Return the model's times of a pass on so many nodes of so many hosts. Something has been measured."""
+        usual = self._usual_compute()
+        similar = min(self._passes, key=lambda at: (_apart(at[0] * hosts, nodes * at[1]), _apart(at[0], nodes)))
+        measured, seconds, _ = _columns(self._passes[similar])
+        ratios = seconds / usual(measured)
+        exchange = self._exchange(nodes, hosts)
 
         def table(local: Table) -> Table:
-            compute = np.maximum(fixed + each * local + np.interp(local, measured, residuals), _LEAST_SECONDS)
-            return np.stack([compute + exchange, np.full(len(local), exchange)])
+            compute, exchanged = usual(local) * np.interp(local, measured, ratios), exchange(local)
+            return np.stack([compute + exchanged, exchanged])
 
         return table
 
@@ -169,19 +176,39 @@ class GoodputProfile:
             )
         return self._best[key]
 
-    def _exchange_seconds(self, nodes: int, hosts: int) -> float:
-        if nodes == 1:
-            return 0.0
-        if (nodes, hosts) in self._exchange:
-            return _mean(self._exchange[nodes, hosts])
+    def _usual_compute(self) -> Callable[[Table], Table]:
+        """Return the mean seconds of computing on all nodes measured, by the number of samples."""
+        seconds: dict[int, list[float]] = {}
+        for passes in self._passes.values():
+            for local, (compute, _) in passes.items():
+                seconds.setdefault(local, []).append(compute)
+        known = {local: _mean(all_seconds) for local, all_seconds in sorted(seconds.items())}
+        fixed, each = _line(known)
+        measured = np.array(list(known), dtype=float)
+        residuals = np.array(list(known.values())) - fixed - each * measured
+        return lambda local: np.maximum(fixed + each * local + np.interp(local, measured, residuals), _LEAST_SECONDS)
+
+    def _exchange(self, nodes: int, hosts: int) -> Callable[[Table], Table]:
+        """Return the seconds of the exchange by the number of samples."""
         for between_hosts in dict.fromkeys((hosts > 1, False)):  # between hosts at least what it takes within one
-            known: dict[int, float] = {
-                n: _mean(seconds) for (n, h), seconds in self._exchange.items() if n > 1 and (h > 1) == between_hosts
-            }
-            if known:
-                fixed, each = _line(known)
-                return fixed + each * nodes
-        return 0.0
+            known = [at for at in self._passes if at[0] > 1 and (at[1] > 1) == between_hosts]
+            if nodes > 1 and known:
+                similar = min(known, key=lambda at: (_apart(at[0], nodes), _apart(at[1], hosts), -at[0]))
+                measured, _, seconds = _columns(self._passes[similar])
+                return lambda local: np.interp(local, measured, seconds)
+        return np.zeros_like
+
+
+def _columns(passes: dict[int, _Pass]) -> tuple[Table, Table, Table]:
+    """Return the numbers of samples in order, and the seconds of computing and of the exchange with each."""
+    local = sorted(passes)
+    compute, exchange = np.array([passes[samples] for samples in local]).T
+    return np.array(local, dtype=float), compute, exchange
+
+
+def _apart(one: int, other: int) -> float:
+    """Return by what factor two numbers differ, as a logarithm."""
+    return abs(math.log(one / other))
 
 
 def _mean(values: list[float]) -> float:

@@ -66,9 +66,9 @@ class CompletionTime(Contextual):
 
     urgency: Urgency = Urgency.WORK
     fairness: float = 0.35
-    preference: float = 0.35
+    preference: float = 0.3
     horizon: float = 180.0
-    aging: float = 0.0
+    aging: float = 0.4
 
     def __post_init__(self) -> None:
         if not 0 <= self.fairness < 1:
@@ -104,7 +104,7 @@ class CompletionTime(Contextual):
 
 
 _EXPONENTS = {
-    Urgency.WORK: (0.35, 0.35, 180.0, 0.0),
+    Urgency.WORK: (0.35, 0.3, 180.0, 0.4),
     Urgency.SERVICE: (0.6, 0.15, 200.0, 0.4),
     Urgency.NONE: (0.75, 0.0, 150.0, 0.0),
 }
