@@ -190,9 +190,11 @@ class GoodputProfile:
 
     def _exchange(self, nodes: int, hosts: int) -> Callable[[Table], Table]:
         """Return the seconds of the exchange by the number of samples."""
+        if nodes == 1:
+            return np.zeros_like
         for between_hosts in dict.fromkeys((hosts > 1, False)):  # between hosts at least what it takes within one
             known = [at for at in self._passes if at[0] > 1 and (at[1] > 1) == between_hosts]
-            if nodes > 1 and known:
+            if known:
                 similar = min(known, key=lambda at: (_apart(at[0], nodes), _apart(at[1], hosts), -at[0]))
                 measured, _, seconds = _columns(self._passes[similar])
                 return lambda local: np.interp(local, measured, seconds)
