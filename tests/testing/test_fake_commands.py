@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,6 +31,7 @@ from freetrain_parsl.testing.fake_commands import (
     install_fake_pbs,
     install_fake_slurm,
     set_mishap,
+    steps,
 )
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
 from freetrain_parsl.windows.base import BlockState
@@ -284,6 +288,33 @@ def test_parsls_providers_submit_to_them(fake, monkeypatch):
     source = fake.source()
     wait_for(lambda: state_of(source, job), BlockState.COMPLETED)
     assert seen.read_text(encoding="utf-8") == "one\none\n"
+
+
+def test_a_task_may_end_before_its_client_knows_that_it_was_started(monkeypatch, tmp_path):
+    ended, send = threading.Event(), socket.send_fds
+
+    def end_at_once():
+        with listener.accept()[0] as client:
+            _, files, _, _ = socket.recv_fds(client, 65536, 2)
+            for file in files:
+                os.close(file)
+            client.sendall(b"3\n")
+        ended.set()
+
+    def send_slowly(*arguments):
+        sent = send(*arguments)
+        assert ended.wait(60)
+        return sent
+
+    monkeypatch.setattr(steps, "job_socket", lambda *_: tmp_path / "node")
+    monkeypatch.setattr(socket, "send_fds", send_slowly)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "node"))
+        listener.listen()
+        node = threading.Thread(target=end_at_once)
+        node.start()
+        assert steps.run_tasks("1", ["unused"], [steps.StepTask(1, {})]) == 3
+        node.join()
 
 
 def test_a_living_job_is_found_by_its_name(fake):

@@ -127,7 +127,8 @@ def _run_there(job: str, node: int, command: Sequence[str], env: Mapping[str, st
     request = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode() + b"\n"  # noqa: PTH109 - a string is sent
     with connect(job_socket(job, node)) as connection:
         sent = socket.send_fds(connection, [request], [file.fileno() for file in files])
-        connection.sendall(request[sent:])
+        if rest := request[sent:]:  # to send nothing is an error if the task has already ended
+            connection.sendall(rest)
         with connection.makefile("rb") as answers:
             answer = answers.readline()
     return int(answer) if answer else 1  # the node is gone
