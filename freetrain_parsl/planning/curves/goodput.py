@@ -134,6 +134,7 @@ class GoodputProfile:
 
     def __init__(self) -> None:
         self._passes: dict[tuple[int, int], dict[int, _Pass]] = {}
+        self._usual: Callable[[Table], Table] | None = None
         self._best: dict[tuple[BatchLimits, int, int, GradientNoise], tuple[BatchPlan, float]] = {}
 
     @property
@@ -148,12 +149,13 @@ class GoodputProfile:
         known, measured = self._passes.setdefault((nodes, hosts), {}), _Pass(step - exchange, exchange)
         if known.get(local) != measured:
             known[local] = measured
+            self._usual = None
             self._best.clear()
 
     def times(self, nodes: int, hosts: int) -> StepTimeTable:
         """Return the model's times of a pass on so many nodes of so many hosts. Something has been measured."""
-        usual = self._usual_compute()
-        similar = min(self._passes, key=lambda at: (_apart(at[0] * hosts, nodes * at[1]), _apart(at[0], nodes)))
+        usual = self._usual = self._usual or self._usual_compute()
+        similar = min(self._passes, key=lambda at: (_log_ratio(at[0] * hosts, nodes * at[1]), _log_ratio(at[0], nodes)))
         measured, seconds, _ = _columns(self._passes[similar])
         ratios = seconds / usual(measured)
         exchange = self._exchange(nodes, hosts)
@@ -195,7 +197,7 @@ class GoodputProfile:
         for between_hosts in dict.fromkeys((hosts > 1, False)):  # between hosts at least what it takes within one
             known = [at for at in self._passes if at[0] > 1 and (at[1] > 1) == between_hosts]
             if known:
-                similar = min(known, key=lambda at: (_apart(at[0], nodes), _apart(at[1], hosts), -at[0]))
+                similar = min(known, key=lambda at: (_log_ratio(at[0], nodes), _log_ratio(at[1], hosts), -at[0]))
                 measured, _, seconds = _columns(self._passes[similar])
                 return lambda local: np.interp(local, measured, seconds)
         return np.zeros_like
@@ -208,8 +210,8 @@ def _columns(passes: dict[int, _Pass]) -> tuple[Table, Table, Table]:
     return np.array(local, dtype=float), compute, exchange
 
 
-def _apart(one: int, other: int) -> float:
-    """Return by what factor two numbers differ, as a logarithm."""
+def _log_ratio(one: int, other: int) -> float:
+    """Return by what factor two numbers differ, as a logarithm: zero if they are equal, never negative."""
     return abs(math.log(one / other))
 
 

@@ -85,7 +85,7 @@ class CompletionTime(Contextual):
     @classmethod
     def knowing(cls, urgency: Urgency) -> CompletionTime:
         """Return the objective with the exponents that suit what is known; docs/decisions/0040 has the measurements."""
-        return cls(urgency, *_EXPONENTS[urgency])
+        return cls(urgency, *_EXPONENTS.get(urgency, ()))
 
     def at_moment(self, moment: Moment) -> Objective:
         """Make the objective; see `Contextual.at_moment`."""
@@ -104,11 +104,10 @@ class CompletionTime(Contextual):
 
 
 _EXPONENTS = {
-    Urgency.WORK: (0.35, 0.3, 180.0, 0.4),
     Urgency.SERVICE: (0.6, 0.15, 200.0, 0.4),
     Urgency.NONE: (0.75, 0.0, 150.0, 0.0),
 }
-"""What is known -> a, b, h, d."""
+"""What is known -> a, b, h, d, where they are not the defaults."""
 
 
 @dataclass(frozen=True)

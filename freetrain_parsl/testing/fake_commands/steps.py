@@ -127,7 +127,7 @@ def _run_there(job: str, node: int, command: Sequence[str], env: Mapping[str, st
     request = json.dumps({"command": list(command), "env": dict(env), "cwd": os.getcwd()}).encode() + b"\n"  # noqa: PTH109 - a string is sent
     with connect(job_socket(job, node)) as connection:
         sent = socket.send_fds(connection, [request], [file.fileno() for file in files])
-        if rest := request[sent:]:  # to send nothing is an error if the task has already ended
+        if rest := request[sent:]:  # sending zero bytes is EPIPE if the task has already ended
             connection.sendall(rest)
         with connection.makefile("rb") as answers:
             answer = answers.readline()

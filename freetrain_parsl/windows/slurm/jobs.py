@@ -102,7 +102,7 @@ def plain_features(constraint: str) -> frozenset[str] | None:
 def block_status(record: SlurmJob) -> BlockStatus:
     """Return the status of one of our jobs."""
     state, sentence = block_state(record.state)
-    # A completing job has ended before: it is not a block that has started, whose nodes are lost at a time in the past.
+    # A completing job has ended. With nodes and an end in the past, it would count as a block that left its window.
     runs = state is BlockState.RUNNING and record.state != "COMPLETING"
     nodes = tuple(expand_hosts(record.nodes)) if runs and record.nodes else ()
     if record.state == "PENDING":
