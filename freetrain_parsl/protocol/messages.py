@@ -276,9 +276,9 @@ class StoreRequest:
     request
         Number of the call, for its `StoreReply`.
     operation, keys, amount, payload
-        The call; `payload` is the value to set.
+        The call; `payload` is the value to set. Only `get` and `check` take several keys.
     timeout
-        Seconds to wait for a key.
+        Seconds to wait for the keys.
     """
 
     group: Name
@@ -485,14 +485,17 @@ class StoreReply:
         As in the request.
     ok
         Whether the call succeeded.
-    number, payload
-        The result.
+    number
+        The result of `add`, `check` and `delete`.
+    sizes, payload
+        The result of `get`: the lengths of the values in bytes, and the values one after another.
     """
 
     group: Name
     request: Count
     ok: bool
     number: Integer = 0
+    sizes: tuple[Count, ...] = ()
     payload: bytes = b""
 
 

@@ -175,23 +175,28 @@ from parsl import curvezmq
 from freetrain_parsl.executor.control.slot_server import SlotServer
 server = SlotServer(curvezmq.create_certificates(Path(sys.argv[1])), (55000, 56000), ["127.0.0.1"])
 print(server.port, flush=True)
-opened = failed = 0
-import select
+import select, time
+opened, longest, failing_since = 0, 0.0, None
 while not select.select([sys.stdin], [], [], 0)[0]:
     list(server.receive(0.01))
     try:
         open("/dev/null").close()
-        opened += 1
+        opened, failing_since = opened + 1, None
     except OSError:
-        failed += 1
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], opened, failed, flush=True)
+        now = time.monotonic()
+        failing_since = failing_since or now
+        longest = max(longest, now - failing_since)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], opened, longest, flush=True)
 server.close()
 """
 
 
 @pytest.mark.slow
 def test_a_process_with_few_descriptors_has_some_left_through_a_flood(tmp_path: Path) -> None:
-    """The limit is 256 descriptors; 400 unauthenticated connections are opened as fast as possible, and kept."""
+    """The limit is 256 descriptors; 400 unauthenticated connections are opened as fast as possible, and kept.
+
+    libzmq accepts in its own thread: on a busy machine, all descriptors may be in use until the doorkeeper runs.
+    """
     flooded = subprocess.Popen(
         [sys.executable, "-c", _FLOODED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -205,10 +210,10 @@ def test_a_process_with_few_descriptors_has_some_left_through_a_flood(tmp_path: 
             stranger.setblocking(False)
             stranger.connect_ex(("127.0.0.1", port))
             strangers.append(stranger)
-        time.sleep(1.0)  # all connections are open: the measurement covers this time
+        time.sleep(3.0)  # all connections are open: the measurement covers this time
         flooded.stdin.write("enough\n")
         flooded.stdin.flush()
-        limit, opened, failed = map(int, flooded.stdout.readline().split())
+        limit, opened, longest_failure = map(float, flooded.stdout.readline().split())
     finally:
         for stranger in strangers:
             stranger.close()
@@ -217,4 +222,4 @@ def test_a_process_with_few_descriptors_has_some_left_through_a_flood(tmp_path: 
         flooded.stdout.close()
     assert limit == 256, "raised"
     assert opened
-    assert failed == 0
+    assert longest_failure < 1.0

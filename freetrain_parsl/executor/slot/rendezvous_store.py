@@ -54,15 +54,19 @@ class ChannelStore:
         """Set `key`, and wake the members that wait for it."""
         self._call("set", (key,), value)
 
-    def get(self, key: str, timeout: float) -> bytes:
-        """Return the value of `key`, waiting for it at most `timeout` seconds.
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """Return the values of `keys`, waiting for them at most `timeout` seconds.
 
         Raises
         ------
         TimeoutError
-            The key was not set in time, or the generation ended.
+            Not all keys were set in time, or the generation ended.
         """
-        return self._call("get", (key,), timeout=timeout).payload
+        if not keys:
+            return []
+        reply = self._call("get", tuple(keys), timeout=timeout)
+        ends = itertools.accumulate(reply.sizes)
+        return [reply.payload[end - size : end] for size, end in zip(reply.sizes, ends, strict=True)]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under `key` (0 if absent) and return the sum."""

@@ -51,8 +51,8 @@ class KeyValue(Protocol):
     def set(self, key: str, value: bytes) -> None:
         """Store `value`."""
 
-    def get(self, key: str, timeout: float) -> bytes:
-        """Return the value of `key`; wait for it for up to `timeout` seconds, then raise TimeoutError."""
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """Return the values of `keys`; wait for them for up to `timeout` seconds, then raise TimeoutError."""
 
     def add(self, key: str, amount: int) -> int:
         """Atomically add to the decimal number under `key` (0 if absent) and return the sum."""
@@ -86,7 +86,15 @@ class RendezvousStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a value."""
-        return self._backend.get(key, self._timeout.total_seconds())
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Wait for several values, in one call of the backend."""
+        return self._backend.get(keys, self._timeout.total_seconds())
+
+    def has_extended_api(self) -> bool:
+        """Return true: gloo may use `multi_get`."""
+        return True
 
     def add(self, key: str, value: int) -> int:
         """Count."""
@@ -98,8 +106,7 @@ class RendezvousStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for all keys."""
-        for key in keys:
-            self._backend.get(key, (timeout or self._timeout).total_seconds())
+        self._backend.get(keys, (timeout or self._timeout).total_seconds())
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802 - called by this name from torch's C++ code
         """Remove a key."""

@@ -60,11 +60,12 @@ def check_reachable(store: Store, rank: int, world_size: int, address: str) -> f
         except OSError:  # the address no longer exists: this member is unreachable
             place = None
         store.set(f"reachable/{rank}", json.dumps(place))
-        others = {other: json.loads(store.get(f"reachable/{other}")) for other in range(rank)}
-        failed = sorted(_unreached({other: tuple(sent) if sent else None for other, sent in others.items()}))
+        others = [json.loads(sent) for sent in store.multi_get([f"reachable/{other}" for other in range(rank)])]
+        failed = sorted(_unreached({other: tuple(sent) if sent else None for other, sent in enumerate(others)}))
         store.set(f"unreached/{rank}", json.dumps([place[0] if place else None, failed]))
         if rank == 0:
-            answers = [json.loads(store.get(f"unreached/{member}")) for member in range(world_size)]
+            sent = store.multi_get([f"unreached/{member}" for member in range(world_size)])
+            answers = [json.loads(answer) for answer in sent]
             addresses = sorted({where for where, _ in answers if where})
             missing = [[member, other] for member, (_, unreached) in enumerate(answers) for other in unreached]
             store.set("unreached", json.dumps([addresses, missing]))
