@@ -193,3 +193,16 @@ def test_a_slot_that_is_silent_while_the_driver_listens_is_lost(stopped) -> None
         driver._turn()
         driver._turn()
     assert set(driver._registry.slots) == {"a"}
+
+
+def test_slots_that_were_cut_off_together_are_lost_together(stopped) -> None:
+    """Their last heartbeats are up to a beat apart; each on its own would be a failure of their training."""
+    driver, server, hands = stopped
+    server.batches.append([("a", SlotHeartbeat())])
+    driver._turn()
+    hands.pass_by(driver._slots._heartbeat_timeout / 5)
+    server.batches.append([("b", SlotHeartbeat())])
+    driver._turn()
+    while "a" in driver._registry.slots:
+        driver._turn()
+    assert not driver._registry.slots

@@ -9,11 +9,10 @@ import pytest
 
 from freetrain_parsl.executor.control.rendezvous import RendezvousServer
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
+from freetrain_parsl.protocol.messages import StoreReply, StoreRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from freetrain_parsl.protocol.messages import StoreRequest
 
 
 class _Wire:
@@ -46,17 +45,42 @@ def wire() -> Iterator[_Wire]:
 def test_what_one_sets_the_other_gets(wire: _Wire) -> None:
     a, b = wire.client("a"), wire.client("b")
     a.set("key", b"\x00value")
-    assert b.get("key", 1.0) == b"\x00value"
+    assert b.get(["key"], 1.0) == [b"\x00value"]
 
 
 def test_a_get_waits_for_its_key(wire: _Wire) -> None:
     a, b = wire.client("a"), wire.client("b")
     found: list[bytes] = []
-    waiter = threading.Thread(target=lambda: found.append(b.get("late", 10.0)))
+    waiter = threading.Thread(target=lambda: found.extend(b.get(["late"], 10.0)))
     waiter.start()
     a.set("late", b"here")
     waiter.join(5)
     assert found == [b"here"]
+
+
+def test_a_get_of_several_keys_is_one_call_and_waits_for_all(wire: _Wire) -> None:
+    a = wire.client("a")
+    a.set("z", b"")
+    answers: list[StoreReply] = []
+    wire.server._reply = lambda _slot, message: answers.append(message)
+    wire.server.handle("b", StoreRequest("t/1", 7, "get", ("x", "y", "z", "y"), 10.0), 0.0)
+    for request, (operation, key, value) in enumerate(
+        [
+            ("set", "y", b"early"),
+            ("delete", "y", b""),
+            ("set", "x", b"x"),
+            ("set", "y", b"late"),
+            ("set", "y", b"again"),
+        ]
+    ):
+        wire.server.handle("a", StoreRequest("t/1", request, operation, (key,), 1.0, payload=value), 0.0)  # type: ignore[arg-type]
+    assert [message.request for message in answers] == [0, 1, 2, 3, 7, 4]
+    assert answers[4] == StoreReply("t/1", 7, ok=True, sizes=(1, 4, 0, 4), payload=b"xlatelate")
+    assert not wire.server._stores["t/1"].awaited
+    b = wire.client("b")
+    wire.server._reply = lambda slot, message: wire.clients[slot].deliver(message)
+    assert b.get(["x", "z", "y"], 1.0) == [b"x", b"", b"again"]
+    assert b.get([], 1.0) == []
 
 
 def test_additions_by_several_are_counted(wire: _Wire) -> None:
@@ -80,12 +104,12 @@ class _HopelessGet:
         self.error: TimeoutError | None = None
         self.thread = threading.Thread(target=self._get, args=(client,))
         self.thread.start()
-        while not wire.server._waiting["t/1"]:
+        while not wire.server._stores["t/1"].waiting:
             pass
 
     def _get(self, client: ChannelStore) -> None:
         try:
-            client.get("never", 30.0)
+            client.get(["never"], 30.0)
         except TimeoutError as error:
             self.error = error
 
@@ -99,8 +123,9 @@ def test_a_get_beyond_its_time_is_refused_by_the_server(wire: _Wire) -> None:
     get = _HopelessGet(wire, wire.client("a"))
     with wire.lock:
         wire.server.expire(29.0)
-        assert wire.server._waiting["t/1"]
+        assert wire.server._stores["t/1"].waiting
         wire.server.expire(30.0)
+        assert not wire.server._stores["t/1"].awaited
     assert "never" in get.refused()
 
 
@@ -134,7 +159,7 @@ def test_what_no_honest_group_does_is_refused(wire: _Wire, monkeypatch: pytest.M
     a.set("y", b"1" * 90)
     get = _HopelessGet(wire, a)
     with pytest.raises(TimeoutError):
-        wire.client("b").get("never", 30.0)
+        wire.client("b").get(["never"], 30.0)
     with wire.lock:
         wire.server.close("t/1")
     get.refused()

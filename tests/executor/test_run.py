@@ -188,8 +188,8 @@ def test_answers_reach_the_store_of_their_group(slot: _Slot) -> None:
 
     def answer(message: ToDriver) -> None:
         assert isinstance(message, StoreRequest)
-        run.handle(StoreReply("t/8", message.request, ok=True, payload=b"another's"))
-        run.handle(StoreReply(message.group, message.request, ok=True, payload=message.group.encode()))
+        run.handle(StoreReply("t/8", message.request, ok=True, sizes=(9,), payload=b"another's"))
+        run.handle(StoreReply(message.group, message.request, ok=True, sizes=(3,), payload=message.group.encode()))
 
     run._send = answer
 

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from torch.distributed import PrefixStore
-from training_crew import SAMPLES, Dictionary, Normed, Outcome, classify, evaluate_on_first, fail, run_member
+from training_crew import (
+    SAMPLES,
+    Dictionary,
+    Normed,
+    Outcome,
+    classify,
+    evaluate_on_first,
+    fail,
+    name_interface,
+    run_member,
+)
 
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
@@ -112,6 +122,13 @@ def test_user_code_is_the_same_with_and_without_a_group(crew: Crew, tmp_path: Pa
     outcome = first(crew.run(2, tmp_path, evaluate_on_first))
     assert isinstance(outcome.end, Finished), outcome.error
     assert outcome.end.value == list(Normed().state_dict())
+
+
+def test_the_interface_is_set_as_long_as_the_group_lasts(crew: Crew, tmp_path: Path) -> None:
+    """NCCL reads the variable when it first connects, for the first gradients."""
+    alone = run_member(name_interface, {}, root=tmp_path / "alone", membership=Membership("net"))
+    ends = [outcome.end for outcome in crew.run(2, tmp_path, name_interface) if outcome]
+    assert [end.value for end in [alone.end, *ends]] == [None, "lo", "lo"]
 
 
 def test_all_members_refuse_a_training_whose_checkpoints_are_all_damaged(crew: Crew, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,7 +15,12 @@ from training_crew import Dictionary
 
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Membership
-from freetrain_parsl.training.group.process_group import RendezvousStore, gist, is_lost_peer, join
+from freetrain_parsl.training.group.admission import Admission
+from freetrain_parsl.training.group.process_group import RendezvousStore, gist, gloo_environment, is_lost_peer, join
+from freetrain_parsl.training.group.reachability import check_reachable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 GLOO = "[/a/gloo/transport/tcp/pair.cc:537] Read error [::1]:55: Connection reset by peer. Check the logs."
 
@@ -75,11 +82,44 @@ def test_meshes_of_different_groups_differ_for_torch() -> None:
 def test_the_interface_is_set_for_the_group_only(store: RendezvousStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    before = dict(os.environ)
     membership = Membership("net", world_size=2, meeting=timedelta(seconds=0.1), interface="lo")
     with pytest.raises(PeerFailed):
         join(membership, store)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    assert dict(os.environ) == before
+
+
+class _Counting(Dictionary):
+    """Counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def set(self, key: str, value: bytes) -> None:
+        self.calls += 1
+        super().set(key, value)
+
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        self.calls += bool(keys)
+        return super().get(keys, timeout)
+
+
+@pytest.mark.parametrize("size", [3, 9])
+def test_a_member_makes_as_many_store_calls_whatever_the_size_of_the_group(size: int) -> None:
+    backend = _Counting()
+
+    def form(rank: int) -> dist.ProcessGroupGloo:
+        calls = RendezvousStore(backend, timedelta(seconds=20))
+        store = dist.PrefixStore("net/1", calls)
+        check_reachable(store, rank, size, "127.0.0.1")
+        Admission.share(store, rank, size, timedelta(seconds=20))
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+
+    with gloo_environment("lo"), ThreadPoolExecutor(size) as pool:
+        groups = list(pool.map(form, range(size)))
+    assert len(groups) == size
+    assert backend.calls == 7 * size + 1  # the first member publishes what all have reported
 
 
 def test_after_a_meeting_that_failed_the_next_is_at_the_same_keys_as_for_a_newcomer() -> None:

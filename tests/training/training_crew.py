@@ -30,6 +30,7 @@ from freetrain_parsl.training.group.process_group import RendezvousStore, join
 from freetrain_parsl.training.group.state_transfer import pass_on
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -50,11 +51,11 @@ class Dictionary:
             self._values[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str, timeout: float) -> bytes:
+    def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout):
-                raise TimeoutError(f"{key} was not set within {timeout} s")
-            return self._values[key]
+            if not self._changed.wait_for(lambda: self._values.keys() >= set(keys), timeout):
+                raise TimeoutError(f"{', '.join(set(keys) - self._values.keys())} was not set within {timeout} s")
+            return [self._values[key] for key in keys]
 
     def add(self, key: str, amount: int) -> int:
         with self._changed:
@@ -211,6 +212,18 @@ def evaluate_on_first(session: Any) -> list[str]:
                 model.guess(Data().x)
             model.train()
     return list(model.state_dict())
+
+
+def name_interface(session: Any) -> str | None:
+    """Return the network interface that NCCL would use for the first gradients."""
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    data = session.loader(Data(), 8)
+    interface = None
+    for _ in session.epochs(1):
+        for x, y in data:
+            interface = os.environ.get("NCCL_SOCKET_IFNAME")
+            session.step(cross_entropy(model(x), y))
+    return interface
 
 
 def fail(session: Any, *, rank: int) -> None:

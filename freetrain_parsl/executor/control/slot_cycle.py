@@ -68,6 +68,7 @@ class SlotCycle:
     _MOST_FAILED_STARTS = 5
     _MOST_FAULTS = 5  # messages of a slot that cannot be handled
     _MOST_DENIALS = 15  # heartbeats; at least five are sent within the heartbeat timeout
+    _NEARLY_SILENT = 0.7  # of the heartbeat timeout, which is at least five heartbeats
     _PATIENCE = 60.0  # seconds until new slot tasks are submitted for a running block whose slots are missing
 
     def __init__(
@@ -269,10 +270,15 @@ class SlotCycle:
             self.kill(slot, f"it does not run what it was assigned ({'task' if is_task else 'run'} {given})")
 
     def kill_silent(self, listened: float) -> None:
-        """Kill the slots that had sent nothing for too long when their messages were last received, at `listened`."""
-        limit = listened - self._heartbeat_timeout
-        for slot in [slot for slot in self._registry.slots.values() if slot.heard < limit]:
-            self.kill(slot, f"no message from it for {self._heartbeat_timeout:g} s")
+        """Kill the slots that had sent nothing for too long when their messages were last received, at `listened`.
+
+        Also those that have been silent nearly as long: the slots of a node, or the nodes behind a switch, are cut off
+        together, but were last heard up to a heartbeat apart. One after another, they would be as many failures.
+        """
+        timeout, slots = self._heartbeat_timeout, self._registry.slots.values()
+        if any(listened - slot.heard > timeout for slot in slots):
+            for slot in [slot for slot in slots if listened - slot.heard > timeout * self._NEARLY_SILENT]:
+                self.kill(slot, f"no message from it for {listened - slot.heard:.0f} s")
 
     def kill(self, slot: Slot, reason: str) -> None:
         """End a slot's process, and drop it."""

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,6 +42,10 @@ _LOST_PEER = re.compile(
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 """For connections between members that have all arrived and reached each other a moment before."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_FEW_STORE_CALLS = {
+    "GLOO_ENABLE_STORE_V2_API": "1",  # one call for the addresses of all members, instead of two for each
+    "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",  # one address of each member, instead of one for each of its peers
+}
 _LOOPBACK = "lo"
 
 
@@ -156,6 +160,7 @@ class Group:
         self.connections = GroupConnections()
         """The group's own among all sockets of this process."""
         self._joined = False
+        self._environment = ExitStack()
         self._trainer = trainer
         self._mesh: DeviceMesh | None = None
 
@@ -221,8 +226,19 @@ class Group:
         with self._waiting(), self._peers_expected():
             yield
 
-    def formed(self, backend: str, timeout: timedelta, admission: Admission) -> None:
+    def formed(self, backend: str, timeout: timedelta, admission: Admission, environment: ExitStack) -> None:
         """Start to use a process group that has just formed; called by `join`.
+
+        Parameters
+        ----------
+        backend
+            Name of its torch backends.
+        timeout
+            Of its collectives.
+        admission
+            Checks its connections.
+        environment
+            Restores the environment; closed when this process leaves the group.
 
         Raises
         ------
@@ -230,6 +246,7 @@ class Group:
             A member has failed, or an impostor has taken its place.
         """
         self._joined = True
+        self._environment = environment
         try:
             with self.waits():
                 admission.check()
@@ -267,7 +284,7 @@ class Group:
             from torch.distributed.device_mesh import init_device_mesh
 
             if not self._joined:
-                with _network_interface(_LOOPBACK):
+                with gloo_environment(_LOOPBACK):
                     dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
                 self._joined = True
             name = f"{self._trainer}/{self.generation}"
@@ -285,7 +302,8 @@ class Group:
         """Leave the process group; the process stays. Has no effect if it has left already."""
         if self._joined:
             self._joined = False
-            dist.destroy_process_group()
+            with self._environment:
+                dist.destroy_process_group()
             # While something refers to the group, such as a sharded model, its connections stay open, and a member
             # that has not noticed a failure would wait for this one.
             self.connections.shut_down()
@@ -321,26 +339,30 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
     if store is None:
         raise ValueError(f"a group of {membership.world_size} needs a store")
     backend = _backend()
-    store.set_timeout(membership.meeting)
+    timeout = membership.meeting
+    store.set_timeout(timeout)
     if mailbox is not None:
         mailbox.on_abort = group.abort
         mailbox.blocked = BlockedThread(threading.get_ident(), time.monotonic).seconds
     # A separate variable: torch finds the Python store behind a PrefixStore only while it is referenced elsewhere.
     own_store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)
-    with _network_interface(membership.interface), group.waits():
+    with ExitStack() as environment, group.waits():
+        environment.enter_context(gloo_environment(membership.interface))
         try:
             if membership.address is not None:
                 members = check_reachable(own_store, membership.rank, membership.world_size, membership.address)
                 group.connections = GroupConnections(members)
+                # All have arrived. gloo waits this long for a peer that has died since, and no abort wakes it before it
+                # has a socket.
+                timeout = min(timeout, _CONNECT_TIMEOUT)
+                store.set_timeout(timeout)
             admission = Admission.share(own_store, membership.rank, membership.world_size, membership.admission)
             dist.init_process_group(
                 backend,
                 store=own_store,
                 rank=membership.rank,
                 world_size=membership.world_size,
-                # After `check_reachable` all have arrived. gloo waits this long for a peer that has died since, and no
-                # abort wakes it before it has a socket.
-                timeout=membership.meeting if membership.address is None else min(membership.meeting, _CONNECT_TIMEOUT),
+                timeout=timeout,
             )
         except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch raises RuntimeErrors
             # torch numbers its groups, and the number is part of the rendezvous keys: newcomers count from 0.
@@ -349,7 +371,8 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
                 f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all connect "
                 f"({gist(error)})"
             ) from error
-    group.formed(backend, membership.timeout, admission)
+        kept = environment.pop_all()  # NCCL reads its variable only at the first exchange of gradients
+    group.formed(backend, membership.timeout, admission, kept)
     return group
 
 
@@ -382,13 +405,12 @@ def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def _network_interface(name: str | None) -> Iterator[None]:
-    """Make gloo and NCCL use this interface, which they read only from the environment."""
-    if name is None:
-        yield
-        return
-    before = {variable: os.environ.get(variable) for variable in _INTERFACE_VARIABLES}
-    os.environ.update(dict.fromkeys(_INTERFACE_VARIABLES, name))
+def gloo_environment(interface: str | None) -> Iterator[None]:
+    """Make gloo and NCCL use an interface, which they read only from the environment, and gloo few store calls."""
+    wanted = {} if interface is None else dict.fromkeys(_INTERFACE_VARIABLES, interface)
+    wanted |= _FEW_STORE_CALLS
+    before = {variable: os.environ.get(variable) for variable in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
