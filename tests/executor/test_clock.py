@@ -13,7 +13,7 @@ from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.control.slot_registry import Block
 from freetrain_parsl.planning.model import Window
-from freetrain_parsl.protocol.messages import Hello, SlotHeartbeat, StartRun, ToDriver
+from freetrain_parsl.protocol.messages import Closing, Hello, SlotHeartbeat, StartRun, ToDriver
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
 from tests.executor.driver_bench import DriverBench, a_driver, wait_for
 
@@ -165,6 +165,9 @@ class _RestlessDesk(JobSubmitter):
     def rest(self, resting: bool) -> None:
         """Do nothing: it never queries."""
 
+    def works(self) -> None:
+        """Do nothing: it never submits."""
+
 
 def hello(node: str) -> Hello:
     return Hello(node, node, "0", 0)
@@ -193,6 +196,19 @@ def test_a_slot_that_is_silent_while_the_driver_listens_is_lost(stopped) -> None
         driver._turn()
         driver._turn()
     assert set(driver._registry.slots) == {"a"}
+
+
+def test_heartbeats_are_no_reason_to_decide_again_and_the_end_of_a_node_is(stopped) -> None:
+    """With a thousand slots, most of the driver's work would be to find out that nothing has changed."""
+    driver, server, hands = stopped
+    server.batches += [[("a", SlotHeartbeat())] for _ in range(20)]
+    begun = hands.steady
+    driver._turn()
+    assert not server.batches
+    assert hands.steady - begun == pytest.approx(driver._PASS, abs=0.05)
+    server.batches += [[("a", SlotHeartbeat())], [("b", Closing(30.0, gone=False))], [("a", SlotHeartbeat())]]
+    driver._turn()
+    assert len(server.batches) == 1
 
 
 def test_slots_that_were_cut_off_together_are_lost_together(stopped) -> None:

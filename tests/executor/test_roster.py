@@ -26,6 +26,21 @@ def test_a_node_is_complete_with_its_last_slot_and_incomplete_with_the_first_los
     assert not registry.incomplete(second), "a node leaves the pool once"
 
 
+def test_the_slots_of_a_node_are_those_that_are_connected() -> None:
+    registry = SlotRegistry(slots_per_node=2)
+    slots = [slot("2", "n"), slot("1", "n"), slot("3", "m")]
+    for new in slots:
+        registry.slots[new.name] = new
+    slots[2].leaving = True
+    assert [registry.slots.on(node) for node in "nm"] == [[slots[1], slots[0]], [slots[2]]]
+    assert registry.closing(["n", "m", "other"]) == {"m"}
+    registry.slots["3"] = moved = slot("3", "n")
+    assert registry.slots.on("n")[-1] is moved
+    assert registry.slots.pop("3", None) is moved
+    assert registry.slots.pop("3", None) is None
+    assert [registry.slots.on(node) for node in "nm"] == [[slots[1], slots[0]], []]
+
+
 def test_every_awaited_slot_needs_a_task() -> None:
     registry = SlotRegistry(slots_per_node=2)
     registry.blocks["b"] = Block("b", ("n", "m"), 60.0, None)

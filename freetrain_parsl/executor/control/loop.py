@@ -278,16 +278,29 @@ class ControlLoop(threading.Thread):
         self._journal.commit()
 
     def _listen(self, wait: float) -> None:
-        """Handle the slots' messages; if this process was stopped, also all messages sent meanwhile."""
-        for slot, message in self._server.receive(wait):
-            self._take(slot, message)
+        """Handle the slots' messages for `wait` seconds, or until one of them may require a decision.
+
+        If this process was stopped, handle also all messages sent meanwhile.
+        """
+        until = self._clock() + wait
+        while self._receive(until - self._clock()) and self._posted.empty() and self._clock() < until:
+            pass
         now = self._clock()
         if now - self._listened > self._STOPPED:
             while (left := now + self._BACKLOG - self._clock()) > 0:
-                for slot, message in self._server.receive(left):
-                    self._take(slot, message)
+                self._receive(left)
             now = self._clock()
         self._listened = now
+
+    def _receive(self, wait: float) -> bool:
+        """Handle the messages that arrive together within `wait` seconds; return whether all of them are routine."""
+        messages = 0
+        changes = False
+        for slot, message in self._server.receive(wait):
+            self._take(slot, message)
+            messages += 1
+            changes = changes or not isinstance(message, _ROUTINE)
+        return messages > 0 and not changes
 
     def _record_step(self) -> None:
         """Record a step of the wall clock, which the journal's times do not follow."""
@@ -455,5 +468,8 @@ class ControlLoop(threading.Thread):
     def _write(self, entry: record.Record) -> None:
         self._journal.write(self._clock(), entry)
 
+
+# Each of a thousand slots sends such messages every second; an iteration for each would be most of the driver's work.
+_ROUTINE = (SlotHeartbeat, StoreRequest, Output, Values)
 
 _ASSIGNMENTS = {ev.Assign: record.Assign, ev.Grow: record.Grow, ev.Shrink: record.Shrink, ev.Stop: record.Stop}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, UserDict
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -102,6 +102,30 @@ class Block:
         return min(time for time in (latest, self.closes, self.yields) if time is not None)
 
 
+class _Slots(UserDict[str, Slot]):
+    """Slot name -> slot, with an index of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_node: dict[str, dict[str, Slot]] = {}
+
+    def __setitem__(self, name: str, slot: Slot) -> None:
+        self.pop(name, None)
+        super().__setitem__(name, slot)
+        self._by_node.setdefault(slot.node, {})[name] = slot
+
+    def __delitem__(self, name: str) -> None:
+        node = self.data[name].node
+        super().__delitem__(name)
+        del self._by_node[node][name]
+        if not self._by_node[node]:
+            del self._by_node[node]
+
+    def on(self, node: str) -> list[Slot]:
+        """Return the slots of a node, ordered by name."""
+        return [slot for _, slot in sorted(self._by_node.get(node, {}).items())]
+
+
 class SlotRegistry:
     """The driver's blocks and slots, by name.
 
@@ -115,7 +139,7 @@ class SlotRegistry:
 
     def __init__(self, slots_per_node: int, kinds: Mapping[str, KindOfSlots] = MappingProxyType({})) -> None:
         self.kinds = kinds or {"": KindOfSlots(slots_per_node)}
-        self.slots: dict[str, Slot] = {}
+        self.slots = _Slots()
         self.blocks: dict[str, Block] = {}
         self.tasks_queued = 0
         """Number of HTEX tasks of slots that have neither connected nor failed."""
@@ -130,8 +154,7 @@ class SlotRegistry:
 
     def kinds_on(self, nodes: Iterable[str]) -> set[str]:
         """Return the kinds of nodes that have slots."""
-        wanted = set(nodes)
-        return {slot.node_kind for slot in self.slots.values() if slot.node in wanted}
+        return {slot.node_kind for node in nodes for slot in self.slots.on(node)}
 
     def transports_on(self, nodes: Iterable[str]) -> set[str]:
         """Return the transports between which only checkpoints carry a training's state; see `KindOfSlots`."""
@@ -182,18 +205,23 @@ class SlotRegistry:
         nodes = [node for node, until in self._aside.items() if until <= now]
         for node in nodes:
             del self._aside[node]
-        return [slot for node in nodes for slot in self._on(node)[:1]]
+        return [slot for node in nodes for slot in self.slots.on(node)[:1]]
+
+    def closing(self, nodes: Iterable[str]) -> set[str]:
+        """Return those of these nodes that the batch system reclaims."""
+        return {node for node in nodes if any(slot.leaving for slot in self.slots.on(node))}
 
     def complete_slots(self, nodes: Iterable[str]) -> list[Slot] | None:
         """Return all slots of these nodes, ordered by node and name; ``None`` if a node is not complete."""
         names = sorted(nodes)
         if not self._complete.issuperset(names):
             return None
-        return [slot for name in names for slot in self._on(name)]
+        return [slot for name in names for slot in self.slots.on(name)]
 
     def free_slots(self, nodes: Iterable[str]) -> list[Slot]:
         """Return the idle slots of these nodes."""
-        return [slot for name in sorted(nodes) for slot in self._on(name) if slot.busy is None and not slot.leaving]
+        slots = (slot for node in sorted(nodes) for slot in self.slots.on(node))
+        return [slot for slot in slots if slot.busy is None and not slot.leaving]
 
     def missing_tasks(self) -> int:
         """Return how many more HTEX tasks are needed for the slots that have not connected."""
@@ -215,7 +243,4 @@ class SlotRegistry:
 
     def _is_short(self, slot: Slot) -> bool:
         """Return whether slots of a slot's node are missing."""
-        return len(self._on(slot.node)) < self.kinds[slot.node_kind].per_node
-
-    def _on(self, node: str) -> list[Slot]:
-        return sorted((slot for slot in self.slots.values() if slot.node == node), key=lambda slot: slot.name)
+        return len(self.slots.on(slot.node)) < self.kinds[slot.node_kind].per_node

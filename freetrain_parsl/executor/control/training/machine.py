@@ -238,7 +238,7 @@ class TrainingMachine:
             elif change.ranks:
                 self._processes.regroup(change.ranks, failure=False)
             return
-        wanted = self.desired - {slot.node for slot in self._registry.slots.values() if slot.leaving}
+        wanted = self.desired - self._registry.closing(self.desired)
         self._processes.dismiss(self._processes.newcomers, abort=False)
         leaves = any(member.node not in wanted for member in self._processes.members)
         if leaves or (isinstance(phase, Running) and wanted != phase.group.nodes):

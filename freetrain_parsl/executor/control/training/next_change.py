@@ -74,7 +74,7 @@ def next_change(
     now
         Seconds.
     """
-    closing = {slot.node for slot in registry.slots.values() if slot.leaving}
+    closing = registry.closing(desired | group.nodes)
     wanted = desired - closing
     members = members_of(participants, group)
     stay = [member for member in members if member.node in wanted]
