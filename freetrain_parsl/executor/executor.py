@@ -265,6 +265,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._observers: dict[str, Callable[[Sequence[str]], None]] = {}
         self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
+        self._refusal: Exception | None = None  # why nothing more is accepted, though trainings may still run
         self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
         self._blocks = HtexBlocks(self, self.job_prefix, self._kinds)
@@ -413,8 +414,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         InvalidTrainer
             A training of that name is running, or something that its function uses cannot be pickled.
         """
-        if self.bad_state_is_set:
-            raise self.executor_exception
+        if (error := self._refusal or (self.executor_exception if self.bad_state_is_set else None)) is not None:
+            raise error
         unknown = set(resource_specification) - {SPECIFICATION_KEY}
         if unknown:
             raise InvalidResourceSpecification(
@@ -567,11 +568,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
 
     def _refuse_new(self, error: Exception) -> None:
         logger.error("%s", error)
-        self._executor_exception = error
-        self._executor_bad_state.set()
+        self._refusal = error  # HTEX's bad state would end its result thread, and refuse slots of running blocks
 
     def _fail_all(self, error: Exception) -> None:
-        if self._executor_exception is not error:
+        if error not in (self._refusal, self._executor_exception):
             logger.error("%s", error)
         self._end_futures(error)
 

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from parsl.curvezmq import ClientContext
 
-from freetrain_parsl.errors import ClusterGone
+from freetrain_parsl.errors import BatchSystemError, ClusterGone
 from freetrain_parsl.executor.htex.interchange_watch import (
     Interchange,
     InterchangeEnded,
@@ -179,6 +179,29 @@ def test_a_real_interchange_that_hangs_is_replaced_and_the_training_finishes(sta
     (tmp_path / "slow").unlink()
     assert future.result(timeout=240)["metrics"]["epochs"] == 8
     assert "not answered" in entries(site, "interchange_ended")[0].detail["reason"]
+
+
+@pytest.mark.cluster
+def test_a_training_whose_process_dies_when_no_further_block_is_submitted_goes_on_in_its_own(start, tmp_path) -> None:
+    """Regression: HTEX refused the slot's replacement, with an exception that ended the watch."""
+    site = start(nodes=1)
+    executor = site.executor
+    (tmp_path / "slow").touch()
+    future = make_app()(epochs=8, slow=str(tmp_path / "slow"))
+    site.until(lambda run: any(training.progress.get("step") for training in run.trainings.values()))
+    refusal = BatchSystemError("no further block")
+    executor._refuse_new(refusal)
+    with pytest.raises(BatchSystemError, match="no further block"):
+        make_app().options(name="late")(epochs=1).result(timeout=60)
+    os.kill(entries(site, "slot_joined")[0].detail["pid"], signal.SIGKILL)
+    wait_for(lambda: len(entries(site, "slot_joined")) == 2, "another slot", 120)
+    (tmp_path / "slow").unlink()
+    assert future.result(timeout=240)["metrics"]["epochs"] == 8
+    executor._fail_all(refusal)
+    executor._watch.submit("late")
+    wait_for(executor._watch._tasks.empty, "the watch", 20)
+    executor._watch.join(1.0)
+    assert executor._watch.is_alive()
 
 
 @pytest.mark.cluster

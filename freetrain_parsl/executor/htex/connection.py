@@ -83,12 +83,16 @@ class HtexInterchange(Interchange):
         return True
 
     def send(self, token: str) -> None:
-        """Submit a slot task."""
+        """Submit a slot task; it is dropped if the executor has failed."""
         try:
             future = self._submit(token)
         except zmq.Again:
             never_sent = self._executor._task_counter  # noqa: SLF001 - HTEX registers the task before sending it
             self._executor.tasks.pop(never_sent, None)
+            raise
+        except Exception:  # HTEX raises the executor's own exception, of any class
+            if self._executor.bad_state_is_set:
+                return
             raise
         self._submitted(token, future)
 
