@@ -293,14 +293,12 @@ class ControlLoop(threading.Thread):
         self._listened = now
 
     def _receive(self, wait: float) -> bool:
-        """Handle the messages that arrive together within `wait` seconds; return whether all of them are routine."""
-        messages = 0
-        changes = False
+        """Handle the messages that arrive together within `wait` seconds; return whether they are all routine."""
+        kinds: set[type] = set()
         for slot, message in self._server.receive(wait):
             self._take(slot, message)
-            messages += 1
-            changes = changes or not isinstance(message, _ROUTINE)
-        return messages > 0 and not changes
+            kinds.add(type(message))
+        return bool(kinds) and kinds <= _ROUTINE
 
     def _record_step(self) -> None:
         """Record a step of the wall clock, which the journal's times do not follow."""
@@ -470,6 +468,6 @@ class ControlLoop(threading.Thread):
 
 
 # Each of a thousand slots sends such messages every second; an iteration for each would be most of the driver's work.
-_ROUTINE = (SlotHeartbeat, StoreRequest, Output, Values)
+_ROUTINE = frozenset({SlotHeartbeat, StoreRequest, Output, Values})
 
 _ASSIGNMENTS = {ev.Assign: record.Assign, ev.Grow: record.Grow, ev.Shrink: record.Shrink, ev.Stop: record.Stop}

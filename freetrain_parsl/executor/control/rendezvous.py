@@ -55,7 +55,7 @@ class _Store:
         complete = []
         for get in self.awaited.pop(key, ()):
             get.missing.discard(key)
-            if not get.missing and not self.postpone(get):
+            if not get.missing and not self.postpone(get):  # a key may have been deleted since
                 complete.append(get)
         return complete
 

@@ -207,9 +207,9 @@ class SlotRegistry:
             del self._aside[node]
         return [slot for node in nodes for slot in self.slots.on(node)[:1]]
 
-    def closing(self, nodes: Iterable[str]) -> set[str]:
+    def closing(self, nodes: Iterable[str]) -> frozenset[str]:
         """Return those of these nodes that the batch system reclaims."""
-        return {node for node in nodes if any(slot.leaving for slot in self.slots.on(node))}
+        return frozenset(node for node in nodes if any(slot.leaving for slot in self.slots.on(node)))
 
     def complete_slots(self, nodes: Iterable[str]) -> list[Slot] | None:
         """Return all slots of these nodes, ordered by node and name; ``None`` if a node is not complete."""

@@ -212,7 +212,7 @@ class Cohort:
     # ── time ──────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        leaving = frozenset(slot.node for slot in self._registry.slots.values() if slot.leaving)
+        leaving = self._registry.closing(self._desired | {array.node for array in self._arrays})
         wanted = frozenset() if self._holds or self.over else self._desired - leaving
         for array in self._arrays:
             if array.deadline is not None and self._response.now > array.deadline:
