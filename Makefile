@@ -1,4 +1,4 @@
-# Every target creates .venv on first use; it does not need to be activated.
+# Every target creates .venv on first use; it does not need to be activated. `make demo` installs only what it needs.
 #   make demo ARGS="--seed 2"     make test ARGS="-k planning"     make PYTHON=python3.12 test
 
 PYTHON ?= python3
@@ -7,37 +7,53 @@ ARGS ?=
 KIND ?= bare
 SEEDS ?= 1-20
 
-VENV := .venv
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO_STAMP := $(VENV)/.installed-for-demo
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+# Of the lowest versions, those of the oldest Python: newer ones have no wheels of all of them.
+RESOLVE = $(BIN)/uv pip compile --quiet --no-python-downloads --python-version 3.10 --extra dev pyproject.toml \
+	--no-annotate --custom-compile-command "make constraints" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos check docs clean
+.PHONY: help install install-demo demo test test-pythons chaos check docs constraints clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## Create .venv with all dependencies for running, testing and development
 
-$(STAMP): pyproject.toml constraints.txt
+install-demo: $(DEMO_STAMP)  ## Create .venv with the dependencies of the demo only
+
+$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "Python 3.10 or newer is required: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
-	@echo "[1/3] creating $(VENV) with $$($(PYTHON) --version)"
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/3] installing torch, the largest part"
+	@echo "installing torch, the largest part"
 	@$(PIP_INSTALL) torch
-	@echo "[3/3] installing freetrain-parsl and its tools"
-	@$(PIP_INSTALL) -e '.[dev]'
-	@touch $(STAMP)
+	@echo "installing freetrain-parsl"
+	@$(PIP_INSTALL) -e '.[examples,report]'
+	@touch $@
 
-demo: $(STAMP)  ## Watch seven trainings on the idle nodes of a small busy cluster
+$(STAMP): $(DEMO_STAMP)
+	@echo "installing the tools for tests and development"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+demo: $(DEMO_STAMP)  ## Watch seven trainings on the idle nodes of a small busy cluster
 	@$(BIN)/freetrain demo $(ARGS)
 
 test: $(STAMP)  ## Run all tests; those that need a missing batch system or GPU are skipped
 	@# Once, instead of in each of hundreds of processes if they cannot write bytecode.
 	@$(BIN)/python -m compileall -q freetrain_parsl
 	@$(BIN)/python -m tests $(ARGS)
+
+test-pythons: $(STAMP)  ## Try the demo and the quick tests on each supported Python that is found: ARGS="3.10 lowest"
+	@$(BIN)/python -m tests.pythons $(ARGS)
 
 chaos: $(STAMP)  ## Run trainings under random faults: make chaos SEEDS=1-300 ARGS="--jobs 2"
 	@$(BIN)/python -m freetrain_parsl.testing.chaos $(KIND) $(SEEDS) $(ARGS)
@@ -51,6 +67,10 @@ docs: $(STAMP)  ## Build the documentation into docs/_build/html
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
+constraints: $(STAMP)  ## Resolve constraints*.txt for every supported Python, keeping their pins: ARGS=--upgrade does not
+	@$(RESOLVE) --universal --output-file constraints.txt
+	@$(RESOLVE) --resolution lowest-direct --output-file constraints-lowest.txt
+
 clean:  ## Remove .venv, caches and build outputs; demo runs are kept
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -74,7 +74,7 @@ def train(session: Any, *, epochs: int, pause: float) -> dict[str, Any]:
     return {"steps": session.metrics["steps"], "samples": session.metrics["samples"]}
 
 
-class Meter(threading.Thread):
+class Meter:
     """Measures this process, the driver, until stopped.
 
     Parameters
@@ -86,13 +86,17 @@ class Meter(threading.Thread):
     """
 
     def __init__(self, journal: Path, futures: Sequence[Future[Any]]) -> None:
-        super().__init__(name="soak-meter", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="soak-meter", daemon=True)
         self.samples: list[dict[str, float]] = []
         self._journal = journal
         self._futures = futures
         self._over = threading.Event()
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def _run(self) -> None:
         """Take a sample every few seconds."""
         process, begin = psutil.Process(), time.monotonic()
         while not self._over.wait(EVERY):
@@ -112,7 +116,7 @@ class Meter(threading.Thread):
     def stop(self) -> list[dict[str, float]]:
         """End the thread and return the samples."""
         self._over.set()
-        self.join()
+        self._thread.join()
         return self.samples
 
 

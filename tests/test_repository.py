@@ -230,6 +230,22 @@ def test_rooms_keep_to_their_packages(room):
     assert wrong == {}
 
 
+def test_no_class_is_a_thread():
+    """Attributes of a subclass collide with the private ones of `Thread`, which differ between versions of Python."""
+    sources = [
+        path for folder in ("freetrain_parsl", "apps", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
+    ]
+    classes = [
+        (path.name, node.name, ast.unparse(base))
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+    ]
+    assert len(classes) > 100
+    assert [found for found in classes if found[2] in ("Thread", "threading.Thread")] == []
+
+
 def test_cluster_knows_parsl_in_its_provider_only():
     """The embedded cluster is a batch system: it does not import torch, and imports Parsl only in its provider."""
     cluster = [module for module in MODULES if room_of(module) == "cluster"]

@@ -78,7 +78,7 @@ class _Scene:
         while self.now < end:
             self.now += 1.0
             looked = self.watch._looked
-            wait_for(lambda before=looked: self.watch._looked > before or not self.watch.is_alive(), "a look")
+            wait_for(lambda before=looked: self.watch._looked > before or not self.watch._thread.is_alive(), "a look")
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def scene() -> Iterator[_Scene]:
     scene.watch.start()
     yield scene
     scene.watch.stop()
-    assert not scene.watch.is_alive()
+    assert not scene.watch._thread.is_alive()
 
 
 def test_a_task_that_cannot_be_sent_is_sent_later_and_nobody_waits_for_that(scene: _Scene) -> None:
@@ -138,7 +138,7 @@ def test_one_that_ends_again_and_again_ends_the_run_with_the_reason(scene: _Scen
         wait_for(lambda n=count: scene.interchange.restarts == n and len(scene.posts) == 2 * n, "a restart")
     scene.interchange.reason = "ended with exit code 1"
     assert "4 times" in scene.given_up.get(timeout=60)
-    wait_for(lambda: not scene.watch.is_alive(), "the end of the thread")
+    wait_for(lambda: not scene.watch._thread.is_alive(), "the end of the thread")
 
 
 def test_one_that_cannot_be_started_again_ends_the_run_with_the_reason(scene: _Scene) -> None:
@@ -200,8 +200,8 @@ def test_a_training_whose_process_dies_when_no_further_block_is_submitted_goes_o
     executor._fail_all(refusal)
     executor._watch.submit("late")
     wait_for(executor._watch._tasks.empty, "the watch", 20)
-    executor._watch.join(1.0)
-    assert executor._watch.is_alive()
+    executor._watch._thread.join(1.0)
+    assert executor._watch._thread.is_alive()
 
 
 @pytest.mark.cluster

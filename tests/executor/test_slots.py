@@ -50,18 +50,18 @@ def frames_of(message: ToDriver | ToSlot) -> list[bytes]:
     return encode(Envelope(message))
 
 
-class _Driver(threading.Thread):
+class _Driver:
     """Runs a server in a thread, as the driver does, and puts the received messages into a queue."""
 
     def __init__(self, cert_dir: str | None) -> None:
-        super().__init__(daemon=True)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.server = SlotServer(cert_dir, (55000, 56000))
         self.received: queue.Queue[tuple[str, ToDriver]] = queue.Queue()
         self.to_send: queue.Queue[tuple[str, ToSlot]] = queue.Queue()
         self.stopping = threading.Event()
         self.sent: list[bool] = []
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while not self.stopping.is_set():
             for item in self.server.receive(0.05):
                 self.received.put(item)
@@ -72,11 +72,11 @@ class _Driver(threading.Thread):
 
 @pytest.fixture
 def driver(cert_dir: str) -> Iterator[_Driver]:
-    thread = _Driver(cert_dir)
-    thread.start()
-    yield thread
-    thread.stopping.set()
-    thread.join(5)
+    driver = _Driver(cert_dir)
+    driver.thread.start()
+    yield driver
+    driver.stopping.set()
+    driver.thread.join(5)
 
 
 def channel(driver: _Driver, cert_dir: str | None, **changes: object) -> tuple[Channel, queue.Queue]:
@@ -182,7 +182,7 @@ def test_sending_to_a_slot_that_is_not_there_is_told(driver: _Driver) -> None:
             break
         driver.server.wake()
     driver.stopping.set()
-    driver.join(5)
+    driver.thread.join(5)
     assert driver.sent == [False]
 
 
@@ -233,7 +233,7 @@ def test_a_slot_that_reaches_the_driver_at_several_addresses_uses_the_first_that
         link.send(task_ended())
         assert driver.received.get(timeout=10)[1] == task_ended()
         link.close(5)
-    assert driver.is_alive()
+    assert driver.thread.is_alive()
 
 
 BAD_FRAMES = {

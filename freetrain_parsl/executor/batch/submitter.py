@@ -110,8 +110,8 @@ SubmitterMessage: TypeAlias = (
 )
 
 
-class JobSubmitter(threading.Thread):
-    """Queries, submits and cancels; results are passed to `post`, in this thread.
+class JobSubmitter:
+    """A thread that queries, submits and cancels, and passes the results to `post`.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class JobSubmitter(threading.Thread):
         last_words: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name="freetrain-job-submitter", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="freetrain-job-submitter", daemon=True)
         self._source = source
         self._launch = launch
         self._post = post
@@ -186,6 +186,14 @@ class JobSubmitter(threading.Thread):
         self._closed = False
         self._unknown_outcome_until = -math.inf
         self._stopping = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs."""
+        return self._thread.is_alive()
 
     def request(self, spec: BlockSpec) -> None:
         """Queue a block for submission."""
@@ -251,7 +259,7 @@ class JobSubmitter(threading.Thread):
             self._stopping = True
             self._condition.notify()
         if self.is_alive():
-            self.join(timeout)
+            self._thread.join(timeout)
         jobs, self._watched = set(self._watched), {}
         try:
             if self._clock() < self._unknown_outcome_until:
@@ -265,7 +273,7 @@ class JobSubmitter(threading.Thread):
                 error,
             )
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Submit blocks and query the batch system until closed."""
         while True:
             with self._condition:

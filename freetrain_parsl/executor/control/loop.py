@@ -84,8 +84,8 @@ class CancelTraining:
     future: Future[Any]
 
 
-class ControlLoop(threading.Thread):
-    """Owns planner, slots, trainings and journal; all other threads communicate with it through `post`.
+class ControlLoop:
+    """A thread that owns planner, slots, trainings and journal; all others communicate with it through `post`.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class ControlLoop(threading.Thread):
         take_output: Callable[[str, str, bytes], None] = lambda _training, _source, _output: None,
         take_values: Callable[[str, Sequence[str]], None] = lambda _training, _rows: None,
     ) -> None:
-        super().__init__(name="freetrain-driver", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="freetrain-driver", daemon=True)
         self._server = server
         self._submitter = submitter
         self._journal = journal
@@ -215,6 +215,14 @@ class ControlLoop(threading.Thread):
 
     # Other threads.
 
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs."""
+        return self._thread.is_alive()
+
     def post(self, item: object) -> None:
         """Queue a `Training`, `Task`, `CancelTraining`, `SlotTaskEnded` or `SubmitterMessage` for the loop."""
         if isinstance(item, Survey):
@@ -227,7 +235,7 @@ class ControlLoop(threading.Thread):
         self._stopping.set()
         self._server.wake()
         if self.is_alive():
-            self.join(timeout)
+            self._thread.join(timeout)
 
     # The loop.
 

@@ -74,7 +74,7 @@ class Interchange(ABC):
         """
 
 
-class InterchangeWatch(threading.Thread):
+class InterchangeWatch:
     """A thread that sends slot tasks, checks the interchange periodically and restarts it.
 
     Parameters
@@ -103,7 +103,7 @@ class InterchangeWatch(threading.Thread):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(name="freetrain-interchange-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="freetrain-interchange-watch", daemon=True)
         self._interchange = interchange
         self._post = post
         self._give_up = give_up
@@ -116,6 +116,10 @@ class InterchangeWatch(threading.Thread):
         self._ask_at = clock() + self._ASK
         self._asked: float | None = None
 
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
     def submit(self, token: str) -> None:
         """Queue a slot task for sending; never blocks."""
         self._tasks.put(token)
@@ -124,10 +128,10 @@ class InterchangeWatch(threading.Thread):
         """End the thread; the interchange keeps running."""
         self._stopping.set()
         self._tasks.put(None)
-        if self.is_alive():
-            self.join(timeout)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Watch until stopped, or until restarting does not help."""
         while not self._stopping.is_set():
             self._take_task()

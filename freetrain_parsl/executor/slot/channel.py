@@ -33,7 +33,7 @@ _STOPPED = 1.0  # seconds of delay of an iteration above which the process count
 _SILENT_BEATS = 3  # without a message from the driver, after which it has probably failed
 
 
-class Channel(threading.Thread):
+class Channel:
     """A slot's end of the control channel: a thread that owns the socket, sends heartbeats, and calls `handle`.
 
     Parameters
@@ -77,7 +77,7 @@ class Channel(threading.Thread):
         heartbeat_timeout: float,
         signals: SignalSocket | None = None,
     ) -> None:
-        super().__init__(name="freetrain-channel", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="freetrain-channel", daemon=True)
         self._context = curvezmq.ClientContext(cert_dir)
         self.url = self._reachable(addresses, port)
         self._slot = slot
@@ -94,6 +94,10 @@ class Channel(threading.Thread):
         self._closing = threading.Event()
         self._ends_process = False
 
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
     def send(self, message: ToDriver) -> None:
         """Queue a message to the driver; may be called from any thread."""
         self._outbox.append(message)
@@ -103,8 +107,8 @@ class Channel(threading.Thread):
         """Send the queued messages and end the thread."""
         self._closing.set()
         self._waker.wake()
-        if self is not threading.current_thread():
-            self.join(timeout)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
 
     def end_process(self) -> None:
         """Send the queued messages, then end this process regardless of its other threads; returns at once."""
@@ -112,7 +116,7 @@ class Channel(threading.Thread):
         self._closing.set()
         self._waker.wake()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Exchange messages until closed."""
         link = self._context.socket(zmq.DEALER)
         link.setsockopt(zmq.IDENTITY, self._slot.encode())

@@ -1,0 +1,110 @@
+"""Try the supported versions of Python: ``python -m tests.pythons``, which is ``make test-pythons``.
+
+For each version that is found on PATH or among pyenv's: a new environment, ``pip check``, the demo, and the quick part
+of the test suite. The last environment has the lowest versions of all dependencies, on the oldest Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.__main__ import arguments_of
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+LOWEST = "lowest"
+
+# A name on PATH may be a shim that does not run, and an interpreter may lack what `venv` needs.
+PROBE = "import ensurepip, ssl, sys, venv; print('.'.join(map(str, sys.version_info[:2])))"
+
+
+@dataclass
+class Trial:
+    """One environment: its name, the Python that it is made with, and the seconds of each step until one failed."""
+
+    name: str
+    python: str
+    constraints: str = "constraints.txt"
+    seconds: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
+
+    def run(self, environment: Path, directory: Path) -> None:
+        """Create the environment and carry out all steps; the demo leaves its run in `directory`."""
+        python = str(environment / "bin" / "python")
+        make = ["make", f"PYTHON={self.python}", f"VENV={environment}", f"CONSTRAINTS={self.constraints}"]
+        steps = {
+            "install for the demo": ([*make, "install-demo"], ROOT),
+            "demo": ([str(environment / "bin" / "freetrain"), "demo"], directory),
+            "install": ([*make, "install"], ROOT),
+            "pip check": ([python, "-m", "pip", "check"], ROOT),
+            "quick tests": ([python, "-m", "pytest", *arguments_of("quick", len(os.sched_getaffinity(0)))], ROOT),
+        }
+        for step, (command, where) in steps.items():
+            print(f"== Python {self.name}: {step}", flush=True)
+            begin = time.monotonic()
+            code = subprocess.run(command, cwd=where, check=False).returncode
+            self.seconds[step] = time.monotonic() - begin
+            if code:
+                self.failed = f"{step} failed (exit code {code})"
+                return
+
+    def __str__(self) -> str:
+        """Return a row of the table at the end."""
+        times = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in self.seconds.items())
+        return f"{self.name:<8} {self.failed or 'passed'}: {times}"
+
+
+def interpreters() -> dict[str, str]:
+    """Find an interpreter of each supported version; return the version -> the path."""
+    names = {f"python{version}": version for version in VERSIONS}
+    candidates: list[str | Path] = [path for name in (*names, "python3") if (path := shutil.which(name))]
+    if pyenv := shutil.which("pyenv"):
+        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout.strip()
+        for version in VERSIONS:
+            candidates += sorted(Path(root).glob(f"versions/{version}.*/bin/python"), reverse=True)
+    found: dict[str, str] = {}
+    for path in map(str, candidates):
+        answer = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, check=False, cwd="/")
+        if answer.returncode == 0 and (version := answer.stdout.strip()) in VERSIONS:
+            found.setdefault(version, path)
+    return {version: found[version] for version in VERSIONS if version in found}
+
+
+def main(arguments: list[str]) -> int:
+    """Try the versions and print a table; return 1 if one of them failed, 2 if none was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.pythons", description=__doc__.partition("\n")[0])
+    parser.add_argument("versions", nargs="*", help=f"of {', '.join((*VERSIONS, LOWEST))}; default: all that are found")
+    parser.add_argument("--ends", action="store_true", help="only the oldest and the newest version that are found")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the environments in this directory")
+    options = parser.parse_args(arguments)
+    found = interpreters()
+    if unknown := set(options.versions) - {*VERSIONS, LOWEST}:
+        parser.error(f"unknown versions: {', '.join(sorted(unknown))}")
+    trials = [Trial(version, path) for version, path in found.items()]
+    if options.ends:
+        trials = trials[:1] + trials[1:][-1:]
+    elif found:
+        trials.append(Trial(LOWEST, next(iter(found.values())), "constraints-lowest.txt"))
+    trials = [trial for trial in trials if trial.name in options.versions or not options.versions]
+    for trial in trials:
+        with tempfile.TemporaryDirectory(prefix="freetrain-python-") as directory:
+            # An environment with CUDA has 7 GB: it is removed before the next one is made.
+            environment = (options.keep or Path(directory)).resolve() / f"venv-{trial.name}"
+            trial.run(environment, Path(directory))
+    print(*trials, sep="\n")
+    missing = [version for version in options.versions or VERSIONS if version not in found and version != LOWEST]
+    if missing:
+        print(f"not tried, because no interpreter was found: {', '.join(missing)}")
+    return 2 if not trials else int(any(trial.failed for trial in trials))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
