@@ -21,6 +21,7 @@ from tests.__main__ import arguments_of
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 LOWEST = "lowest"
+QUICK = ("--quiet", "--hypothesis-profile=ci")  # fixed examples: what is tried here is Python
 
 # A name on PATH may be a shim that does not run, and an interpreter may lack what `venv` needs.
 PROBE = "import ensurepip, ssl, sys, venv; print('.'.join(map(str, sys.version_info[:2])))"
@@ -39,13 +40,14 @@ class Trial:
     def run(self, environment: Path, directory: Path) -> None:
         """Create the environment and carry out all steps; the demo leaves its run in `directory`."""
         python = str(environment / "bin" / "python")
+        cores = len(os.sched_getaffinity(0))
         make = ["make", f"PYTHON={self.python}", f"VENV={environment}", f"CONSTRAINTS={self.constraints}"]
         steps = {
             "install for the demo": ([*make, "install-demo"], ROOT),
             "demo": ([str(environment / "bin" / "freetrain"), "demo"], directory),
             "install": ([*make, "install"], ROOT),
             "pip check": ([python, "-m", "pip", "check"], ROOT),
-            "quick tests": ([python, "-m", "pytest", *arguments_of("quick", len(os.sched_getaffinity(0)))], ROOT),
+            "quick tests": ([python, "-m", "pytest", *QUICK, *arguments_of("quick", cores)], ROOT),
         }
         for step, (command, where) in steps.items():
             print(f"== Python {self.name}: {step}", flush=True)
