@@ -100,7 +100,7 @@ def test_the_campaign_file_has_the_values_of_the_cell(cell, tmp_path):
         scaling={1: 900.0, 2: 1700.0},
     ).text
     training = yaml.safe_load(text)["trainings"][0]
-    assert training["grid"] == {"lr": [0.001, 0.01, 0.1], "mode": ["1e-3", "$${HOME}"]}
+    assert training["grid"] == {"lr": np.logspace(-3, -1, 3).tolist(), "mode": ["1e-3", "$${HOME}"]}
     assert training["arguments"] == {"count": 3, "place": str(tmp_path)}
     assert training["scaling"] == {1: 900.0, 2: 1700.0}
     assert training["name"] == "train-lr{lr}-mode{mode}"
