@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.checkpoints import sharded
+from freetrain_parsl.training.checkpoints.outside import load_outside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +35,10 @@ def load_into(objects: Mapping[str, Stateful], restored: Restored) -> None:
         _mismatch(restored, f"it contains {', '.join(states)}, but session.prepare got {', '.join(objects)}")
     for name, target in objects.items():
         _load(name, target, restored)
+    try:
+        load_outside(objects, restored.state.get("outside", {}))  # not in checkpoints of earlier versions
+    except RuntimeError as error:
+        _mismatch(restored, str(error), error)
 
 
 def _load(name: str, target: Stateful, restored: Restored) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
+from freetrain_parsl.training.checkpoints.outside import load_outside, outside_state
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
 from freetrain_parsl.training.metrics import TrainingMetrics
@@ -92,6 +93,7 @@ class SessionState:
         return {
             "seed": self._seed,
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
+            "outside": outside_state(self.objects),
             "books": self.training_metrics.state(),
             "cursor": self.cursor.state(),
             "factor": None if self.scaling is None else self.scaling.scale,
@@ -110,6 +112,7 @@ class SessionState:
         self.take_best(state)
         for name, target in self.objects.items():
             target.load_state_dict(state["objects"][name])
+        load_outside(self.objects, state["outside"])
 
     def take_best(self, state: Mapping[str, Any]) -> None:
         """Load the best epochs, which checkpoints of earlier versions do not have."""

@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from freetrain_parsl.errors import UsageError
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.checkpoints.sharded import is_spread
 from freetrain_parsl.training.metrics import Tally
 from freetrain_parsl.training.step.buffers import RunningStatistics
+from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
 from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
+from freetrain_parsl.training.step.loss_kind import LossReader, Weighing
 from freetrain_parsl.training.step.once_per_step import guard
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.step.bypass import BypassCheck
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
     from freetrain_parsl.training.step.learning_rate import RateScaling
+    from freetrain_parsl.training.step.loss_kind import Reduction
 
 _WORD = (1 << 63) - 1
 
@@ -83,7 +86,12 @@ class BatchRunner:
         self._complete = False
         self._calls = 0
         self._done = 0
-        self._weighs_items: bool | None = None  # whether losses are means over items; None: before the first batch
+        self._gathers = False  # whether the current batch has tensors of `Session.gather` with gradients
+        self._evaluations = 0  # of a closure, in the current step
+        self._in_closure = False
+        self._reader = LossReader()
+        self._weighing = Weighing("mean", None)  # of the current piece
+        self._gives_items: bool | None = None  # whether the user gives items; None: before the first batch
         self._items: list[torch.Tensor | float] = []  # of this member's pieces for the current step so far
         self._step_tally: Tally  # that of the current step of the batch
         self._tally_work: dist.Work | None = None
@@ -134,12 +142,50 @@ class BatchRunner:
         """Whether the user's code has a current piece."""
         return self._piece is not None
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether what the user's code computes now is of samples that count: see `Piece`."""
+        return self._piece is None or self._piece.weight > 0
+
+    @property
+    def in_closure(self) -> bool:
+        """Whether the user's closure is evaluated in the step of an optimizer."""
+        return self._in_closure
+
+    def link(self, *, gathers: bool) -> Callable[[], bool]:
+        """Let the backward pass of this batch contain sums of the user's code: its own follow after all of them.
+
+        Returns
+        -------
+        check
+            See `Link`.
+        """
+        self._sum.sends_early = False
+        self._gathers |= gathers
+        batch = self.batch
+
+        def check() -> bool:
+            if self.one_step:
+                raise UsageError(
+                    "session.sum and session.gather cannot be part of a loss with micro_batch or deterministic=True, "
+                    "where no process has the whole batch at a time; for a value that is only read, use "
+                    "session.sum(tensor.detach())"
+                )
+            if self.batch is not batch:
+                raise UsageError(
+                    "a result of session.sum or session.gather can be part of a loss of its own batch only"
+                )
+            return not self.cut_off
+
+        return check
+
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
         """Begin a batch, of which `done` steps have been made already."""
         self._group, self.batch = group, batch
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
-        self.cut_off = self._complete = False
+        self.cut_off = self._complete = self._gathers = False
+        self._sum.sends_early = True
         self._calls, self._done = 0, done
         if self._noise is not None:
             self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())
@@ -157,9 +203,15 @@ class BatchRunner:
         Raises
         ------
         UsageError
-            It was trained on with a plain ``loss.backward()``.
+            It was trained on with a plain ``loss.backward()``, or its gradients were computed and not used.
         """
         self._piece = None
+        if self._has_gradients and self._complete and not self.cut_off and self._any_gradient():
+            raise UsageError(
+                "session.backward() was called for a batch, and session.step() was not: its gradients would be lost. "
+                "To accumulate gradients over several batches, use session.loader(batch_size=…, micro_batch=…), whose "
+                "batch_size is that of a step; to skip a batch, call optimizer.zero_grad()"
+            )
         self._bypass.end_batch()
 
     def leave_batch(self) -> None:
@@ -167,7 +219,9 @@ class BatchRunner:
         self._piece = None
         self.cut_off = False
 
-    def backward(self, loss: torch.Tensor, items: torch.Tensor | float | None = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
+    ) -> None:
         """Add the gradients of a piece to the gradients of the batch.
 
         Parameters
@@ -176,31 +230,38 @@ class BatchRunner:
             Mean over the piece's samples, or over `items`; a scalar.
         items
             How many items, such as tokens, the loss is a mean over; ``None``: its samples.
+        reduction
+            What the loss is otherwise; ``None``: its graph tells.
 
         Raises
         ------
         PeerFailed
             A member has failed.
         """
-        weighed = self.begin_backward(loss, items)
+        weighed = self.begin_backward(loss, items, reduction)
         if weighed is None:
             return
         with self._bypass.session_acts():
             weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
         self.end_backward()
 
-    def begin_backward(self, loss: torch.Tensor, items: torch.Tensor | float | None) -> torch.Tensor | None:
+    def begin_backward(
+        self, loss: torch.Tensor, items: torch.Tensor | float | None, reduction: Reduction | None
+    ) -> torch.Tensor | None:
         """Begin `backward`: return the loss with its weight in the batch; ``None`` if the batch is interrupted."""
         self._bypass.before_backward()
         if self.cut_off:
             return None
         piece = self._piece
         assert piece is not None, "checked by the runtime"
+        if self._in_closure:
+            raise UsageError(f"session.backward() was called in a closure: {usage(self._optimizers[0])}")
         if self._has_gradients:
             raise UsageError("session.backward() can be called once with each step; sum several losses before it")
         if self._calls and self.one_step:
             raise UsageError("several steps in a batch cannot be combined with micro_batch or deterministic=True")
-        self._check_items(items)
+        self._weighing = self._weigh(loss, piece, items, reduction)
+        items = self._weighing.items
         self._has_gradients, self._complete = True, False
         self._tally_work = self._tell(loss, piece, items)
         if self._noise is not None and self._noise.measures_shards and items is not None:
@@ -217,7 +278,8 @@ class BatchRunner:
         piece = self._piece
         assert piece is not None, "since begin_backward"
         if self._noise is not None and self._measures_pieces:
-            self._noise.add_piece(self._summed, float(self._items[-1]) if self._weighs_items else piece.weight)
+            weighs_items = self._weighing.items is not None
+            self._noise.add_piece(self._summed, float(self._items[-1]) if weighs_items else piece.weight)
             self._add_held()
         self._sum.after_backward(self._group, piece)
         self._statistics.close_piece(piece)
@@ -275,13 +337,14 @@ class BatchRunner:
             raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
         if not self._complete:
             return None
-        if optimizer is not None and optimizer not in self._optimizers:
-            raise UsageError("session.step: that optimizer was not given to session.prepare")
+        optimizers = self._chosen(optimizer)
+        for each in filter(needs_closure, optimizers):
+            raise UsageError(f"session.step() was called with a loss: {usage(each)}")
         self._has_gradients = False
         self._calls += 1
         if self._calls <= self._done:
             return ()
-        return self._optimizers if optimizer is None else [optimizer]
+        return optimizers
 
     def end_step(self) -> None:
         """End `step`, once the optimizers have stepped and the gradients are gone."""
@@ -289,6 +352,91 @@ class BatchRunner:
             self._scaler.update()
         if self._calls == 1:
             self._stepped = self.tally
+
+    def needs_closure(self, optimizer: Optimizer | None) -> bool:
+        """Return whether `step_by_closure` is needed for one optimizer, or any."""
+        return any(map(needs_closure, self._chosen(optimizer)))
+
+    def step_by_closure(
+        self,
+        closure: Callable[[], torch.Tensor],
+        optimizer: Optimizer | None,
+        scaling: RateScaling | None,
+        weighing: tuple[torch.Tensor | float | None, Reduction | None],
+    ) -> bool:
+        """Make the step of an optimizer that evaluates the loss itself; return whether it was made.
+
+        Parameters
+        ----------
+        closure
+            Returns the loss of the piece.
+        optimizer, scaling
+            As for `step`.
+        weighing
+            `items` and `reduction`, as for `backward`.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed; the step is undone.
+        """
+        if self.cut_off:
+            return False
+        (chosen,) = self._check_closure(self._chosen(optimizer))
+        if self._calls < self._done:
+            self._calls += 1
+            return False
+        kept = Kept(chosen) if self._group.size > 1 else None
+        try:
+            with nullcontext() if scaling is None else scaling.applied([chosen]), self._bypass.session_acts():
+                chosen.step(lambda: self._evaluate(closure, *weighing))  # type: ignore[arg-type,return-value]  # a tensor is read by it
+        except PeerFailed:
+            assert kept is not None, "in a group"
+            kept.restore()
+            raise
+        finally:
+            self._evaluations, self._in_closure = 0, False
+        self._has_gradients = False
+        self._calls += 1
+        self.zero_gradients()
+        self.end_step()
+        return True
+
+    def _evaluate(
+        self, closure: Callable[[], torch.Tensor], items: torch.Tensor | float | None, reduction: Reduction | None
+    ) -> torch.Tensor | float:
+        """Compute the gradients of the batch once more; return its loss, the same on all members."""
+        self.zero_gradients()
+        self._has_gradients = False
+        self._evaluations += 1
+        self._in_closure, passes = True, self._bypass.passes_in_batch
+        with self._bypass.user_acts():
+            loss = closure()
+        if self._bypass.passes_in_batch > passes and self._any_gradient():
+            raise UsageError(f"loss.backward() was called in a closure: {usage(self._optimizers[0])}")
+        self._in_closure = False
+        self.backward(loss, items, reduction)
+        mean = self._step_tally.mean
+        return mean * self.batch.samples if self._weighing.reduction == "sum" else mean
+
+    def _chosen(self, optimizer: Optimizer | None) -> Sequence[Optimizer]:
+        if optimizer is not None and optimizer not in self._optimizers:
+            raise UsageError("session.step: that optimizer was not given to session.prepare")
+        return self._optimizers if optimizer is None else [optimizer]
+
+    def _check_closure(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
+        if len(optimizers) > 1:
+            raise UsageError("session.step(closure): say whose step it is with optimizer=…, as each evaluates the loss")
+        for given, what, why in (
+            (self.one_step, "micro_batch or deterministic=True", "each evaluation needs the whole batch at a time"),
+            (self._scaler is not None, "a GradScaler", "its scale would change between the evaluations of a step"),
+            (self._noise is not None, "batch_range", "the gradient's noise is measured once in a batch"),
+            (self._sharded, "a sharded model", "its optimizer needs whole parameters"),
+        ):
+            if given:
+                name = type(optimizers[0]).__name__
+                raise UsageError(f"session.step(closure): {name} cannot be combined with {what}, as {why}")
+        return optimizers
 
     def cut(self) -> None:
         """Drop the current batch after a member has failed."""
@@ -313,30 +461,52 @@ class BatchRunner:
             total += int(words.view(torch.int64).sum()) + int(rest.sum())
         return total & _WORD
 
-    def _check_items(self, items: torch.Tensor | float | None) -> None:
-        weighs = items is not None
-        if self._weighs_items is not None and self._weighs_items != weighs:
+    def _weigh(
+        self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None, reduction: Reduction | None
+    ) -> Weighing:
+        """Return how the loss of a piece is to be weighed: as the user says, or as its graph tells."""
+        if self._gives_items is not None and self._gives_items != (items is not None):
             raise UsageError("session.step: pass items=… for all batches or for none, so that losses can be averaged")
-        self._weighs_items = weighs
+        self._gives_items = items is not None
+        if items is not None:
+            return Weighing("mean", items)
+        weighing = Weighing(reduction, None) if reduction is not None else None
+        if weighing is None:
+            samples = len(piece.positions)
+            weighing = self._reader.weighing(loss, samples=samples, step=self._calls, gathered=self._gathers)
+        if weighing.reduction == "batch" and self.one_step:
+            raise UsageError(
+                'session.step(loss, reduction="batch") cannot be combined with micro_batch or deterministic=True: no '
+                "process has the whole batch at a time"
+            )
+        if weighing.reduction == "sum" and self._noise is not None:
+            raise UsageError(
+                "session.step: a loss that is a sum over samples cannot be combined with batch_range, as its gradient "
+                "grows with the batch: use the mean"
+            )
+        return weighing
 
     def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> dist.Work | None:
         """Add the loss to the tally; with the last piece, start to sum the tally over the members.
 
-        A second step on a batch is not counted, but its items are.
+        A second step on a batch is not counted, but its items are. Sums count as means over samples.
         """
-        if self._calls and items is None:
+        if self._calls and items is None and not self._evaluations:
             return None
-        if self._calls:
+        if self._calls or self._evaluations > 1:
             self._step_tally, self._items = Tally(self.batch, self.tally.device), []
-        self._step_tally.add(loss, piece, items)
+        is_sum = self._weighing.reduction == "sum" and piece.weight
+        self._step_tally.add(loss.detach() / piece.weight if is_sum else loss, piece, items)
         if items is not None:
             self._items.append(items if piece.weight else 0.0)
         return self._group.begin_sum(self._step_tally.values) if piece.last and self._group.size > 1 else None
 
     def _weight(self, piece: Piece, items: torch.Tensor | float | None) -> torch.Tensor | float:
         """Return the weight of a piece's loss; if it is a mean over items, the gradients are divided afterwards."""
-        if items is None:
-            weight: torch.Tensor | float = piece.weight / self.batch.samples
+        if self._weighing.reduction == "sum":
+            weight: torch.Tensor | float = 1.0 if piece.weight else 0.0
+        elif items is None:
+            weight = piece.weight / self.batch.samples
         elif self._has_one_mean:
             return 1.0
         else:
@@ -358,7 +528,7 @@ class BatchRunner:
     @property
     def _factor(self) -> torch.Tensor | float:
         """By which summed gradients are multiplied: the number of items is known only after the last piece."""
-        if not self._weighs_items or self._has_one_mean:
+        if self._weighing.items is None or self._has_one_mean:
             return 1.0
         items = self._step_tally.items
         if isinstance(items, torch.Tensor) and (self._sharded or not items.is_cuda):
@@ -377,6 +547,9 @@ class BatchRunner:
             for parameter, gradient in zip(self.parameters, self._held, strict=True):
                 parameter.grad = gradient
             self._held = None
+
+    def _any_gradient(self) -> bool:
+        return any(p.grad is not None and (is_spread(p) or bool(p.grad.any())) for p in self.parameters)
 
     def zero_gradients(self) -> None:
         """Reset the gradients."""
