@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.group.shared_results import total
@@ -74,24 +75,10 @@ class _Linked(torch.autograd.Function):
         return result.clone()
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch's
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (gradient,) = gradients
-        summed = _Summed.apply(gradient, ctx.link)  # type: ignore[no-untyped-call]  # torch's
-        return summed if ctx.own is None else summed[ctx.own], None, None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of the members' gradients; its own gradient, as for a gradient penalty, is a sum, too."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, link: Link) -> torch.Tensor:
-        ctx.link = link
-        return link.total(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = gradients
-        return _Summed.apply(gradient, ctx.link), None  # type: ignore[no-untyped-call]  # torch's
+        total = ctx.link.total(gradients[0])
+        return total if ctx.own is None else total[ctx.own], None, None, None
 
 
 def own_part(tensor: torch.Tensor, *, counts: bool, rows: bool) -> torch.Tensor:

@@ -171,6 +171,11 @@ class BatchRunner:
                     "where no process has the whole batch at a time; for a value that is only read, use "
                     "session.sum(tensor.detach())"
                 )
+            if not self._bypass.is_in_session:
+                raise UsageError(
+                    "torch.autograd.grad or backward was called on a result of session.sum or session.gather: outside "
+                    "session.step and session.backward, the values of all processes would be added"
+                )
             if self.batch is not batch:
                 raise UsageError(
                     "a result of session.sum or session.gather can be part of a loss of its own batch only"

@@ -91,6 +91,11 @@ class BypassCheck:
             self._session_acts = before
 
     @property
+    def is_in_session(self) -> bool:
+        """Whether the session itself computes gradients or makes a step."""
+        return self._session_acts
+
+    @property
     def passes_in_batch(self) -> int:
         """Gradients that backward passes of the user's code have added in this batch."""
         return self._passes_in_batch
