@@ -19,7 +19,7 @@ from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, chec
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.data.sampler import EpochOrder, check_sampler
 from freetrain_parsl.training.data.stream import Stream
-from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all
+from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all, stand_in
 from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
 from freetrain_parsl.training.loader_options import (
     check_batch_range,
@@ -542,7 +542,8 @@ class TrainingSession:
         reduction = _checked(reduction, items)
         if loss is None and (items is not None or reduction is not None):
             raise UsageError(
-                "session.step: items belong to a loss, as does reduction: session.step(loss, items=…) or session.backward"
+                "session.step: items belong to a loss, as does reduction: session.step(loss, items=…) or "
+                "session.backward(loss, items=…)"
             )
         if isinstance(loss, torch.Tensor) or not callable(loss):
             given = None if loss is None else _scalar(loss)
@@ -730,6 +731,10 @@ class TrainingSession:
             raise UsageError("session.gather needs a tensor of shape (samples, …), got one without dimensions")
         part = self._own_part(tensor, rows=True)
         result = self._runtime.together(lambda group: rows_of_all(group, part), name="gather", of_parts=True)
+        assert self._runtime.batch_runner is not None, "checked by together"
+        rows = self._runtime.batch_runner.count_rows(tensor.shape[0], sum(result["rows"]))
+        if rows is not None:
+            return stand_in(tensor, rows)
         gathered = result["tensor"].to(tensor.device, copy=True)
         link = self._runtime.gradient_link(part, gathers=True)
         return gathered if link is None else link.concatenation(part, gathered, result["rows"])

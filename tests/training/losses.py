@@ -5,6 +5,8 @@ In a separate module because the processes of the crew import it.
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,21 +196,23 @@ def learn(
     samples: int = SAMPLES,
     gates: dict[int, Path] | None = None,
     overlap: bool = True,
+    die: str = "",
 ) -> dict[str, Any]:
     """Train on one of these losses; return the parameters and metrics.
 
-    `overlap` divides the gradients into small buckets, so that most are sent while the backward pass runs.
+    `overlap` divides the gradients into small buckets, so that most are sent while the backward pass runs. The second
+    process dies in its fifth batch, when the verb `die` is called, or in the backward pass.
     """
     before = gradients._BUCKET_BYTES
     gradients._BUCKET_BYTES = SMALL_BUCKETS if overlap else before
     try:
-        return _learn(session, loss, epochs, batch_size, samples, gates)
+        return _learn(session, loss, epochs, batch_size, samples, gates, die)
     finally:
         gradients._BUCKET_BYTES = before
 
 
 def _learn(
-    session: Any, loss: str, epochs: int, batch_size: int, samples: int, gates: dict[int, Path] | None
+    session: Any, loss: str, epochs: int, batch_size: int, samples: int, gates: dict[int, Path] | None, die: str
 ) -> dict[str, Any]:
     net: Any = tagger() if loss == "tokens" else Net()
     session.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -219,9 +223,11 @@ def _learn(
     else:
         optimizer = torch.optim.SGD(parameters, lr=0.01 if loss in ("summed", "elbo") else 0.1, momentum=0.9)
     session.prepare(net, optimizer)
-    data = session.loader(Subset(Sentences() if loss == "tokens" else points(), range(samples)), batch_size, shuffle=False)
+    data = session.loader(
+        Subset(Sentences() if loss == "tokens" else points(), range(samples)), batch_size, shuffle=False
+    )
     losses = []
-    compute = LOSSES[loss]
+    compute = LOSSES[loss] if not die else dying(session, LOSSES[loss], die)
     for _ in session.epochs(epochs):
         for x, y in data:
             if loss.startswith("quasi_newton"):
@@ -240,8 +246,38 @@ def _learn(
     }
 
 
+def dying(session: Any, compute: Callable[..., Loss], verb: str) -> Callable[..., Loss]:
+    """Let the second process die at a point of the fifth batch."""
+    calls = 0
+
+    def compute_and_die(session: Any, net: Net, x: torch.Tensor, y: torch.Tensor) -> Loss:
+        nonlocal calls
+        if (session.rank, session.world_size, session.metrics["steps"]) != (1, 3, 4):
+            return compute(session, net, x, y)
+        calls += 1
+        if verb == "third evaluation" and calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss, options = compute(_Dying(session, verb), net, x, y)
+        if verb == "backward":
+            net.last.bias.register_hook(lambda _gradient: os.kill(os.getpid(), signal.SIGKILL))
+        return loss, options
+
+    return compute_and_die
+
+
+class _Dying:
+    """A session of which one verb kills this process, the second time it is called."""
+
+    def __init__(self, session: Any, verb: str) -> None:
+        self._session, self._verb, self._calls = session, verb, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls += name == self._verb
+        if self._calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return getattr(self._session, name)
+
+
 def sends_late(session: Any) -> bool:
     """Return whether the session has noticed that gradients change after they are complete."""
     return not isinstance(session, PlainSession) and session._runtime.batch_runner._sum._changes_late
-
-

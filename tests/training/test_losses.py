@@ -1,4 +1,4 @@
-"""Losses, sums and closures have the gradients of one process, however a batch is divided, and whoever comes and goes."""
+"""Losses, sums and closures have the gradients of one process, however a batch is divided."""
 
 from __future__ import annotations
 
@@ -73,3 +73,26 @@ def test_processes_come_go_and_die_and_the_result_is_that_of_a_plain_loop(
     for value in disturbed(crew, tmp_path, 2, EVENTS, learn, loss=loss, **options):
         assert_as_one(value, loss, **options)
         assert value["samples"] == options.get("epochs", 2) * SAMPLES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "where"),
+    [
+        ("contrastive", "gather"),
+        ("contrastive", "backward"),
+        ("statistic", "sum"),
+        ("statistic", "backward"),
+        ("contrastive_twice", "gather"),
+        ("checkpointed", "backward"),
+        ("quasi_newton", "third evaluation"),
+        ("quasi_newton", "backward"),
+    ],
+)
+def test_a_process_dies_in_a_batch_and_the_batch_is_repeated(crew: Crew, tmp_path: Path, loss: str, where: str) -> None:
+    outcomes = crew.start(3, tmp_path, learn, loss=loss, die=where, **OPTIONS[loss]).outcomes()
+    assert len(outcomes) == 2
+    for outcome in outcomes:
+        assert outcome is not None
+        assert isinstance(outcome.end, Finished), outcome.error
+        assert_as_one(outcome.end.value, loss, **OPTIONS[loss])

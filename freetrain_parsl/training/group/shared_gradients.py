@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.group.process_group import Group
 
-__all__ = ["Link", "own_part", "rows_of_all"]
+__all__ = ["Link", "Shared", "own_part", "rows_of_all", "stand_in"]
 
 _MOST_DIMENSIONS = 8
 
@@ -43,14 +43,14 @@ class Link:
 
     def sum(self, part: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Return the sum of all parts, whose value is `result`, as a function of this member's `part`."""
-        linked: torch.Tensor = _Linked.apply(part, result, self, None)  # type: ignore[no-untyped-call]  # torch's
+        linked: torch.Tensor = Shared.apply(part, result, self, None)  # type: ignore[no-untyped-call]  # torch's
         return linked
 
     def concatenation(self, part: torch.Tensor, result: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Return the concatenation of all parts, whose value is `result`, with these numbers of rows by rank."""
         begin = sum(rows[: self._group.rank])
         own = slice(begin, begin + part.shape[0])
-        linked: torch.Tensor = _Linked.apply(part, result, self, own)  # type: ignore[no-untyped-call]  # torch's
+        linked: torch.Tensor = Shared.apply(part, result, self, own)  # type: ignore[no-untyped-call]  # torch's
         return linked
 
     def total(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -66,17 +66,19 @@ class Link:
         return total(self._group, gradient) if self._check() else gradient
 
 
-class _Linked(torch.autograd.Function):
-    """A value that the members have computed together."""
+class Shared(torch.autograd.Function):
+    """A value that the members have computed together: node ``SharedBackward`` of a graph, with its `elements`."""
 
     @staticmethod
     def forward(ctx: Any, _part: torch.Tensor, result: torch.Tensor, link: Link, own: slice | None) -> torch.Tensor:
-        ctx.link, ctx.own = link, own
+        """Return the value."""
+        ctx.link, ctx.own, ctx.elements = link, own, result.numel()
         return result.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch's
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Return the gradient of this member's part."""
         total = ctx.link.total(gradients[0])
         return total if ctx.own is None else total[ctx.own], None, None, None
 
@@ -129,3 +131,13 @@ def rows_of_all(group: Group, tensor: torch.Tensor) -> dict[str, Any]:
     padded[: tensor.shape[0]] = tensor
     parts = [part[:number] for part, number in zip(group.gather(padded), rows, strict=True)]
     return {"tensor": torch.cat(parts).to(tensor.dtype), "rows": rows}
+
+
+def stand_in(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return something like the concatenation of all tensors, for code that has yet to run to the end of a batch.
+
+    A member has failed, and the batch will be repeated: only the number of rows matters.
+    """
+    if not tensor.shape[0]:
+        return tensor.new_zeros((rows, *tensor.shape[1:]))
+    return tensor[torch.arange(rows, device=tensor.device) % tensor.shape[0]]

@@ -86,6 +86,7 @@ class BatchRunner:
         self._complete = False
         self._calls = 0
         self._done = 0
+        self._gathered_rows: dict[int, int] = {}  # in the current batch: this member's -> those of all
         self._gathers = False  # whether the current batch has tensors of `Session.gather` with gradients
         self._evaluations = 0  # of a closure, in the current step
         self._in_closure = False
@@ -152,6 +153,27 @@ class BatchRunner:
         """Whether the user's closure is evaluated in the step of an optimizer."""
         return self._in_closure
 
+    def count_rows(self, rows: int, total: int) -> int | None:
+        """Note how many rows of all members were gathered in this batch.
+
+        Parameters
+        ----------
+        rows, total
+            This member's, and those of all.
+
+        Returns
+        -------
+        expected
+            How many there would have been if the batch had not been interrupted; ``None`` if it was not.
+        """
+        if self._piece is None:
+            return None
+        if not self.cut_off:
+            self._gathered_rows[rows] = total
+            return None
+        each, rest = divmod(rows, len(self._piece.positions))
+        return self._gathered_rows.get(rows, rows if rest else each * self.batch.samples)
+
     def link(self, *, gathers: bool) -> Callable[[], bool]:
         """Let the backward pass of this batch contain sums of the user's code: its own follow after all of them.
 
@@ -191,6 +213,7 @@ class BatchRunner:
         self._items = []
         self.cut_off = self._complete = self._gathers = False
         self._sum.sends_early = True
+        self._gathered_rows = {}
         self._calls, self._done = 0, done
         if self._noise is not None:
             self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())

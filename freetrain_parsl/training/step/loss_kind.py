@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.group.shared_gradients import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +45,7 @@ _ON_PARAMETERS = {
     "SqrtBackward0", "ReluBackward0", "SigmoidBackward0", "SoftplusBackward0", "ClampBackward0", "ClampMinBackward0",
     "MmBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0", "SelectBackward0",
     "SliceBackward0", "LinalgVectorNormBackward0", "NormBackward1", "SoftmaxBackward0", "LogSoftmaxBackward0",
-    "UnbindBackward0", "SplitBackward0", "DiagonalBackward0", *_TERMS, *_SAME, *_SUMS, *_MEANS,
+    "UnbindBackward0", "SplitBackward0", "DiagonalBackward0", "RepeatBackward0", *_TERMS, *_SAME, *_SUMS, *_MEANS,
 }  # fmt: skip
 
 
@@ -245,7 +246,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _is_penalty(root: Any) -> bool:
-    """Return whether a sum is one over parameters alone, such as a penalty on weights, and not over samples.
+    """Return whether a term depends on parameters alone, such as a penalty on weights, and not on this share's samples.
 
     Constants may take part, such as earlier weights, but not make it larger than a parameter, as samples do.
     """
@@ -253,6 +254,9 @@ def _is_penalty(root: Any) -> bool:
     elements, has_constants = 0, False
     while nodes:
         node = nodes.pop()
+        if type(node).__name__ == Shared.__name__ + "Backward":  # over the whole batch: the same on all members
+            elements = max(elements, node.elements)
+            continue
         if type(node).__name__ not in _ON_PARAMETERS or len(seen) > _MOST_NODES:
             return False
         if type(node).__name__ == "AccumulateGrad":
