@@ -35,17 +35,19 @@ _NEGATIVE_LOG_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0")
 _SUMS = ("SumBackward0", "SumBackward1")
 _MEANS = ("MeanBackward0", "MeanBackward1")
 _TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "RsubBackward1", "StackBackward0", "CatBackward0")
+_PRODUCTS = ("MulBackward0", "MulBackward1")
 _SAME = (
     "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
     "CloneBackward0", "ToCopyBackward0", "AliasBackward0",
 )  # fmt: skip
 # Operations between a parameter and a penalty on it; those that take data, such as Addmm, are not among them.
 _ON_PARAMETERS = {
-    "AccumulateGrad", "PowBackward0", "AbsBackward0", "MulBackward0", "DivBackward0", "ExpBackward0", "LogBackward0",
+    "AccumulateGrad", "PowBackward0", "AbsBackward0", "DivBackward0", "ExpBackward0", "LogBackward0",
     "SqrtBackward0", "ReluBackward0", "SigmoidBackward0", "SoftplusBackward0", "ClampBackward0", "ClampMinBackward0",
     "MmBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0", "SelectBackward0",
     "SliceBackward0", "LinalgVectorNormBackward0", "NormBackward1", "SoftmaxBackward0", "LogSoftmaxBackward0",
-    "UnbindBackward0", "SplitBackward0", "DiagonalBackward0", "RepeatBackward0", *_TERMS, *_SAME, *_SUMS, *_MEANS,
+    "UnbindBackward0", "SplitBackward0", "DiagonalBackward0", "RepeatBackward0",
+    *_PRODUCTS, *_TERMS, *_SAME, *_SUMS, *_MEANS,
 }  # fmt: skip
 
 
@@ -209,7 +211,7 @@ def _terms(root: Any) -> Iterator[_Term]:
         children = _inputs(node)
         if name in _TERMS or name in _SAME:
             nodes.extend((child, summed, times) for child in children)
-        elif name == "MulBackward0" and len(children) == 1:
+        elif name in _PRODUCTS and len(children) == 1:
             nodes.append((children[0], summed, True))
         elif name == "DivBackward0" and _divides_by_one(node):
             nodes.extend((child, summed, times) for child in children)
