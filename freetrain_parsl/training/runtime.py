@@ -28,6 +28,7 @@ from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
+from freetrain_parsl.training.step.closure import needs_closure
 from freetrain_parsl.training.step.learning_rate import check_schedulers
 
 if TYPE_CHECKING:
@@ -349,10 +350,17 @@ class Runtime:
     ) -> bool:
         """Make a step of an optimizer that evaluates the loss itself, such as LBFGS; return whether it was made."""
         batch_runner = self._batch_runner_in_hand()
-        if not batch_runner.needs_closure(optimizer):
+        optimizers = batch_runner.chosen(optimizer)
+        if not any(map(needs_closure, optimizers)):
             return self.step(closure(), optimizer, items, reduction)
+        if len(optimizers) > 1:
+            raise UsageError("session.step(closure): say whose step it is with optimizer=…, as each evaluates the loss")
+
+        def evaluate() -> torch.Tensor | float:
+            return batch_runner.evaluation(closure, items, reduction)
+
         try:
-            made = batch_runner.step_by_closure(closure, optimizer, self.state.scaling, (items, reduction))
+            made = batch_runner.step_by_closure(optimizers[0], evaluate, self.state.scaling)
         except PeerFailed as error:
             batch_runner.cut()
             self._recover(error)

@@ -732,7 +732,7 @@ class TrainingSession:
         part = self._own_part(tensor, rows=True)
         result = self._runtime.together(lambda group: rows_of_all(group, part), name="gather", of_parts=True)
         assert self._runtime.batch_runner is not None, "checked by together"
-        rows = self._runtime.batch_runner.count_rows(tensor.shape[0], sum(result["rows"]))
+        rows = self._runtime.batch_runner.expected_rows(tensor.shape[0], sum(result["rows"]))
         if rows is not None:
             return stand_in(tensor, rows)
         gathered = result["tensor"].to(tensor.device, copy=True)

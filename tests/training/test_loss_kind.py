@@ -127,7 +127,7 @@ def test_what_cannot_be_known_is_asked_for_in_one_line(loss: Callable[[], torch.
 
 
 def read(reader: LossReader, loss: torch.Tensor) -> Any:
-    return reader.weighing(loss, samples=SAMPLES, step=0, gathered=False)
+    return reader.weighing(loss, None, None, samples=SAMPLES, step=0, gathered=False)
 
 
 def test_composed_losses_are_looked_at_again_now_and_then() -> None:

@@ -15,10 +15,11 @@ from torch.optim.swa_utils import AveragedModel
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.checkpoints.sharded import is_spread
 from freetrain_parsl.training.metrics import Tally
+from freetrain_parsl.training.step.batch_parts import BatchParts
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
 from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
-from freetrain_parsl.training.step.loss_kind import LossReader, Weighing
+from freetrain_parsl.training.step.loss_kind import LossReader, Weighing, check_weighing
 from freetrain_parsl.training.step.once_per_step import guard
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class BatchRunner:
         """Whether a member failed during the current batch."""
         self.one_step = False
         """Whether a batch may be divided into pieces, so that it can have only one step."""
+        self.in_closure = False
+        """Whether a closure of the user is evaluated in the step of an optimizer."""
         self._stepped: Tally | None = None  # that of the last batch with a step
         modules = dict.fromkeys([model, *(thing for thing in objects if isinstance(thing, nn.Module))])
         self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
@@ -86,13 +89,10 @@ class BatchRunner:
         self._complete = False
         self._calls = 0
         self._done = 0
-        self._gathered_rows: dict[int, int] = {}  # in the current batch: this member's -> those of all
-        self._gathers = False  # whether the current batch has tensors of `Session.gather` with gradients
+        self._parts = BatchParts()  # of the current batch
         self._evaluations = 0  # of a closure, in the current step
-        self._in_closure = False
         self._reader = LossReader()
         self._weighing = Weighing("mean", None)  # of the current piece
-        self._gives_items: bool | None = None  # whether the user gives items; None: before the first batch
         self._items: list[torch.Tensor | float] = []  # of this member's pieces for the current step so far
         self._step_tally: Tally  # that of the current step of the batch
         self._tally_work: dist.Work | None = None
@@ -148,72 +148,26 @@ class BatchRunner:
         """Whether what the user's code computes now is of samples that count: see `Piece`."""
         return self._piece is None or self._piece.weight > 0
 
-    @property
-    def in_closure(self) -> bool:
-        """Whether the user's closure is evaluated in the step of an optimizer."""
-        return self._in_closure
-
-    def count_rows(self, rows: int, total: int) -> int | None:
-        """Note how many rows of all members were gathered in this batch.
-
-        Parameters
-        ----------
-        rows, total
-            This member's, and those of all.
-
-        Returns
-        -------
-        expected
-            How many there would have been if the batch had not been interrupted; ``None`` if it was not.
-        """
-        if self._piece is None:
-            return None
-        if not self.cut_off:
-            self._gathered_rows[rows] = total
-            return None
-        each, rest = divmod(rows, len(self._piece.positions))
-        return self._gathered_rows.get(rows, rows if rest else each * self.batch.samples)
+    def expected_rows(self, rows: int, total: int) -> int | None:
+        """See `BatchParts.expected_rows`; ``None`` outside a batch, too."""
+        return None if self._piece is None else self._parts.expected_rows(rows, total, self._piece, self.batch)
 
     def link(self, *, gathers: bool) -> Callable[[], bool]:
-        """Let the backward pass of this batch contain sums of the user's code: its own follow after all of them.
-
-        Returns
-        -------
-        check
-            See `Link`.
-        """
-        self._sum.sends_early = False
-        self._gathers |= gathers
+        """See `BatchParts.link`."""
+        self._sum.sends_early = False  # its sums follow those of the backward pass, on all members
         batch = self.batch
-
-        def check() -> bool:
-            if self.one_step:
-                raise UsageError(
-                    "session.sum and session.gather cannot be part of a loss with micro_batch or deterministic=True, "
-                    "where no process has the whole batch at a time; for a value that is only read, use "
-                    "session.sum(tensor.detach())"
-                )
-            if not self._bypass.is_in_session:
-                raise UsageError(
-                    "torch.autograd.grad or backward was called on a result of session.sum or session.gather: outside "
-                    "session.step and session.backward, the values of all processes would be added"
-                )
-            if self.batch is not batch:
-                raise UsageError(
-                    "a result of session.sum or session.gather can be part of a loss of its own batch only"
-                )
-            return not self.cut_off
-
-        return check
+        return self._parts.link(
+            self._bypass, gathers=gathers, one_piece=not self.one_step, is_current=lambda: self.batch is batch
+        )
 
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
         """Begin a batch, of which `done` steps have been made already."""
         self._group, self.batch = group, batch
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
-        self.cut_off = self._complete = self._gathers = False
+        self.cut_off = self._complete = False
         self._sum.sends_early = True
-        self._gathered_rows = {}
+        self._parts = BatchParts()
         self._calls, self._done = 0, done
         if self._noise is not None:
             self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())
@@ -282,13 +236,16 @@ class BatchRunner:
             return None
         piece = self._piece
         assert piece is not None, "checked by the runtime"
-        if self._in_closure:
+        if self.in_closure:
             raise UsageError(f"session.backward() was called in a closure: {usage(self._optimizers[0])}")
         if self._has_gradients:
             raise UsageError("session.backward() can be called once with each step; sum several losses before it")
         if self._calls and self.one_step:
             raise UsageError("several steps in a batch cannot be combined with micro_batch or deterministic=True")
-        self._weighing = self._weigh(loss, piece, items, reduction)
+        self._weighing = self._reader.weighing(
+            loss, items, reduction, samples=len(piece.positions), step=self._calls, gathered=self._parts.are_gathered
+        )
+        check_weighing(self._weighing, one_piece=not self.one_step, measured=self._noise is not None)
         items = self._weighing.items
         self._has_gradients, self._complete = True, False
         self._tally_work = self._tell(loss, piece, items)
@@ -365,7 +322,7 @@ class BatchRunner:
             raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
         if not self._complete:
             return None
-        optimizers = self._chosen(optimizer)
+        optimizers = self.chosen(optimizer)
         for each in filter(needs_closure, optimizers):
             raise UsageError(f"session.step() was called with a loss: {usage(each)}")
         self._has_gradients = False
@@ -381,27 +338,31 @@ class BatchRunner:
         if self._calls == 1:
             self._stepped = self.tally
 
-    def needs_closure(self, optimizer: Optimizer | None) -> bool:
-        """Return whether `step_by_closure` is needed for one optimizer, or any."""
-        return any(map(needs_closure, self._chosen(optimizer)))
+    def chosen(self, optimizer: Optimizer | None) -> Sequence[Optimizer]:
+        """Return the optimizers to step: the given one, or all.
+
+        Raises
+        ------
+        UsageError
+            It is not one of them.
+        """
+        if optimizer is not None and optimizer not in self._optimizers:
+            raise UsageError("session.step: that optimizer was not given to session.prepare")
+        return self._optimizers if optimizer is None else [optimizer]
 
     def step_by_closure(
-        self,
-        closure: Callable[[], torch.Tensor],
-        optimizer: Optimizer | None,
-        scaling: RateScaling | None,
-        weighing: tuple[torch.Tensor | float | None, Reduction | None],
+        self, chosen: Optimizer, evaluate: Callable[[], torch.Tensor | float], scaling: RateScaling | None
     ) -> bool:
         """Make the step of an optimizer that evaluates the loss itself; return whether it was made.
 
         Parameters
         ----------
-        closure
-            Returns the loss of the piece.
-        optimizer, scaling
+        chosen
+            The optimizer.
+        evaluate
+            Calls `evaluation` for the user's loss.
+        scaling
             As for `step`.
-        weighing
-            `items` and `reduction`, as for `backward`.
 
         Raises
         ------
@@ -410,51 +371,6 @@ class BatchRunner:
         """
         if self.cut_off:
             return False
-        (chosen,) = self._check_closure(self._chosen(optimizer))
-        if self._calls < self._done:
-            self._calls += 1
-            return False
-        kept = Kept(chosen) if self._group.size > 1 else None
-        try:
-            with nullcontext() if scaling is None else scaling.applied([chosen]), self._bypass.session_acts():
-                chosen.step(lambda: self._evaluate(closure, *weighing))  # type: ignore[arg-type,return-value]  # a tensor is read by it
-        except PeerFailed:
-            assert kept is not None, "in a group"
-            kept.restore()
-            raise
-        finally:
-            self._evaluations, self._in_closure = 0, False
-        self._has_gradients = False
-        self._calls += 1
-        self.zero_gradients()
-        self.end_step()
-        return True
-
-    def _evaluate(
-        self, closure: Callable[[], torch.Tensor], items: torch.Tensor | float | None, reduction: Reduction | None
-    ) -> torch.Tensor | float:
-        """Compute the gradients of the batch once more; return its loss, the same on all members."""
-        self.zero_gradients()
-        self._has_gradients = False
-        self._evaluations += 1
-        self._in_closure, passes = True, self._bypass.passes_in_batch
-        with self._bypass.user_acts():
-            loss = closure()
-        if self._bypass.passes_in_batch > passes and self._any_gradient():
-            raise UsageError(f"loss.backward() was called in a closure: {usage(self._optimizers[0])}")
-        self._in_closure = False
-        self.backward(loss, items, reduction)
-        mean = self._step_tally.mean
-        return mean * self.batch.samples if self._weighing.reduction == "sum" else mean
-
-    def _chosen(self, optimizer: Optimizer | None) -> Sequence[Optimizer]:
-        if optimizer is not None and optimizer not in self._optimizers:
-            raise UsageError("session.step: that optimizer was not given to session.prepare")
-        return self._optimizers if optimizer is None else [optimizer]
-
-    def _check_closure(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        if len(optimizers) > 1:
-            raise UsageError("session.step(closure): say whose step it is with optimizer=…, as each evaluates the loss")
         for given, what, why in (
             (self.one_step, "micro_batch or deterministic=True", "each evaluation needs the whole batch at a time"),
             (self._scaler is not None, "a GradScaler", "its scale would change between the evaluations of a step"),
@@ -462,13 +378,47 @@ class BatchRunner:
             (self._sharded, "a sharded model", "its optimizer needs whole parameters"),
         ):
             if given:
-                name = type(optimizers[0]).__name__
+                name = type(chosen).__name__
                 raise UsageError(f"session.step(closure): {name} cannot be combined with {what}, as {why}")
-        return optimizers
+        if self._calls < self._done:
+            self._calls += 1
+            return False
+        kept = Kept(chosen) if self._group.size > 1 else None
+        try:
+            with nullcontext() if scaling is None else scaling.applied([chosen]), self._bypass.session_acts():
+                chosen.step(evaluate)  # type: ignore[arg-type]  # LBFGS reads a tensor, too
+        except PeerFailed:
+            assert kept is not None, "in a group"
+            kept.restore()
+            raise
+        finally:
+            self._evaluations, self.in_closure = 0, False
+        self._has_gradients = False
+        self._calls += 1
+        self.zero_gradients()
+        self.end_step()
+        return True
+
+    def evaluation(
+        self, closure: Callable[[], torch.Tensor], items: torch.Tensor | float | None, reduction: Reduction | None
+    ) -> torch.Tensor | float:
+        """Compute the gradients of the batch once more in a step; return its loss, the same on all members."""
+        self.zero_gradients()
+        self._has_gradients = False
+        self._evaluations += 1
+        self.in_closure, passes = True, self._bypass.passes_in_batch
+        with self._bypass.user_acts():
+            loss = closure()
+        if self._bypass.passes_in_batch > passes and self._any_gradient():
+            raise UsageError(f"loss.backward() was called in a closure: {usage(self._optimizers[0])}")
+        self.in_closure = False
+        self.backward(loss, items, reduction)
+        mean = self._step_tally.mean
+        return mean * self.batch.samples if self._weighing.reduction == "sum" else mean
 
     def cut(self) -> None:
         """Drop the current batch after a member has failed."""
-        self.cut_off = True
+        self.cut_off = self._parts.is_interrupted = True
         self._held = None
         self._sum.cancel()
         self.zero_gradients()
@@ -488,31 +438,6 @@ class BatchRunner:
             words, rest = torch.split(bits, [len(bits) // 8 * 8, len(bits) % 8])
             total += int(words.view(torch.int64).sum()) + int(rest.sum())
         return total & _WORD
-
-    def _weigh(
-        self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None, reduction: Reduction | None
-    ) -> Weighing:
-        """Return how the loss of a piece is to be weighed: as the user says, or as its graph tells."""
-        if self._gives_items is not None and self._gives_items != (items is not None):
-            raise UsageError("session.step: pass items=… for all batches or for none, so that losses can be averaged")
-        self._gives_items = items is not None
-        if items is not None:
-            return Weighing("mean", items)
-        weighing = Weighing(reduction, None) if reduction is not None else None
-        if weighing is None:
-            samples = len(piece.positions)
-            weighing = self._reader.weighing(loss, samples=samples, step=self._calls, gathered=self._gathers)
-        if weighing.reduction == "batch" and self.one_step:
-            raise UsageError(
-                'session.step(loss, reduction="batch") cannot be combined with micro_batch or deterministic=True: no '
-                "process has the whole batch at a time"
-            )
-        if weighing.reduction == "sum" and self._noise is not None:
-            raise UsageError(
-                "session.step: a loss that is a sum over samples cannot be combined with batch_range, as its gradient "
-                "grows with the batch: use the mean"
-            )
-        return weighing
 
     def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> dist.Work | None:
         """Add the loss to the tally; with the last piece, start to sum the tally over the members.

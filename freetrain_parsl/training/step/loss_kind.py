@@ -21,7 +21,7 @@ from freetrain_parsl.training.group.shared_gradients import Shared
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LossReader", "Reduction", "Weighing", "weighing_of"]
+__all__ = ["LossReader", "Reduction", "Weighing", "check_weighing", "weighing_of"]
 
 Reduction = Literal["mean", "sum", "batch"]
 
@@ -89,31 +89,51 @@ class _Term(NamedTuple):
 
 
 class LossReader:
-    """Reads the weighing of losses from their graphs: of composed losses in the first batches, and now and then."""
+    """Returns how losses are weighed: as the user says, or as their graphs show.
+
+    Graphs of losses with several terms are looked at in the first batches, and now and then.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], Weighing] = {}  # by number of the step in its batch, and last operation
         self._looks = 0
+        self._gives_items: bool | None = None  # whether the user gives items; None: before the first loss
 
-    def weighing(self, loss: torch.Tensor, *, samples: int, step: int, gathered: bool) -> Weighing:
+    def weighing(
+        self,
+        loss: torch.Tensor,
+        items: torch.Tensor | float | None,
+        reduction: Reduction | None,
+        *,
+        samples: int,
+        step: int,
+        gathered: bool,
+    ) -> Weighing:
         """Return how a loss is to be weighed.
 
         Parameters
         ----------
         loss
             A scalar.
+        items, reduction
+            What the user says, as for ``session.step``.
         samples
             How many samples this process has run through the model for it.
         step
             Number of the step in its batch.
         gathered
-            Whether `Session.gather` was used for it: then it is a loss of the whole batch.
+            Whether ``session.gather`` was used in this batch: then it may be a loss of the whole batch.
 
         Raises
         ------
         UsageError
-            It cannot be known.
+            It cannot be known, or items are given for some batches only.
         """
+        if self._gives_items is not None and self._gives_items != (items is not None):
+            raise UsageError("session.step: pass items=… for all batches or for none, so that losses can be averaged")
+        self._gives_items = items is not None
+        if items is not None or reduction is not None:
+            return Weighing(reduction or "mean", items)
         name = type(loss.grad_fn).__name__
         if name in _MEANS:
             return Weighing("mean", None)
@@ -129,8 +149,37 @@ class LossReader:
         return weighing
 
 
+def check_weighing(weighing: Weighing, *, one_piece: bool, measured: bool) -> None:
+    """Check that a batch is one for such a loss.
+
+    Parameters
+    ----------
+    weighing
+        That of the loss.
+    one_piece
+        Whether each process has its part of the batch in one piece.
+    measured
+        Whether the noise of the gradient is measured, to choose the size of the batch.
+
+    Raises
+    ------
+    UsageError
+        It is not.
+    """
+    if weighing.reduction == "batch" and not one_piece:
+        raise UsageError(
+            'session.step(loss, reduction="batch") cannot be combined with micro_batch or deterministic=True: no '
+            "process has the whole batch at a time"
+        )
+    if weighing.reduction == "sum" and measured:
+        raise UsageError(
+            "session.step: a loss that is a sum over samples cannot be combined with batch_range, as its gradient "
+            "grows with the batch: use the mean"
+        )
+
+
 def weighing_of(loss: torch.Tensor, samples: int, *, gathered: bool = False) -> Weighing:
-    """Return how a loss is to be weighed; see `LossReader.weighing`.
+    """Return how a loss is to be weighed, as its graph shows; see `LossReader.weighing`.
 
     Raises
     ------
