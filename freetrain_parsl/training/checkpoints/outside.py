@@ -17,12 +17,10 @@ from freetrain_parsl.training.checkpoints.sharded import is_spread
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from freetrain_parsl.training.checkpoints.state import Stateful
-
 __all__ = ["load_outside", "outside_state"]
 
 
-def outside_state(objects: Mapping[str, Stateful]) -> dict[str, torch.Tensor]:
+def outside_state(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the parameters of the optimizers that are in no model: place -> values.
 
     Raises
@@ -33,7 +31,7 @@ def outside_state(objects: Mapping[str, Stateful]) -> dict[str, torch.Tensor]:
     return {place: parameter.detach() for place, parameter in _outside(objects).items()}
 
 
-def load_outside(objects: Mapping[str, Stateful], state: Mapping[str, torch.Tensor]) -> None:
+def load_outside(objects: Mapping[str, object], state: Mapping[str, torch.Tensor]) -> None:
     """Load the values of these parameters, as far as the state has them.
 
     Raises
@@ -49,7 +47,7 @@ def load_outside(objects: Mapping[str, Stateful], state: Mapping[str, torch.Tens
                 parameter.copy_(state[place])
 
 
-def _outside(objects: Mapping[str, Stateful]) -> dict[str, nn.Parameter]:
+def _outside(objects: Mapping[str, object]) -> dict[str, nn.Parameter]:
     inside = {p for thing in objects.values() if isinstance(thing, nn.Module) for p in thing.parameters()}
     found: dict[str, nn.Parameter] = {}
     for name, thing in objects.items():
