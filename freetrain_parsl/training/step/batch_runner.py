@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from freetrain_parsl.errors import PeerFailed, UsageError
-from freetrain_parsl.training.checkpoints.sharded import is_spread
 from freetrain_parsl.training.metrics import Tally
+from freetrain_parsl.training.spread import is_spread
 from freetrain_parsl.training.step.batch_parts import BatchParts
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
