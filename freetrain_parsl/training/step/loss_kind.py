@@ -272,12 +272,12 @@ def _weighs_items(node: Any, samples: int) -> bool:
 
 
 def _has(node: Any, name: str) -> bool:
-    return getattr(node, f"_raw_saved_{name}").data is not None or not _is_unpacked(node, name)
+    return not _is_unpacked(node, name) or getattr(node, f"_saved_{name}") is not None
 
 
 def _is_unpacked(node: Any, name: str) -> bool:
     """Return whether a saved tensor can be read: activation checkpointing would compute it again, and only once."""
-    return getattr(node, f"_raw_saved_{name}").unpack_hook is None
+    return getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is None
 
 
 def _is_readable(node: Any) -> bool:
