@@ -234,7 +234,7 @@ def _by_items(terms: list[_Term], samples: int) -> tuple[Weighing, _Path | None]
         raise UsageError(
             "session.step: cross_entropy is a mean over targets or class weights here, not over samples, and only a "
             "part of the loss: say over how many with session.step(loss, items=…), such as "
-            "items=(y != ignore_index).sum() or items=weight[y].sum()"
+            'items=(y != ignore_index).sum() or items=weight[y].sum(); or, if samples are to count, reduction="mean"'
         )
     if len(terms) == 1 and likelihoods and _is_readable(likelihoods[0]):
         weighing = _items_of(likelihoods[0])
