@@ -605,6 +605,7 @@ class Runtime:
         if left:
             self._unwind(PauseReason.LEFT)
         self._regrouped = True
+        self.replicas.have_met()
         self.checkpoint_manager.rejoin()
         paused = 0.0 if began is None else self._clock() - began
         self.reporter.pace.restart()

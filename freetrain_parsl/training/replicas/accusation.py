@@ -160,7 +160,7 @@ def sentence(job: str, found: Sequence[Difference], since: Since) -> str:
     others = len(found) - len(named)
     rest = f", and {others} other {'value' if others == 1 else 'values'}" if others else ""
     equal = since.tensors if first in ("buffer", "parameter", "optimizer") else since.plain
-    when = f"after step {since.now}" + ("" if equal is None else f", equal after step {equal}")
+    when = f"after step {since.now}" + ("" if equal in (None, since.now) else f", equal after step {equal}")
     return f"job {job!r}: its processes no longer agree: {'; '.join(named)}{rest} ({when}); usually {_CAUSES[first]}"
 
 

@@ -192,6 +192,12 @@ class ReplicaCheck:
             self._accuse(group, peers)
         self.turn = 1 + max(each.turn for each in standings)
 
+    def have_met(self) -> None:
+        """Note, once members that were behind have received a state, that all have the same."""
+        step = self._state.training_metrics.step
+        self._equal_plain, self._equal_parts = step, [step]
+        self._refresh()
+
     def _refresh(self) -> None:
         """Look up anew what is compared: parameters and buffers may have been added."""
         self._contents = Contents(self._state.objects, self.loop)
