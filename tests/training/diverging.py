@@ -1,4 +1,4 @@
-"""Trainings whose processes come to differ, and some that look as if they did; the processes of the crew import them."""
+"""Trainings whose processes come to differ, and some that only look so; the processes of the crew import them."""
 
 from __future__ import annotations
 
@@ -138,11 +138,10 @@ def perturbed(session: Any, *, at: int = 2, die_at: int | None = None) -> None:
 def counted_locally(session: Any, *, hold_at: int | None = None) -> None:
     """Compute the learning rate from a local variable, which begins anew in a process that joins."""
     hold(session, hold_at)
-    model, number = net(), 0
-    for x, y, optimizer in batches(session, model):
+    model = net()
+    for number, (x, y, optimizer) in enumerate(batches(session, model)):
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
         session.step(cross_entropy(model(x), y))
-        number += 1
 
 
 # ── that do not ───────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.cursor import Place
     from freetrain_parsl.training.group.process_group import Group
 
-__all__ = ["Difference", "Since", "accuse", "differences", "sentence"]
+__all__ = ["Disagreement", "Since", "accuse", "differences", "sentence"]
 
 _NAMED = 3  # differences of a kind that are named in a message
 
@@ -66,7 +66,7 @@ class Since(NamedTuple):
     now: int
 
 
-class Difference:
+class Disagreement:
     """A thing that is not equal on all members.
 
     Parameters
@@ -126,7 +126,7 @@ def accuse(job: str, group: Group, among: Sequence[int], facts: Iterable[Fact], 
     raise ReplicasDiffer(sentence(job, differences({rank: everyone[rank] for rank in among}), since))
 
 
-def differences(facts: Mapping[int, Iterable[Fact]]) -> list[Difference]:
+def differences(facts: Mapping[int, Iterable[Fact]]) -> list[Disagreement]:
     """Return what differs, the most telling kinds first.
 
     Parameters
@@ -144,11 +144,11 @@ def differences(facts: Mapping[int, Iterable[Fact]]) -> list[Difference]:
             groups.setdefault("" if fact is None else fact.key, []).append(rank)
         if len(groups) > 1:
             values = {rank: "missing" if fact is None else fact.text for rank, fact in present.items()}
-            found.append(Difference(kind, name, values, list(groups.values())))
+            found.append(Disagreement(kind, name, values, list(groups.values())))
     return found
 
 
-def sentence(job: str, found: Sequence[Difference], since: Since) -> str:
+def sentence(job: str, found: Sequence[Disagreement], since: Since) -> str:
     """Return the message: what differs on which ranks, since which step, and what usually causes it."""
     if not found:
         return (

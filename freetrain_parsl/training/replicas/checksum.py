@@ -60,7 +60,7 @@ def _words(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return a tensor's bits as int32 tensors of few elements: its own bits if it is small, sums otherwise."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.reshape(-1)
+    flat = tensor.reshape(-1).contiguous()
     size = flat.element_size()
     if flat.numel() * size <= _SMALL:
         return [_ints(flat)]
