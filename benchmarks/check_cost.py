@@ -1,6 +1,6 @@
 """What comparing the replicas adds to a step.
 
-Groups of processes on this machine, one thread each, train a multilayer perceptron with plain SGD, 8 samples per
+Groups of processes on this machine, one thread each, train a multilayer perceptron with plain SGD, 32 samples per
 process and step, through gloo. Within one run, steps with the comparison and steps without it take turns, so that both
 see the same load; in 16 steps the comparison covers all parameters. ``step_ms`` is the median without it,
 ``difference_ms`` the median of the differences between neighbouring steps, ``compared_ms`` the median time in which the
@@ -33,7 +33,7 @@ from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 WIDTHS = {1: (512, 4), 25: (1024, 24), 350: (3416, 30)}  # millions of parameters -> width, layers
 STEPS = {1: 512, 25: 128, 350: 32}
 PROCESSES = {1: (2, 3, 4), 25: (2, 3, 4), 350: (2,)}
-SAMPLES = 8
+SAMPLES = 32
 WARM_UP = 16  # the first step of a pair is one whose number is a multiple of 2
 BYTES_PER_PARAMETER = 12
 
@@ -64,7 +64,7 @@ def train(session: Any, millions: int, steps: int) -> tuple[list[tuple[bool, flo
     votes = replicas.votes
     compares = False
 
-    def some_votes(**options: Any) -> tuple[int, int]:
+    def votes_now_and_then(**options: Any) -> tuple[int, int]:
         if not compares and not options["whole"]:
             return 0, 0  # equal on all members
         begun = time.perf_counter()
@@ -72,6 +72,7 @@ def train(session: Any, millions: int, steps: int) -> tuple[list[tuple[bool, flo
         hashing.append(time.perf_counter() - begun)
         return own
 
+    replicas.votes = votes_now_and_then
     times = []
     begun = 0.0
     for _ in session.epochs(1):
@@ -80,7 +81,6 @@ def train(session: Any, millions: int, steps: int) -> tuple[list[tuple[bool, flo
             if number > WARM_UP:  # the boundary before this batch belongs to the step before
                 times.append((compares, now - begun))
             begun = now
-            replicas.votes = some_votes
             compares = (number + number // 16) % 2 == 0  # in 32 steps each part once
             session.step(model(x).square().mean())
     return times, hashing

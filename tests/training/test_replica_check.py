@@ -19,7 +19,7 @@ from freetrain_parsl.training.replicas.accusation import Since, differences, sen
 from freetrain_parsl.training.replicas.check import ReplicaCheck, all_equal
 from freetrain_parsl.training.replicas.checksum import Checksum
 from freetrain_parsl.training.replicas.contents import Fact, plain
-from freetrain_parsl.training.replicas.rotation import MOST_PARTS, divide
+from freetrain_parsl.training.replicas.rotation import STEPS, Rotation
 from freetrain_parsl.training.step.buffers import persistent_buffers
 
 HASHES = st.integers(0, 2**20 - 1)
@@ -106,8 +106,9 @@ def test_tensors_are_not_interchangeable() -> None:
 @given(st.lists(st.integers(0, 3_000_000), max_size=40))
 def test_each_element_is_in_one_part(sizes: list[int]) -> None:
     tensors = [torch.empty(1).expand(size) for size in sizes]
-    parts = divide(tensors)
-    assert 1 <= len(parts) <= MOST_PARTS
+    rotation = Rotation(tensors)
+    parts = rotation.parts
+    assert {rotation.part_at(step) for step in range(7, 7 + STEPS)} - {None} == set(range(len(parts)))
     seen: dict[int, list[tuple[int, int]]] = {}
     for piece in (piece for part in parts for piece in part):
         size = sizes[piece.number]
@@ -121,14 +122,15 @@ def test_each_element_is_in_one_part(sizes: list[int]) -> None:
 
 def test_large_models_are_compared_in_sixteen_equal_parts() -> None:
     sizes = [1_000_000] * 20 + [30_000_000] + [100] * 50
-    parts = divide([torch.empty(1).expand(size) for size in sizes])
-    assert len(parts) == MOST_PARTS
+    parts = Rotation([torch.empty(1).expand(size) for size in sizes]).parts
+    assert len(parts) == STEPS
     numbers = [sum((sizes[p.number] if p.end is None else p.end) - p.begin for p in part) for part in parts]
-    assert max(numbers) < 1.5 * sum(sizes) / MOST_PARTS
+    assert max(numbers) < 1.5 * sum(sizes) / STEPS
 
 
-def test_small_models_are_compared_in_whole() -> None:
-    assert len(divide([torch.empty(10)] * 6)) == 1
+def test_small_models_are_compared_in_whole_at_every_fourth_step() -> None:
+    rotation = Rotation([torch.empty(10)] * 6)
+    assert [rotation.part_at(step) for step in range(6)] == [0, None, None, None, 0, None]
 
 
 # ── plain values ──────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +178,7 @@ class Replica:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(18)))
+        self.model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(50)))
         self.model.register_buffer("mean", torch.zeros(3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state = SessionState(0, lambda: None)  # type: ignore[arg-type,return-value]  # no checkpoint
@@ -197,7 +199,7 @@ def found_after(change: Any) -> int | None:
     return next((step for step in range(1, 17) if one.votes(step) != other.votes(step)), None)
 
 
-@pytest.mark.parametrize("layer", [0, 5, 17])
+@pytest.mark.parametrize("layer", [0, 5, 49])
 def test_a_difference_that_stays_is_found_within_sixteen_steps(layer: int) -> None:
     assert found_after(lambda replica: replica.model[layer].weight[3, 3].add_(1e-6)) is not None
 

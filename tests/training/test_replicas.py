@@ -61,6 +61,7 @@ _LOCAL = "(session.rank, the loss of its own share of the batch, the clock)"
 _OF_NUMBERS = f"it was set from something that differs between processes {_LOCAL}: compute it from session.metrics or"
 _OF_PLACES = "a loop was left or a batch was skipped on some processes only: decide by a value that all have, such as"
 _FIRST = "(after step 1, equal after step 0)"
+_FOURTH = "(after step 4, equal after step 0)"
 _WEIGHTS = "; ".join(f"parameter model.{name} is not the same on rank 0 and rank 1" for name in ("0.weight", "0.bias"))
 
 ACCUSED = {
@@ -73,13 +74,13 @@ ACCUSED = {
     "noise": Accused(diverging.noise, _WEIGHTS, _OF_PARAMETERS),
     "buffer in place": Accused(
         diverging.statistic,
-        f"buffer model.mean is not the same on rank 0 and rank 1 {_FIRST}",
+        f"buffer model.mean is not the same on rank 0 and rank 1 {_FOURTH}",
         _OF_BUFFERS,
         {"how": "in place"},
     ),
     "buffer reassigned": Accused(
         diverging.statistic,
-        f"buffer model.mean is not the same on rank 0 and rank 1 {_FIRST}",
+        f"buffer model.mean is not the same on rank 0 and rank 1 {_FOURTH}",
         _OF_BUFFERS,
         {"how": "reassigned"},
     ),

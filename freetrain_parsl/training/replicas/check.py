@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,20 +21,20 @@ from freetrain_parsl.training.data.random_streams import mix
 from freetrain_parsl.training.replicas.accusation import Since, accuse
 from freetrain_parsl.training.replicas.checksum import Checksum
 from freetrain_parsl.training.replicas.contents import Contents
-from freetrain_parsl.training.replicas.rotation import divide
+from freetrain_parsl.training.replicas.rotation import Rotation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from freetrain_parsl.training.checkpoints.state import SessionState
     from freetrain_parsl.training.group.process_group import Group
-    from freetrain_parsl.training.replicas.rotation import Slice
 
 __all__ = ["ReplicaCheck", "Standing", "all_equal"]
 
 logger = logging.getLogger(__name__)
 
 _HASH_BITS = 20
+_FACTOR = 0x9E3779B97F4A7C15  # odd; the upper bits of a product depend on all bits
 _WORD = (1 << 63) - 1
 
 
@@ -104,25 +105,33 @@ class ReplicaCheck:
         whole, self._whole_due = whole or self._whole_due, False
         if whole:
             self._refresh()
-        numbers = [step, self._contents.plain(whole=whole), *map(int, place)]
-        part: int | None = None
-        seen = step
+        sums: tuple[int, ...] = ()
+        part, seen = None, step
         if self._by_bits and whole:
-            numbers += self._contents.checksum()
             self._queued = None
+            sums = self._contents.checksum()
         elif self._by_bits:
-            part = step % len(self._parts)
-            checksum = Checksum(piece.of(self._contents.tensor(piece.number)) for piece in self._parts[part])
-            if checksum.is_pending or self._queued is not None:
-                # Not to wait for the GPU, which is still busy with this step: that of the boundary before.
-                queued, self._queued = self._queued, (checksum, part, step)
-                numbers += [] if queued is None else queued[0].read()
-                part, seen = (None, step) if queued is None else queued[1:]
-            else:
-                numbers += checksum.read()
+            checksum, part, seen = self._turn_of_tensors(step)
+            sums = () if checksum is None else checksum.read()
         self._covered = _Covered(whole, part, seen)
-        value = mix(*numbers) >> (63 - _HASH_BITS)
+        text = repr((step, place, self._contents.plain(whole=whole), sums))
+        value = zlib.crc32(text.encode()) * _FACTOR % (1 << 64) >> (64 - _HASH_BITS)
         return value, value * value
+
+    def _turn_of_tensors(self, step: int) -> tuple[Checksum | None, int | None, int]:
+        """Return the checksum of a part of the tensors, the number of the part, and the step after which it was made.
+
+        On a GPU it is the one that was queued at the boundary before, since the GPU is still busy with this step.
+        """
+        part = self._rotation.part_at(step)
+        current = None if part is None else (Checksum(self._slices(part)), part, step)
+        if self._queued is None and (current is None or not current[0].is_pending):
+            return current or (None, None, step)
+        queued, self._queued = self._queued, current
+        return queued or (None, None, step)
+
+    def _slices(self, part: int) -> Iterator[torch.Tensor]:
+        return (piece.of(self._contents.tensor(piece.number)) for piece in self._rotation.parts[part])
 
     def judge(self, group: Group, total: float, squares: float) -> None:
         """Note that all members are equal, from the sums of their `votes`.
@@ -140,7 +149,7 @@ class ReplicaCheck:
         covered = self._covered
         self._equal_plain = self._state.training_metrics.step
         if covered.whole and self._by_bits:
-            self._equal_parts = [covered.step] * len(self._parts)
+            self._equal_parts = [covered.step] * len(self._rotation.parts)
         elif covered.part is not None:
             self._equal_parts[covered.part] = covered.step
 
@@ -201,8 +210,8 @@ class ReplicaCheck:
     def _refresh(self) -> None:
         """Look up anew what is compared: parameters and buffers may have been added."""
         self._contents = Contents(self._state.objects, self.loop)
-        self._parts: list[list[Slice]] = divide(self._contents.tensors())
-        self._equal_parts = [self._equal_tensors] * len(self._parts)
+        self._rotation = Rotation(self._contents.tensors())
+        self._equal_parts = [self._equal_tensors] * len(self._rotation.parts)
 
     @property
     def _equal_tensors(self) -> int | None:

@@ -69,7 +69,8 @@ def _words(tensor: torch.Tensor) -> list[torch.Tensor]:
     in_row = flat.numel() * size // (8 * _ROWS)
     summed = in_row * _ROWS * 8 // size
     sums = flat[:summed].view(torch.int64).view(_ROWS, in_row).sum(1)
-    return [sums.view(torch.int32), _ints(flat[summed:])]
+    parts = [sums.view(torch.int32)]
+    return parts if summed == flat.numel() else [*parts, _ints(flat[summed:])]
 
 
 def _ints(flat: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +20,8 @@ __all__ = ["Contents", "Fact", "plain"]
 
 _FEW = 32
 """Elements of a container that are compared at every step; of longer ones, as many at the end."""
+_PLAIN = frozenset({float, str, bool, type(None)})
+"""Types of most hyperparameters, which need no conversion."""
 _NOTHING = torch.empty(0)
 
 
@@ -83,8 +84,8 @@ class Contents:
 
     # ── plain values ──────────────────────────────────────────────────────────────────────────────
 
-    def plain(self, *, whole: bool) -> int:
-        """Return a checksum of the hyperparameters, the flags of the parameters, and the loop's state.
+    def plain(self, *, whole: bool) -> object:
+        """Return the hyperparameters, the flags of the parameters and the loop's state, in the form of `plain`.
 
         Parameters
         ----------
@@ -92,12 +93,12 @@ class Contents:
             Whether long containers, tensors on a GPU and the states of objects are included, too.
         """
         groups = [
-            (len(group["params"]), [plain(group[key], whole=whole) for key in sorted(group) if key != "params"])
+            len(value) if key == "params" else value if type(value) in _PLAIN else plain(value, whole=whole)
             for _, _, group in self._groups()
+            for key, value in sorted(group.items())
         ]
-        flags = bytes(parameter.requires_grad for parameter in self._parameters)
-        values = [(name, plain(value, whole=whole)) for name, value in self._loop()]
-        return zlib.crc32(repr((groups, flags, values)).encode())
+        flags = bytes([parameter.requires_grad for parameter in self._parameters])
+        return groups, flags, [(name, plain(value, whole=whole)) for name, value in self._loop()]
 
     # ── tensors ───────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,8 @@
-"""Which part of the tensors is compared at which step: one after another, so that no step pays for all of them."""
+"""Which part of the tensors is compared at which step: all of them within 16 steps, and no step pays for all.
+
+A comparison has a cost of its own, whatever it compares: its code is no longer in the processor's caches. So the
+tensors of a small model are compared together, at every fourth step.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,14 @@ if TYPE_CHECKING:
 
     import torch
 
-MOST_PARTS = 16
+STEPS = 16
+"""In so many steps all tensors are compared."""
+_FEWEST = 4
+"""Comparisons in these steps."""
 _OF_A_TENSOR = 30_000
 """Numbers that could be summed in the time which each tensor takes in addition."""
-_LEAST = 160_000
-"""Numbers in a part, below which dividing further saves no time."""
+_ENOUGH = 400_000
+"""Numbers in a part that take longer than what each comparison costs."""
 _UNIT = 1024
 """Tensors are cut at multiples of this number of elements."""
 
@@ -39,30 +46,33 @@ class Slice(NamedTuple):
         return tensor if whole else tensor.detach().reshape(-1)[self.begin : self.end]
 
 
-def divide(tensors: Sequence[torch.Tensor]) -> list[list[Slice]]:
-    """Divide tensors into at most 16 parts that take about equal times; whole tensors if possible.
+class Rotation:
+    """The division of tensors into parts, and their turns.
 
     Parameters
     ----------
     tensors
-        The tensors; the division depends on their sizes only.
-
-    Returns
-    -------
-    parts
-        At least one.
+        The tensors; only their sizes count, which are the same on all members.
     """
-    times = [_OF_A_TENSOR + tensor.numel() * tensor.element_size() // 4 for tensor in tensors]
-    total = sum(times)
-    count = max(1, min(MOST_PARTS, total // _LEAST))
-    most = -(-total // count)
-    parts: list[list[Slice]] = [[] for _ in range(count)]
-    before = 0
-    for number, (tensor, time) in enumerate(zip(tensors, times, strict=True)):
-        for piece, its_time in _cut(number, tensor.numel(), time, most):
-            parts[min((before + its_time // 2) // most, count - 1)].append(piece)
-            before += its_time
-    return parts
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        times = [_OF_A_TENSOR + tensor.numel() * tensor.element_size() // 4 for tensor in tensors]
+        total = sum(times)
+        count = next((count for count in (1, 2, 4, 8) if total <= count * _ENOUGH), STEPS)
+        most = max(1, -(-total // count))
+        self.parts: list[list[Slice]] = [[] for _ in range(count)]
+        """At most 16, which take about equal times; whole tensors if possible."""
+        self._stride = STEPS // max(count, _FEWEST)
+        before = 0
+        for number, (tensor, time) in enumerate(zip(tensors, times, strict=True)):
+            for piece, its_time in _cut(number, tensor.numel(), time, most):
+                self.parts[min((before + its_time // 2) // most, count - 1)].append(piece)
+                before += its_time
+
+    def part_at(self, step: int) -> int | None:
+        """Return the number of the part that is compared after a step; ``None``: none is."""
+        turn, rest = divmod(step, self._stride)
+        return None if rest else turn % len(self.parts)
 
 
 def _cut(number: int, length: int, time: int, most: int) -> list[tuple[Slice, int]]:
