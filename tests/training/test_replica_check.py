@@ -15,6 +15,8 @@ from torch import nn
 from freetrain_parsl.errors import ReplicasDiffer
 from freetrain_parsl.training.checkpoints.state import SessionState
 from freetrain_parsl.training.checkpoints.trainable import TrainableFlags
+from freetrain_parsl.training.group import regrouping
+from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.replicas.accusation import Since, differences, sentence
 from freetrain_parsl.training.replicas.check import ReplicaCheck, all_equal
 from freetrain_parsl.training.replicas.checksum import Checksum
@@ -243,6 +245,82 @@ def test_a_buffer_that_is_assigned_anew_is_the_one_that_is_compared() -> None:
         replica.model.mean = torch.ones(3)
 
     assert found_after(assign) is not None
+
+
+def test_on_a_gpu_the_checksum_of_the_boundary_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no step waits for the GPU; what differs is found one boundary later."""
+    read: list[Checksum] = []
+    monkeypatch.setattr(Checksum, "is_pending", property(lambda _checksum: True))
+    monkeypatch.setattr(Checksum, "read", lambda checksum, wait=Checksum.read: read.append(checksum) or wait(checksum))
+    one, other = Replica(), Replica()
+    assert one.votes(0) == other.votes(0)
+    read.clear()
+    assert one.votes(1) == other.votes(1)
+    assert read == []
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.add_(1e-6)
+    assert one.votes(2) == other.votes(2)
+    assert len(read) == 2
+    assert one.votes(3) != other.votes(3)
+
+
+# ── in a new group ────────────────────────────────────────────────────────────────────────────────
+
+
+class Meeting:
+    """A group of which one member is real, and who would send the state to whom."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *places: tuple[int, ...]) -> None:
+        self.rank, self.size = 0, len(places)
+        self.passed: tuple[list[int], list[int]] | None = None
+        self.compared: list[int] = []
+        self._places = places
+        monkeypatch.setattr(regrouping, "pass_on", self._pass_on)
+
+    def gather(self, _place: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.tensor(place) for place in self._places]
+
+    def _pass_on(self, _group: Any, sources: list[int], receivers: list[int], _state: Any) -> None:
+        self.passed = (sources, receivers)
+
+    def agree(self) -> None:
+        member = GroupMember(None, lambda _: None, None, lambda _: None)  # type: ignore[arg-type,return-value]  # not used
+        member.group = self  # type: ignore[assignment]  # all that is used of one
+        member.meet_replicas = lambda _group, _standings, peers: self.compared.extend(peers)
+        member.exchange(lambda: self._places[0])
+
+
+def place(position: int, *, turn: int = 5, kind: int = 1, fingerprint: int = 7, begun: int = 1) -> tuple[int, ...]:
+    return (begun, 0, 0, position, 0, 0, 0, turn, kind, fingerprint)
+
+
+def test_members_behind_receive_the_state_and_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    newcomer = place(0, begun=0, turn=0, fingerprint=9)
+    meeting = Meeting(monkeypatch, place(8), place(16), newcomer, place(16))
+    meeting.agree()
+    assert (meeting.compared, meeting.passed) == ([1, 3], ([1, 3], [0, 2]))
+
+
+def test_members_that_have_run_the_code_after_a_boundary_are_not_compared_with_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A failure can reach one of them in the vote, and another one when it has already set the next learning rate."""
+    meeting = Meeting(monkeypatch, place(16, turn=6, fingerprint=8), place(16), place(8))
+    meeting.agree()
+    assert (meeting.compared, meeting.passed) == ([1], ([1], [2]))
+
+
+def test_on_unlike_processors_replicas_with_other_bits_become_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(monkeypatch, place(16), place(16, kind=2, fingerprint=8))
+    meeting.agree()
+    assert meeting.passed == ([0], [1])
+
+
+def test_newcomers_alone_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = Meeting(monkeypatch, place(0, begun=0), place(0, begun=0))
+    meeting.agree()
+    assert (meeting.compared, meeting.passed) == ([], None)
 
 
 # ── buffers by kind ───────────────────────────────────────────────────────────────────────────────
