@@ -1,13 +1,16 @@
 """What comparing the replicas adds to a step.
 
-Groups of processes on this machine, one thread each, train a multilayer perceptron with plain SGD, 32 samples per
-process and step, through gloo. Within one run, steps with the comparison and steps without it take turns, so that both
-see the same load; in 16 steps the comparison covers all parameters. ``step_ms`` is the median without it,
-``difference_ms`` the median of the differences between neighbouring steps, ``compared_ms`` the median time in which the
-first process computes its hash, and ``overhead`` is ``1 + difference / step``. A model of 350 million parameters takes
-4.3 GB per process (parameters, gradients, buckets); its rows are left out if this is not available.
+Groups of processes on this machine, one thread each, train a multilayer perceptron with plain SGD through gloo: 32
+samples per process and step, or 2 for the largest one, whose steps would take minutes otherwise. Within one run, steps
+with the comparison and steps without it take turns, so that both see the same load.
 
-``--json OUT`` saves the rows, ``--millions`` and ``--processes`` select some.
+``step_ms`` is the median step without it. ``compared_ms`` is what the first process spends in the comparison: the mean
+over the 16 turns, in which all parameters are compared, of each turn's median. ``overhead`` is ``1 + compared / step``.
+``on_off`` is ``1 + d / step`` with the median ``d`` of the differences between neighbouring steps with and without it,
+and ``uncertainty`` the standard error of this: on a machine that does other work, too, it is larger than the overhead.
+
+A model of 350 million parameters takes 4.3 GB per process (parameters, gradients, buckets); its rows are left out if
+this is not available. ``--json OUT`` saves the rows, ``--millions`` and ``--processes`` select some.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 WIDTHS = {1: (512, 4), 25: (1024, 24), 350: (3416, 30)}  # millions of parameters -> width, layers
 STEPS = {1: 512, 25: 128, 350: 32}
 PROCESSES = {1: (2, 3, 4), 25: (2, 3, 4), 350: (2,)}
-SAMPLES = 32
-WARM_UP = 16  # the first step of a pair is one whose number is a multiple of 2
+SAMPLES = {1: 32, 25: 32, 350: 2}  # in a step of a process
+WARM_UP = 4  # the first step of a pair is one whose number is a multiple of 2
 BYTES_PER_PARAMETER = 12
 
 
@@ -52,24 +55,26 @@ class Noise:
         return self._x[position % 64]
 
 
-def train(session: Any, millions: int, steps: int) -> tuple[list[tuple[bool, float]], list[float]]:
-    """Train; return (compared, seconds) for each step, and the seconds in which hashes were computed."""
+def train(session: Any, millions: int, steps: int) -> tuple[list[tuple[bool, float]], list[tuple[int, float]]]:
+    """Train; return (compared, seconds) for each step, and (turn, seconds) for each comparison."""
     width, depth = WIDTHS[millions]
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
     model, _ = session.prepare(model, torch.optim.SGD, lr=1e-6)
     total = steps + WARM_UP
-    batch = SAMPLES * session.world_size
+    batch = SAMPLES[millions] * session.world_size
     data = session.loader(Noise(width, total * batch), batch, shuffle=False)
     replicas, hashing = session._runtime.replicas, []  # noqa: SLF001 - there is no setting for this
     votes = replicas.votes
     compares = False
 
     def votes_now_and_then(**options: Any) -> tuple[int, int]:
-        if not compares and not options["whole"]:
+        if options["whole"]:  # at the end
+            return votes(**options)  # type: ignore[no-any-return]
+        if not compares:
             return 0, 0  # equal on all members
         begun = time.perf_counter()
         own: tuple[int, int] = votes(**options)
-        hashing.append(time.perf_counter() - begun)
+        hashing.append((session.metrics["steps"] % 16, time.perf_counter() - begun))
         return own
 
     replicas.votes = votes_now_and_then
@@ -78,6 +83,8 @@ def train(session: Any, millions: int, steps: int) -> tuple[list[tuple[bool, flo
     for _ in session.epochs(1):
         for number, x in enumerate(data):
             now = time.perf_counter()
+            if number == WARM_UP:  # the first comparison covered everything
+                hashing.clear()
             if number > WARM_UP:  # the boundary before this batch belongs to the step before
                 times.append((compares, now - begun))
             begun = now
@@ -121,15 +128,20 @@ def measure(millions: int, size: int) -> dict[str, Any]:
     for (first, one), (_, other) in zip(times[::2], times[1::2], strict=False):
         differences.append(one - other if first else other - one)
     plain = statistics.median(seconds for compared, seconds in times if not compared)
-    difference = statistics.median(differences)
+    turns: dict[int, list[float]] = {}
+    for turn, seconds in hashing:
+        turns.setdefault(turn, []).append(seconds)
+    compared = statistics.mean(map(statistics.median, turns.values()))
+    error = 1.25 * statistics.stdev(differences) / len(differences) ** 0.5  # of a median
     return {
         "parameters_million": millions,
         "processes": size,
         "steps": len(times),
         "step_ms": 1e3 * plain,
-        "compared_ms": 1e3 * statistics.median(hashing),
-        "difference_ms": 1e3 * difference,
-        "overhead": 1 + difference / plain,
+        "compared_ms": 1e3 * compared,
+        "overhead": 1 + compared / plain,
+        "on_off": 1 + statistics.median(differences) / plain,
+        "uncertainty": error / plain,
     }
 
 
