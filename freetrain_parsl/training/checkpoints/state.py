@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
 from freetrain_parsl.training.checkpoints.outside import load_outside, outside_state
+from freetrain_parsl.training.checkpoints.trainable import TrainableFlags
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
 from freetrain_parsl.training.metrics import TrainingMetrics
@@ -50,6 +51,7 @@ class SessionState:
         self.cursor = Cursor()
         self.objects: dict[str, Stateful] = {}
         """The user's objects by name, in the order in which they are restored."""
+        self.trainable = TrainableFlags()
         self.best_epochs = BestEpochs()
         self.order: Order | None = None
         self.batch: ElasticBatch | None = None
@@ -103,6 +105,7 @@ class SessionState:
             "order": asdict(self.order) if self.order else None,
             "best": self.best_epochs.state(),
             "results": self.results.state(),
+            "trainable": self.trainable.changes(),
         }
 
     def adopt(self, state: Mapping[str, Any]) -> None:
@@ -113,6 +116,11 @@ class SessionState:
         for name, target in self.objects.items():
             target.load_state_dict(state["objects"][name])
         load_outside(self.objects, state["outside"])
+        self.take_trainable(state)
+
+    def take_trainable(self, state: Mapping[str, Any]) -> None:
+        """Freeze and unfreeze parameters as in a state; checkpoints of earlier versions do not have this."""
+        self.trainable.load(state.get("trainable", {}))
 
     def take_best(self, state: Mapping[str, Any]) -> None:
         """Load the best epochs, which checkpoints of earlier versions do not have."""
