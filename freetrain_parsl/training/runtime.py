@@ -23,6 +23,7 @@ from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import check_meshes
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
+from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.step.batch_runner import BatchRunner
@@ -30,7 +31,7 @@ from freetrain_parsl.training.step.bypass import BypassCheck
 from freetrain_parsl.training.step.learning_rate import check_schedulers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.best_epoch import BestEpoch
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
-    from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
@@ -212,6 +213,21 @@ class Runtime:
         if self._restored is not None:
             self.state.take_best(self._restored.state)
 
+    def keep(self, values: Mapping[str, Any], *, per_process: bool) -> LoopState:
+        """Keep values of the user's loop from now on; restore them, if there is a checkpoint.
+
+        Raises
+        ------
+        UsageError
+            The loop has begun, or a name or value cannot be used.
+        """
+        if self.started:
+            raise UsageError("call session.state before `for epoch in session.epochs(…)`, and assign its values inside")
+        state = self.state.loop.declare(values, per_process=per_process, device=self.device)
+        if self._restored is not None:
+            self.state.take_loop(self._restored.state, rank=self.members.group.rank, names=set(values))
+        return state
+
     def shared_batches(self, source: DataSource) -> SharedBatches | None:  # noqa: ARG002 - used by members of an array
         """Return where this process's trainings share the batches of a source; ``None``: this one fetches its own."""
         return None
@@ -310,8 +326,7 @@ class Runtime:
         try:
             batch_runner.backward(loss, items)
         except PeerFailed as error:
-            batch_runner.cut()
-            self._recover(error)
+            self._interrupt(error)
         return batch_runner.is_complete
 
     def step(
@@ -370,10 +385,11 @@ class Runtime:
             except PeerFailed as error:  # noqa: PERF203 - the loop is this handler's
                 if of_parts and (not batch_runner.has_piece or batch_runner.has_stepped):
                     raise
-                if batch_runner.has_piece:
-                    batch_runner.cut()
                 self._in_operation = True
-                self._recover(error)
+                if batch_runner.has_piece:
+                    self._interrupt(error)
+                else:
+                    self._recover(error)
                 self._in_operation = False
         return results.latest
 
@@ -409,6 +425,7 @@ class Runtime:
     def end_epoch(self) -> None:
         """Judge the epoch, and advance to the next one."""
         self.check_running()
+        self.state.loop.release()  # if user code has left an interrupted batch
         assert self.batch_runner is not None, "checked by start"
         cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
         self._bypass.end_epoch(cursor.epoch, trained=metrics.has_steps)
@@ -429,7 +446,9 @@ class Runtime:
         self._bypass.end_training(self.state.training_metrics.step)
         if self.state.objects:
             # Even if this step is saved already: functions may log or change their models after the loop.
-            self._save_last("the training is done", mark=None, patiently=True)
+            # No process continues from here, so those of other members are not needed.
+            own = self.state.loop.gather(Group())
+            self._save_last(own, "the training is done", mark=None, patiently=True)
         self.reporter.send(at_once=True)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
@@ -510,7 +529,8 @@ class Runtime:
         return closes_in <= writing + margin + self.reporter.pace.longest_step
 
     def _pause(self, reason: PauseReason) -> NoReturn:
-        self._save_last(reason.sentence, mark=self._mark, patiently=False)
+        own = self.state.loop.gather(self.members.group)
+        self._save_last(own, reason.sentence, mark=self._mark, patiently=False)
         self._unwind(reason)
 
     def _unwind(self, reason: PauseReason) -> NoReturn:
@@ -535,6 +555,23 @@ class Runtime:
             raise error
         began = self._clock()
         self._change_group(lambda: self.members.strand(str(error)), began)
+
+    def _interrupt(self, error: PeerFailed) -> None:
+        """Interrupt the current batch after a failure, and continue without the failed members.
+
+        Raises
+        ------
+        PeerFailed
+            The training cannot continue in place, or the loop's state cannot be put back to the batch's beginning.
+        """
+        assert self.batch_runner is not None, "there is a batch"
+        loop, place = self.state.loop, self.state.cursor.place
+        if not loop.can_be_undone(has_stepped=self.batch_runner.has_stepped):
+            raise error
+        self.batch_runner.cut()
+        loop.cut()
+        self._recover(error)
+        loop.hold(repeats=self.state.cursor.place == place)
 
     def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:
         """Leave the group and continue in the one given by a command, which may change while the group forms."""
@@ -578,11 +615,16 @@ class Runtime:
         TrainingError
             This write and all before it have failed: no checkpoint can be written.
         """
-        self.checkpoint_manager.save(self.state.whole, wait=False, mark=mark, **self._facts(reason))
+        own = self.state.loop.gather(self.members.group)
+        self.checkpoint_manager.save(lambda: self.state.whole(own), wait=False, mark=mark, **self._facts(reason))
 
-    def _save_last(self, reason: str, *, mark: tuple[int, ...] | None, patiently: bool) -> None:
+    def _save_last(
+        self, own: Sequence[Mapping[str, Any]], reason: str, *, mark: tuple[int, ...] | None, patiently: bool
+    ) -> None:
         """Save the final state of the fragment, see `CheckpointManager.save_last`; all members call this."""
-        self.checkpoint_manager.save_last(self.state.whole, patiently=patiently, mark=mark, **self._facts(reason))
+        self.checkpoint_manager.save_last(
+            lambda: self.state.whole(own), patiently=patiently, mark=mark, **self._facts(reason)
+        )
 
     def _facts(self, reason: str) -> dict[str, Any]:
         return {"step": self.state.training_metrics.step, "epoch": self.state.cursor.epoch, "reason": reason}

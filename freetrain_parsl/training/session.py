@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.audit import Audit
     from freetrain_parsl.training.data.sampler import IndexSampler
+    from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.runtime import Runtime
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
@@ -231,6 +232,46 @@ class TrainingSession:
                 # Otherwise a scheduler that steps first in this process warns that the optimizer has not stepped.
                 thing._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no setter
         return (model, optimizer, *others)
+
+    def state(self, *, per_process: bool = False, **values: Any) -> LoopState:
+        """Keep what the loop carries from step to step: counters, best values, hidden states; call it before the loop.
+
+        ::
+
+            state = session.state(best=float("inf"), bad=0)
+            for epoch in session.epochs(90):
+                ...
+                state.bad = 0 if loss < state.best else state.bad + 1
+                state.best = min(state.best, loss)
+
+        Local variables begin anew in every process that joins and after every restart; these do not: they are saved in
+        each checkpoint, restored here, and sent to newcomers at the start of the loop. Code before the loop may refer
+        to tensors, lists, dictionaries and objects by other names: they are filled in place. Changes in a batch that
+        is repeated after a failure are undone, so that ``state.it += 1`` counts each batch once.
+
+        Parameters
+        ----------
+        per_process
+            Whether each process has values of its own, as for the hidden state of its part of a batch. They are saved
+            for each rank. A process that joins begins with the first values.
+        values
+            Name -> first value: numbers, strings, ``None``, tensors, lists, tuples and dictionaries of these, or
+            anything with ``state_dict`` and ``load_state_dict``.
+
+        Returns
+        -------
+        state
+            Its attributes are the values; assign them as needed.
+
+        Raises
+        ------
+        UsageError
+            It is called inside the loop, a name is taken, or a value cannot be saved. Later: an attribute was assigned
+            that is not declared, or a value that cannot be saved.
+        CheckpointError
+            The state of an object cannot be saved in a checkpoint.
+        """
+        return self._runtime.keep(values, per_process=per_process)
 
     def loader(
         self,

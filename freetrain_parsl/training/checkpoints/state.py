@@ -9,12 +9,13 @@ from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
+from freetrain_parsl.training.loop_state import LoopStates
 from freetrain_parsl.training.metrics import TrainingMetrics
 from freetrain_parsl.training.step.elastic_batch import ElasticBatch
 from freetrain_parsl.training.step.learning_rate import RateScaling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from freetrain_parsl.training.data.order import Order
@@ -49,6 +50,8 @@ class SessionState:
         self.cursor = Cursor()
         self.objects: dict[str, Stateful] = {}
         """The user's objects by name, in the order in which they are restored."""
+        self.loop = LoopStates()
+        """The values of ``session.state``."""
         self.best_epochs = BestEpochs()
         self.order: Order | None = None
         self.batch: ElasticBatch | None = None
@@ -87,8 +90,14 @@ class SessionState:
         assert self.scaling is not None, "set with it"
         return {"batch": self.batch.size, "rate": self.scaling.rate}
 
-    def whole(self) -> dict[str, Any]:
-        """Return the whole state, as tensors and plain values."""
+    def whole(self, own: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """Return the whole state, as tensors and plain values.
+
+        Parameters
+        ----------
+        own
+            The members' own loop states, see `LoopStates.gather`; they are saved, but not sent.
+        """
         return {
             "seed": self._seed,
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
@@ -101,6 +110,7 @@ class SessionState:
             "order": asdict(self.order) if self.order else None,
             "best": self.best_epochs.state(),
             "results": self.results.state(),
+            "loop": self.loop.state(own),
         }
 
     def adopt(self, state: Mapping[str, Any]) -> None:
@@ -110,6 +120,12 @@ class SessionState:
         self.take_best(state)
         for name, target in self.objects.items():
             target.load_state_dict(state["objects"][name])
+        self.take_loop(state)
+
+    def take_loop(self, state: Mapping[str, Any], *, rank: int | None = None, names: set[str] | None = None) -> None:
+        """Load the loop state, see `LoopStates.load`; checkpoints of earlier versions do not have it."""
+        if "loop" in state:
+            self.loop.load(state["loop"], rank=rank, names=names)
 
     def take_best(self, state: Mapping[str, Any]) -> None:
         """Load the best epochs, which checkpoints of earlier versions do not have."""

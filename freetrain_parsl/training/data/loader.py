@@ -143,11 +143,16 @@ class SessionLoader:
             batch, data = self._shared.get(cursor.epoch, cursor.position, lambda: self._fetch_whole(positions, group))
             pieces = iter([data])
         batch_runner.open_batch(group, batch, device, done=cursor.steps)
+        loop = self._runtime.state.loop
+        loop.open_batch(group)
         for piece in batch.pieces:
             data = next(pieces)
             batch_runner.hand_out(piece)
             seed_all(self.order.seed, cursor.epoch, cursor.position, piece.shard)
-            yield data
+            try:
+                yield data
+            finally:
+                loop.release()  # what user code has done in a batch that was interrupted; it may also have left it
             batch_runner.take_back()
             if batch_runner.cut_off:
                 batch_runner.leave_batch()
