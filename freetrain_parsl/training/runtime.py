@@ -14,17 +14,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import PauseReason, Report
 from freetrain_parsl.training.best_epoch import KEEP
-from freetrain_parsl.training.checkpoints.loading import load_into
+from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import check_meshes
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_results import first_value
+from freetrain_parsl.training.preparation import parameters_of, size_of
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
@@ -32,9 +34,6 @@ from freetrain_parsl.training.step.learning_rate import check_schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
-    from torch.optim import Optimizer
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.best_epoch import BestEpoch
@@ -96,7 +95,7 @@ class Runtime:
         self.state = SessionState(options.seed, lambda: manager.newest.path if manager.newest else manager.path)
         self.reporter = ProgressReporter(self.state, manager, members, report, clock)
         self.batch_runner: BatchRunner | None = None
-        """Set by `register`."""
+        """Set by `start`."""
         self.started = False
         """Whether the user's loop has begun."""
         self.unwinding: PauseReason | None = None
@@ -108,10 +107,11 @@ class Runtime:
         self._decides_at = 0.0  # by the clock, for a group of one
         self._regrouped = False  # whether the group has changed since the last boundary
         self._in_operation = False  # whether it changes in a collective operation of user code
-        self._restored = None if members.is_newcomer else manager.restore()
-        if self._restored is not None:
-            self.state.take_counts(self._restored.state)
-            self.reporter.resumed(self._restored)
+        restored = None if members.is_newcomer else manager.restore()
+        self._restored = None if restored is None else Restoration(restored)
+        if restored is not None:
+            self.state.take_counts(restored.state)
+            self.reporter.resumed(restored)
             manager.mark_saved(self._mark)
         self._bypass = BypassCheck(self._runs_user_code)  # last: its hooks in torch stay until `close`
 
@@ -128,45 +128,43 @@ class Runtime:
 
     # ── before the loop ───────────────────────────────────────────────────────────────────────────
 
-    def register(self, model: nn.Module, objects: Mapping[str, Stateful], size: int) -> None:
-        """Include these objects in the state, and restore them, in this order, if there is a checkpoint.
+    def register(self, objects: Mapping[str, Stateful]) -> None:
+        """Include further objects in the state, and restore them, in this order, if there is a checkpoint.
 
         Parameters
         ----------
-        model
-            The network.
         objects
-            Name -> object.
-        size
-            Estimated bytes of a checkpoint.
+            Name -> object; the first of all is the model.
 
         Raises
         ------
+        UsageError
+            The loop has begun.
         CheckpointMismatch
             The checkpoint contains other objects.
         """
-        if self.state.objects:
-            raise UsageError("call session.prepare once, before the loop, with everything that has a state")
-        self.state.objects = dict(objects)
-        self.checkpoint_manager.choose_saver(objects)
+        if self.started:
+            raise UsageError("call session.prepare before the loop, with everything that has a state")
+        known = self.state.objects
+        known |= objects
+        self.checkpoint_manager.choose_saver(known)
         sharded = self.checkpoint_manager.sharded
         if sharded and self.members.is_newcomer:
             raise UsageError("a model that is sharded over the processes cannot be joined in place")
         if sharded:
             check_meshes(objects, self.members.mesh(self.device))
-        self.batch_runner = BatchRunner(model, list(objects.values()), self._bypass, sharded=sharded)
-        self.checkpoint_manager.assume_size(size)
-        if self._restored is None:
-            return
-        load_into(self.state.objects, self._restored)
+        self._bypass.watch(parameters_of(known.values()))
+        self.checkpoint_manager.assume_size(size_of(known))
+        if self._restored is not None:
+            self._restored.load(known, objects)
 
-    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> BatchRunner:
-        """Train on a dataset in this order; return what the loader gives its batches to.
+    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> None:
+        """Train on a dataset in this order.
 
         Raises
         ------
         UsageError
-            There already is a loader, there is no model yet, or the loop has begun.
+            There already is a loader, or the loop has begun.
         CheckpointMismatch
             The checkpoint belongs to another dataset or batch size.
         """
@@ -177,24 +175,40 @@ class Runtime:
             )
         if self.state.order is not None:
             raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
-        if self.batch_runner is None:
-            raise UsageError("call session.prepare(model, optimizer) before session.loader()")
-        if order.shards is not None:
-            if self.checkpoint_manager.sharded:
-                raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
-            self.batch_runner.fix_order(self.device)
-        if order.batch_range is not None and self.checkpoint_manager.sharded:
+        self.state.use(order, lr_scaling, ramp)
+        if self._restored is not None:
+            self.state.take_order(self._restored.state)
+
+    def _make_batch_runner(self) -> BatchRunner:
+        """Return what trains the prepared objects in the order of the loader.
+
+        Raises
+        ------
+        UsageError
+            An option of the loader cannot be combined with a sharded model.
+        """
+        order, sharded = self.state.order, self.checkpoint_manager.sharded
+        batch_runner = BatchRunner(
+            self.state.objects["model"],  # type: ignore[arg-type]  # checked by prepare
+            list(self.state.objects.values()),
+            self._bypass,
+            sharded=sharded,
+        )
+        if order is None:
+            return batch_runner
+        if sharded and order.shards is not None:
+            raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
+        if sharded and order.batch_range is not None:
             raise UsageError(
                 "session.loader: batch_range cannot be combined with a sharded model, whose gradients are averaged "
                 "before their noise can be measured"
             )
-        self.batch_runner.one_step = order.micro_batch is not None or order.shards is not None
-        self.state.use(order, lr_scaling, ramp)
+        if order.shards is not None:
+            batch_runner.fix_order(self.device)
+        batch_runner.one_step = order.micro_batch is not None or order.shards is not None
         if self.state.batch is not None:
-            self.batch_runner.measure_noise(self.state.batch.noise)
-        if self._restored is not None:
-            self.state.take_order(self._restored.state)
-        return self.batch_runner
+            batch_runner.measure_noise(self.state.batch.noise)
+        return batch_runner
 
     def follow(self, best: BestEpoch) -> None:
         """Judge each epoch from now on.
@@ -239,15 +253,19 @@ class Runtime:
         creates before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits
         here to join the group.
         """
-        if self.batch_runner is None:
+        if not any(isinstance(thing, Optimizer) for thing in self.state.objects.values()):
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
         self.reporter.total_epochs = total_epochs
         if self.started:
             return
+        self.batch_runner = self._make_batch_runner()
         check_schedulers(self.state.objects.values())
         if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
-        self._restored = None  # everything in it has been loaded
+        if self._restored is not None:
+            self._restored.load_again(self.state.objects)
+            self.state.take_loop(self._restored.state, rank=self.members.group.rank)
+            self._restored = None
         self.members.state = self.state.whole
         self.members.adopt = self._adopt
         if self.members.is_newcomer:
@@ -444,6 +462,8 @@ class Runtime:
     def finish(self) -> None:
         """Save the final state."""
         self._bypass.end_training(self.state.training_metrics.step)
+        if self._restored is not None and self.state.objects:  # there was no loop
+            self._restored.check_complete(self.state.objects)
         if self.state.objects:
             # Even if this step is saved already: functions may log or change their models after the loop.
             # No process continues from here, so those of other members are not needed.

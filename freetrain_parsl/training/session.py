@@ -7,13 +7,11 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.best_epoch import KEEP, BestEpoch
-from freetrain_parsl.training.checkpoints.format import check_restorable
 from freetrain_parsl.training.data.cursor import Position
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
 from freetrain_parsl.training.data.order import Order
@@ -27,6 +25,7 @@ from freetrain_parsl.training.loader_options import (
     check_worker_options,
     chosen_lr_scaling,
 )
+from freetrain_parsl.training.preparation import prepared
 from freetrain_parsl.training.resource_usage import ResourceUsage
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from freetrain_parsl.training.best_epoch import EpochValue
-    from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.audit import Audit
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.loop_state import LoopState
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
 T = TypeVar("T")
-
-_STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 
 
 class TrainingSession:
@@ -165,73 +161,47 @@ class TrainingSession:
         """Samples seen, lost and repeated over the finished epochs, counted by the session."""
         return self._runtime.state.training_metrics.audit
 
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | Callable[..., Optimizer],
-        *others: Stateful,
-        **optimizer_options: Any,
-    ) -> tuple[Any, ...]:
+    def prepare(self, *objects: Any, **optimizer_options: Any) -> Any:
         """Move a model to the device, restore it from the newest checkpoint, and keep its replicas equal.
 
         The model is the same object, not a wrapper. In a process that joins a running training it receives its state at
-        the start of the loop, in ``session.epochs``.
+        the start of the loop, in ``session.epochs``. What is loaded or set between this call and the loop has no effect
+        if there is a checkpoint of this training: its state is the newest.
+
+        It may be called several times, before or after `loader`: for a scheduler that needs ``len(data)``, or for each
+        network of a GAN with its optimizer. The first object of the first call is a network.
 
         Parameters
         ----------
-        model
-            The network.
-        optimizer
-            An optimizer of the model's parameters, or an optimizer class with `optimizer_options`.
-        others
-            Everything else with ``state_dict`` and ``load_state_dict``: learning-rate schedulers, more optimizers, an
-            averaged model, more models, a `Stream`. A ``torch.amp.GradScaler`` then scales the losses and makes the
-            optimizer steps.
+        objects
+            Networks, optimizers, and everything else with ``state_dict`` and ``load_state_dict``: learning-rate
+            schedulers, averaged models, a `Stream`. An optimizer may be given as its class, with `optimizer_options`:
+            it then gets the parameters of the network before it. A ``torch.amp.GradScaler`` scales the losses and makes
+            the optimizer steps.
         optimizer_options
             Arguments for an optimizer class.
 
         Returns
         -------
-        model, optimizer, *others
-            The objects to use from here on.
+        objects
+            The objects to use from here on, as a tuple; a single one as it is.
 
         Raises
         ------
         UsageError
-            An argument has the wrong type.
+            An argument has the wrong type, or the loop has begun.
         CheckpointMismatch
             The newest checkpoint belongs to another model or optimizer.
         CheckpointError
             A state cannot be saved in a checkpoint.
         """
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"session.prepare needs a torch.nn.Module first, got {type(model).__name__}")
-        model.to(self.device)
-        if not isinstance(optimizer, Optimizer):
-            optimizer = optimizer(model.parameters(), **optimizer_options)
-            if not isinstance(optimizer, Optimizer):
-                raise UsageError(f"session.prepare needs a torch optimizer second, got {type(optimizer).__name__}")
-        elif optimizer_options:
-            names = ", ".join(optimizer_options)
-            raise UsageError(f"session.prepare: give {names} to the optimizer, or pass the optimizer class")
-        objects: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        states = model.state_dict()
-        check_restorable("the model", {name: states[name] for name in states if not torch.is_tensor(states[name])})
-        check_restorable("the optimizer", optimizer.state_dict()["param_groups"])
-        for other in others:
-            kind = type(other).__name__
-            if isinstance(other, nn.Module):
-                other.to(self.device)
-            if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-                raise UsageError(f"session.prepare: {kind} has no state_dict and load_state_dict")
-            check_restorable(kind, other.state_dict())
-            objects[f"{kind} {len(objects) - 1}"] = other
-        self._runtime.register(model, objects, _STATES_PER_PARAMETER * _bytes_of(model))
-        for thing in objects.values():
+        things, new = prepared(objects, optimizer_options, self._runtime.state.objects, self.device)
+        self._runtime.register(new)
+        for thing in new.values():
             if isinstance(thing, Optimizer):
                 # Otherwise a scheduler that steps first in this process warns that the optimizer has not stepped.
                 thing._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no setter
-        return (model, optimizer, *others)
+        return things[0] if len(things) == 1 else tuple(things)
 
     def state(self, *, per_process: bool = False, **values: Any) -> LoopState:
         """Keep what the loop carries from step to step: counters, best values, hidden states; call it before the loop.
@@ -419,10 +389,9 @@ class TrainingSession:
             drawn=None if sampler is None else len(sampler),
             batch_range=batch_range,
         )
-        batch_runner = self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
+        self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
         return SessionLoader(
             self._runtime,
-            batch_runner,
             dataset,
             plan,
             num_workers=num_workers,
@@ -759,7 +728,3 @@ def _count(items: object) -> torch.Tensor | float | None:
         given = f"a tensor of shape {tuple(items.shape)}" if isinstance(items, torch.Tensor) else repr(items)
         raise UsageError(f"session.step: items must be a number that is not negative, got {given}")
     return items
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())

@@ -206,7 +206,7 @@ def test_names_are_declared_once_and_before_the_loop() -> None:
 
     with pytest.raises(UsageError, match="'it' is declared twice"):
         run_alone(twice)
-    with pytest.raises(UsageError, match="call session.state before `for epoch in"):
+    with pytest.raises(UsageError, match=r"call session\.state before `for epoch in"):
         run_alone(late)
 
 
@@ -225,7 +225,7 @@ def test_an_object_whose_state_cannot_be_saved_is_refused() -> None:
 
         def load_state_dict(self, state: Any) -> None: ...
 
-    with pytest.raises(CheckpointError, match="the state of session.state's odd cannot be saved"):
+    with pytest.raises(CheckpointError, match=r"the state of session\.state's odd cannot be saved"):
         declared(odd=Odd())
 
 

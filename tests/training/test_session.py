@@ -29,11 +29,6 @@ def no_prepare(session: Any) -> None:
     session.epochs(1)
 
 
-def prepare_twice(session: Any) -> None:
-    other_extras(session)
-    other_extras(session)
-
-
 def two_loaders(session: Any) -> None:
     other_extras(session)
     session.loader(Data(), 8)
@@ -198,7 +193,6 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
         (loss_as_number, "the mean loss, a tensor with one element; got float"),
         (endless_epochs, "the number of epochs must be a whole number, got inf"),
         (no_prepare, "call session.prepare"),
-        (prepare_twice, "call session.prepare once"),
         (two_loaders, "one loader"),
         (step_without_batch, "without a batch of session.loader"),
         (step_without_loss, "needs a loss"),
@@ -215,7 +209,7 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
         (loader_outside, "inside `for epoch"),
         (loader_twice, "once per epoch"),
         (loader_in_the_loop, "call it before the loop: `data = session.loader"),
-        (prepare_in_the_loop, "before the loop"),
+        (prepare_in_the_loop, "call session.prepare before the loop"),
         (options_for_an_instance, "give lr to the optimizer"),
         (stateless, "object has no state_dict"),
         (not_a_model, "torch.nn.Module first, got Data"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from torch.optim import Optimizer
+
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
+from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups, names_of_groups
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
 from freetrain_parsl.training.loop_state import LoopStates
@@ -101,6 +104,7 @@ class SessionState:
         return {
             "seed": self._seed,
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
+            "groups": names_of_groups(self.objects),
             "books": self.training_metrics.state(),
             "cursor": self.cursor.state(),
             "factor": None if self.scaling is None else self.scaling.scale,
@@ -119,6 +123,8 @@ class SessionState:
         self.take_order(state)
         self.take_best(state)
         for name, target in self.objects.items():
+            if isinstance(target, Optimizer):
+                add_missing_groups(target, state["objects"][name], state["groups"][name], self.objects)
             target.load_state_dict(state["objects"][name])
         self.take_loop(state)
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.runtime import Runtime
-    from freetrain_parsl.training.step.batch_runner import BatchRunner
 
 
 class MapDataset(Protocol):
@@ -53,7 +52,6 @@ class SessionLoader:
     def __init__(
         self,
         runtime: Runtime,
-        batch_runner: BatchRunner,
         dataset: MapDataset | Stream,
         order: Order,
         *,
@@ -66,7 +64,6 @@ class SessionLoader:
         self.order = order
         self._sampler = sampler
         self._runtime = runtime
-        self._batch_runner = batch_runner
         self._cursor = runtime.state.cursor
         self._ended_epoch: int | None = None  # the last one whose batches ended in this process
         self._plan = _Plan(runtime.members, self._cursor, runtime.state)
@@ -132,7 +129,8 @@ class SessionLoader:
 
     def _batch(self, positions: torch.Tensor) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
-        batch_runner, cursor, device = self._batch_runner, self._cursor, self._runtime.device
+        batch_runner, cursor, device = self._runtime.batch_runner, self._cursor, self._runtime.device
+        assert batch_runner is not None, "the loop has begun"
         group, size = self._runtime.members.group, self._runtime.state.batch_size
         if self._watch is not None and not self._watch.is_same():
             self._shared = self._watch = None  # the dataset is this training's own now
