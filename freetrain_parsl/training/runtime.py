@@ -667,6 +667,12 @@ class Runtime:
 
     def _batch_runner_in_hand(self) -> BatchRunner:
         self.check_running()
+        if self.state.order is None:
+            raise UsageError(
+                "session.step() was called without a loader, which divides the work over the processes: create one with "
+                "data = session.loader(dataset, batch_size=…) before the epoch loop; without a data set, as in "
+                "reinforcement learning, over the numbers of the episodes: session.loader(range(1000), batch_size=8)"
+            )
         if self.batch_runner is None or not self.batch_runner.has_piece:
             raise UsageError(
                 "session.step() was called without a batch of session.loader(), or twice for one: create the loader "

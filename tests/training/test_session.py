@@ -40,6 +40,13 @@ def step_without_batch(session: Any) -> None:
     session.step(model(torch.zeros(1, 6)).sum())
 
 
+def step_outside_the_loader(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    session.loader(Data(), 8)
+    for _ in session.epochs(1):
+        session.step(model(torch.zeros(1, 6)).sum())
+
+
 def step_without_loss(session: Any) -> None:
     session.prepare(net(), torch.optim.SGD, lr=0.1)
     for _ in loop(session, 1):
@@ -194,7 +201,8 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
         (endless_epochs, "the number of epochs must be a whole number, got inf"),
         (no_prepare, "call session.prepare"),
         (two_loaders, "one loader"),
-        (step_without_batch, "without a batch of session.loader"),
+        (step_without_batch, r"without a loader, .* session.loader\(range\(1000\), batch_size=8\)"),
+        (step_outside_the_loader, "without a batch of session.loader"),
         (step_without_loss, "needs a loss"),
         (backward_twice, "once with each step"),
         (several_steps_on_micro_batches, "several steps in a batch"),
@@ -206,7 +214,7 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
         (empty_stream, "at least 1, got 0"),
         (not_a_stream, "iterate over, got int"),
         (short_stream, "range ended after 9 samples, but samples=10"),
-        (loader_outside, "inside `for epoch"),
+        (loader_outside, r'inside `for epoch .* end both loops when `session.metrics\["steps"\] >= N`'),
         (loader_twice, "once per epoch"),
         (loader_in_the_loop, "call it before the loop: `data = session.loader"),
         (prepare_in_the_loop, "call session.prepare before the loop"),

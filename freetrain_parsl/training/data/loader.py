@@ -66,6 +66,7 @@ class SessionLoader:
         self._runtime = runtime
         self._cursor = runtime.state.cursor
         self._ended_epoch: int | None = None  # the last one whose batches ended in this process
+        self._current: tuple[int, int, int] | None = None  # epoch, position and samples of the batch in hand
         self._plan = _Plan(runtime.members, self._cursor, runtime.state)
         self._fetched: Iterator[Any] | None = None
         self._seeds = False  # whether the random numbers of a fetch have to be seeded
@@ -94,6 +95,7 @@ class SessionLoader:
         self._check_usable()
         if cursor.pass_ended:
             return
+        self._leave_behind()
         positions = self._positions(cursor.epoch)
         samples = len(positions)
         self._fetched = None
@@ -116,11 +118,28 @@ class SessionLoader:
     def _check_usable(self) -> None:
         self._runtime.check_running()
         if not self._runtime.started:
-            raise UsageError("iterate over the session's loader inside `for epoch in session.epochs(…)`")
+            raise UsageError(
+                "iterate over the session's loader inside `for epoch in session.epochs(…)`, which continues where a "
+                "training was interrupted; for N iterations, take enough epochs and end both loops when "
+                '`session.metrics["steps"] >= N`'
+            )
         if self._ended_epoch == self._cursor.epoch:
             raise UsageError(
                 "the session's loader can be iterated over once per epoch; use a DataLoader for further passes"
             )
+
+    def _leave_behind(self) -> None:
+        """Advance past a batch that has been trained on, and whose loop was left: ``next(iter(data))``, ``break``."""
+        batch_runner, cursor = self._runtime.batch_runner, self._cursor
+        assert batch_runner is not None, "the loop has begun"
+        if self._current is None or not batch_runner.has_stepped:
+            return
+        epoch, position, samples = self._current
+        self._current = None
+        if (cursor.epoch, cursor.position) == (epoch, position):
+            batch_runner.take_back()
+            cursor.pass_by(samples)
+            self._runtime.boundary()
 
     def _positions(self, epoch: int) -> torch.Tensor:
         if self._sampler is None:
@@ -143,6 +162,7 @@ class SessionLoader:
         batch_runner.open_batch(group, batch, device, done=cursor.steps)
         loop = self._runtime.state.loop
         loop.open_batch(group)
+        self._current = cursor.epoch, cursor.position, batch.samples
         for piece in batch.pieces:
             data = next(pieces)
             batch_runner.hand_out(piece)
