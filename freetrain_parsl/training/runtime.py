@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.best_epoch import BestEpoch
+    from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.regrouping import GroupMember
@@ -96,6 +97,8 @@ class Runtime:
         self.reporter = ProgressReporter(self.state, manager, members, report, clock)
         self.batch_runner: BatchRunner | None = None
         """Set by `start`."""
+        self.at_start: list[Callable[[], None]] = []
+        """Called when the loop begins, before anything is drawn in it."""
         self.started = False
         """Whether the user's loop has begun."""
         self.unwinding: PauseReason | None = None
@@ -249,15 +252,17 @@ class Runtime:
     def start(self, total_epochs: int) -> None:
         """Begin to train: from here on the random numbers depend on the position in the data.
 
-        Until here all members, in all fragments, draw the same random numbers, so that what the user's function
-        creates before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits
-        here to join the group.
+        Until here all members, in all fragments, draw the random numbers of a plain script, so that what the user's
+        function creates before its loop (initial weights, a random split) does not depend on the fragment. A newcomer
+        waits here to join the group.
         """
         if not any(isinstance(thing, Optimizer) for thing in self.state.objects.values()):
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
         self.reporter.total_epochs = total_epochs
         if self.started:
             return
+        for begin in self.at_start:
+            begin()
         self.batch_runner = self._make_batch_runner()
         check_schedulers(self.state.objects.values())
         if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:
@@ -431,7 +436,7 @@ class Runtime:
                 "call it alone; call it in the loop over the batches or after it"
             )
 
-    def end_pass(self, expected: torch.Tensor) -> None:
+    def end_pass(self, expected: Positions) -> None:
         """Close the metrics of an epoch after its last batch; `expected` are the positions of its samples."""
         self.check_running()
         order, cursor, metrics = self.state.order, self.state.cursor, self.state.training_metrics
@@ -669,7 +674,7 @@ class Runtime:
         self.check_running()
         if self.state.order is None:
             raise UsageError(
-                "session.step() was called without a loader, which divides the work over the processes: create one with "
+                "session.step() was called without a loader, which divides the work over the processes: create one, "
                 "data = session.loader(dataset, batch_size=…) before the epoch loop; without a data set, as in "
                 "reinforcement learning, over the numbers of the episodes: session.loader(range(1000), batch_size=8)"
             )

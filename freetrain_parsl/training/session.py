@@ -15,8 +15,9 @@ from freetrain_parsl.training.best_epoch import KEEP, BestEpoch
 from freetrain_parsl.training.data.cursor import Position
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
 from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.data.sampler import EpochOrder, check_sampler
+from freetrain_parsl.training.data.sampler import chosen_sampler
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
 from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
 from freetrain_parsl.training.loader_options import (
     check_batch_range,
@@ -261,7 +262,7 @@ class TrainingSession:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed_samples: bool = True,
         sampler: IndexSampler | None = None,
-        order: Callable[[int], Sequence[int]] | None = None,
+        order: Callable[[int], Sequence[int]] | Literal["torch"] | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ) -> SessionLoader:
         """Return the training data in batches, on the device; every sample exactly once per epoch.
@@ -316,6 +317,8 @@ class TrainingSession:
             The same as a function: epoch -> positions, the same number in each epoch. A batch is the next `batch_size`
             of them, so that an order by length puts samples of similar length into a batch. It depends on nothing but
             the epoch and, if it likes, the global generators, which are seeded for each epoch.
+            ``"torch"``: the order that a plain loop over a ``DataLoader`` has after ``torch.manual_seed(seed)``, also
+            with the `sampler`, or the ``generator`` of a ``DataLoader``.
         worker_options
             Arguments of torch's ``DataLoader`` for the workers: ``worker_init_fn``, ``timeout``, ``prefetch_factor``,
             ``multiprocessing_context``.
@@ -361,16 +364,8 @@ class TrainingSession:
                 check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
         check_worker_options(worker_options or {}, num_workers)
-        if order is not None:
-            if sampler is not None:
-                raise UsageError("session.loader: sampler and order both give the positions of an epoch; pass one")
-            sampler = EpochOrder(order, self._runtime.options.seed)
-        if sampler is not None:
-            check_sampler(sampler)
-            if isinstance(dataset, Stream):
-                raise UsageError("session.loader: a stream has one order; it takes no sampler")
-            if drop_last and len(sampler) < batch_size:
-                raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(sampler)} samples")
+        seed = self._runtime.options.seed
+        sampler = chosen_sampler(sampler, order, dataset, batch_size, seed, shuffle=shuffle, drop_last=drop_last)
         if deterministic and scaled:
             raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
         if batch_range is not None:
@@ -380,7 +375,7 @@ class TrainingSession:
         plan = Order(
             len(dataset),
             batch_size,
-            self._runtime.options.seed,
+            seed,
             shuffle=shuffle,
             drop_last=drop_last,
             micro_batch=micro_batch,
@@ -389,6 +384,8 @@ class TrainingSession:
             drawn=None if sampler is None else len(sampler),
             batch_range=batch_range,
         )
+        if isinstance(sampler, TorchOrder):
+            self._runtime.at_start.append(sampler.begin)
         self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
         return SessionLoader(
             self._runtime,
@@ -405,7 +402,8 @@ class TrainingSession:
         """Return the training data of the user's ``DataLoader``, divided over the processes; see `loader`.
 
         Its dataset, batch size, sampler, ``drop_last``, ``collate_fn`` and workers are used. Its ``shuffle=True`` means
-        the session's own order. Its ``generator`` is seeded for each epoch if a sampler draws from it.
+        the session's own order, and its ``generator`` is seeded for each epoch if a sampler draws from it, unless
+        ``order="torch"`` is given.
 
         Parameters
         ----------
@@ -425,7 +423,10 @@ class TrainingSession:
         if not isinstance(dataloader, DataLoader):
             raise UsageError(f"session.adopt needs a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
         dataset, own = parts_of(dataloader)
-        if options.get("order") is not None:
+        if options.get("order") == "torch":
+            own["sampler"] = torch_order_like(dataloader, **(own | options))
+            options = {name: value for name, value in options.items() if name not in ("order", "sampler")}
+        elif options.get("order") is not None:
             own.pop("sampler", None)
         return self.loader(dataset, **(own | options))
 

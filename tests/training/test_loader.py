@@ -120,7 +120,8 @@ def test_batches_can_be_taken_one_by_one(way: str) -> None:
             batches = iter(data)
             for _ in range(7):
                 if way == "break":
-                    for x, y in data:
+                    for batch in data:
+                        x, y = batch
                         break
                 else:
                     x, y = next(batches if way == "next" else iter(data))

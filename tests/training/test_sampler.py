@@ -230,7 +230,7 @@ class Endless:
         (range(9), {"batch_size": 2, "sampler": Endless()}, "has length 9 but yields more"),
         (range(9), {"batch_size": 8, "sampler": [1, 2], "drop_last": True}, "no batch of 8 in 2"),
         (range(9), {}, "give batch_size="),
-        (range(9), {"batch_size": 2, "order": 3}, "order is a function: epoch -> positions; got int"),
+        (range(9), {"batch_size": 2, "order": 3}, "order is 'torch' or a function: epoch -> positions; got int"),
         (
             range(9),
             {"batch_size": 2, "order": lambda epoch: iter([epoch])},

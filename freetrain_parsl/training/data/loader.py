@@ -27,6 +27,7 @@ from freetrain_parsl.training.loader_options import WORKER_OPTIONS
 if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import SessionState
     from freetrain_parsl.training.data.cursor import Cursor
+    from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Batch, Order
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.group.process_group import Group
@@ -141,12 +142,13 @@ class SessionLoader:
             cursor.pass_by(samples)
             self._runtime.boundary()
 
-    def _positions(self, epoch: int) -> torch.Tensor:
+    def _positions(self, epoch: int) -> Positions:
         if self._sampler is None:
             return self.order.epoch(epoch)
-        return draw(self._sampler, self.order.length, self.order.seed, epoch)[: self.order.samples]
+        drawn, samples = draw(self._sampler, self.order.length, self.order.seed, epoch), self.order.samples
+        return drawn[:samples] if isinstance(drawn, torch.Tensor) else drawn.first(samples)
 
-    def _batch(self, positions: torch.Tensor) -> Iterator[Any]:
+    def _batch(self, positions: Positions) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
         batch_runner, cursor, device = self._runtime.batch_runner, self._cursor, self._runtime.device
         assert batch_runner is not None, "the loop has begun"
@@ -178,7 +180,7 @@ class SessionLoader:
                 return
         cursor.pass_by(batch.samples)
 
-    def _fetch(self, positions: torch.Tensor, batch: Batch) -> Iterator[Any]:
+    def _fetch(self, positions: Positions, batch: Batch) -> Iterator[Any]:
         """Yield the data of a batch's pieces, on the device."""
         cursor = self._cursor
         if self._gather is not None and self._gather.is_possible:  # draws no random numbers
@@ -198,7 +200,7 @@ class SessionLoader:
         for _ in batch.pieces:
             yield to_device(next(self._fetched), self._runtime.device)
 
-    def _fetch_whole(self, positions: torch.Tensor, group: Group) -> tuple[Batch, Any]:
+    def _fetch_whole(self, positions: Positions, group: Group) -> tuple[Batch, Any]:
         batch = self.order.batch(positions, self._cursor.position, group.rank, group.size)
         (data,) = self._fetch(positions, batch)
         return batch, data
@@ -211,12 +213,12 @@ class _Plan:
         self._members = members
         self._cursor = cursor
         self._state = state
-        self._positions = torch.empty(0, dtype=torch.int64)
+        self._positions: Positions = torch.empty(0, dtype=torch.int64)
         self._begin = 0
         self.next = 0
         """Start of the batch whose pieces come next."""
 
-    def start(self, positions: torch.Tensor, begin: int) -> None:
+    def start(self, positions: Positions, begin: int) -> None:
         """Start at sample `begin` of an epoch with these positions, in the current group."""
         self._positions, self._begin, self.next = positions, begin, begin
 

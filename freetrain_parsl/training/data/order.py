@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from freetrain_parsl.training.data.audit import checksum
 from freetrain_parsl.training.data.random_streams import mix
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.data.lazy_positions import Positions
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Order:
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
         return torch.randperm(self.length, generator=generator)[: self.samples]
 
-    def batch(self, positions: torch.Tensor, begin: int, rank: int, world_size: int, size: int | None = None) -> Batch:
+    def batch(self, positions: Positions, begin: int, rank: int, world_size: int, size: int | None = None) -> Batch:
         """Return a member's part of a batch.
 
         Parameters
