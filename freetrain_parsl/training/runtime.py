@@ -24,6 +24,7 @@ from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import check_meshes
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
+from freetrain_parsl.training.data.batch_norm import divisible_for
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.preparation import parameters_of, size_of
@@ -263,6 +264,8 @@ class Runtime:
             return
         for begin in self.at_start:
             begin()
+        if self.state.order is not None:
+            self.state.order = divisible_for(self.state.objects.values(), self.state.order)
         self.batch_runner = self._make_batch_runner()
         check_schedulers(self.state.objects.values())
         if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:

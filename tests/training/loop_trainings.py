@@ -151,3 +151,18 @@ def own(session: Any, *, hold_at: int | None = None, pause_at: int | None = None
             if session.metrics["steps"] == pause_at:
                 training_crew.NOTICE.pause_requested.set()
     return {"begun": begun, "mine": state.mine, "hidden": state.hidden.tolist(), "seen": state.seen, "it": shared.it}
+
+
+def normalize(session: Any, *, samples: int, hold_at: int | None = None, **loader: Any) -> tuple[int, Any]:
+    """Train a network with BatchNorm."""
+    hold(session, hold_at)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in batches(session, session.loader(data64(samples), 16, **loader)):
+        session.step(cross_entropy(model(x), y))
+    return session.metrics["steps"], session.audit
+
+
+def batches(session: Any, data: Any, epochs: int = 3) -> Any:
+    for _ in session.epochs(epochs):
+        yield from data

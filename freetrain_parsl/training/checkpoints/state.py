@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
-_MAY_CHANGE = ("micro_batch", "batch_range")  # of an order, without changing the training
+_MAY_CHANGE = ("micro_batch", "batch_range", "least")  # of an order, without changing the training
 
 
 class Stateful(Protocol):

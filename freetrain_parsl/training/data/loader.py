@@ -62,7 +62,6 @@ class SessionLoader:
         sampler: IndexSampler | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.order = order
         self._sampler = sampler
         self._runtime = runtime
         self._cursor = runtime.state.cursor
@@ -86,6 +85,13 @@ class SessionLoader:
         source = DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
         self._shared = None if worker_options else runtime.shared_batches(source)
         self._watch = DatasetWatch(dataset) if self._shared is not None and not num_workers else None
+
+    @property
+    def order(self) -> Order:
+        """The order of its samples."""
+        order = self._runtime.state.order
+        assert order is not None, "given to the runtime before"
+        return order
 
     def __len__(self) -> int:
         size = self._runtime.state.batch_size
