@@ -9,7 +9,7 @@ follows the step. If a large one has changed before the step, the training resum
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.format import check_restorable
 from freetrain_parsl.training.group.state_transfer import pass_on
+from freetrain_parsl.training.undo import PLAIN, Remembered, copied, has_state, remember, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LoopState", "LoopStates"]
 
-_LARGE = 1 << 20  # bytes, from which on a tensor or a module is not copied at each batch
-_PLAIN = (bool, int, float, str, type(None))
 _ALLOWED = "numbers, strings, tensors, lists, tuples and dictionaries of these, or objects with state_dict"
 _TO_PREPARE = (Optimizer, LRScheduler, torch.amp.GradScaler)
 
@@ -46,52 +45,35 @@ class LoopState:
         At an assignment: the name is not declared, or the value cannot be saved.
     """
 
+    __slots__ = ("__dict__", "_is_frozen")
+    _is_frozen: Callable[[], bool]
+
     def __init__(self, values: Mapping[str, Any], is_frozen: Callable[[], bool]) -> None:
-        vars(self)["_is_frozen"] = is_frozen
+        object.__setattr__(self, "_is_frozen", is_frozen)
         for name, value in values.items():
             vars(self)[name] = _checked(name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         values = vars(self)
-        if name not in values or name == "_is_frozen":
-            declared = ", ".join(_names(self))
+        if name not in values:
             raise UsageError(
-                f"session.state: {name!r} is not declared, so it would not be saved; it has {declared}: add {name}=… "
-                "to the call of session.state"
+                f"session.state: {name!r} is not declared, so it would not be saved; it has {', '.join(values)}: add "
+                f"{name}=… to the call of session.state"
             )
-        if _has_state(value) and type(value) is not type(values[name]):
+        if has_state(value) and type(value) is not type(values[name]):
             raise UsageError(
                 f"session.state: {name!r} began as {_kind(values[name])}, and a {type(value).__name__} can only be "
                 f"restored into one: declare it with session.state({name}=…), or keep its state_dict() instead"
             )
         value = _checked(name, value)
-        if not values["_is_frozen"]():
+        if not self._is_frozen():
             values[name] = value
 
     def __delattr__(self, name: str) -> None:
         raise UsageError(f"session.state: {name!r} cannot be deleted; assign None")
 
     def __repr__(self) -> str:
-        return f"LoopState({', '.join(f'{name}={value!r}' for name, value in _items(self))})"
-
-
-def _names(state: LoopState) -> list[str]:
-    return [name for name in vars(state) if name != "_is_frozen"]
-
-
-def _items(state: LoopState) -> list[tuple[str, Any]]:
-    return [(name, vars(state)[name]) for name in _names(state)]
-
-
-class _Saved(NamedTuple):
-    """A value at the beginning of a batch."""
-
-    value: Any
-    """The object itself, which gets its content back."""
-    content: Any
-    """A copy of its content."""
-    version: int | None
-    """Instead of a copy, counts the changes of a large tensor or module."""
+        return f"LoopState({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 class LoopStates:
@@ -101,7 +83,8 @@ class LoopStates:
         self._shared: list[LoopState] = []
         self._own: list[LoopState] = []
         self._declared: dict[str, Any] = {}  # name -> its first value, whose memory is the user's to share
-        self._saved: dict[str, _Saved] = {}  # at the beginning of the batch; empty if it cannot be interrupted
+        self._saved: dict[str, Remembered] = {}  # at the beginning of the batch; empty if it cannot be interrupted
+        self._modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {}  # the tensors of modules, by name
         self._interrupted = False
         self._repeats = False  # whether an interrupted batch is repeated: other members may have made its step
 
@@ -126,10 +109,10 @@ class LoopStates:
             if name.startswith("_"):
                 raise UsageError(f"session.state: {name!r} begins with an underscore; choose another name")
         state = LoopState(values, self._is_own_frozen if per_process else self._is_frozen)
-        for name, value in _items(state):
+        for name, value in vars(state).items():
             if isinstance(value, nn.Module):
                 value.to(device)
-            if _has_state(value):
+            if has_state(value):
                 check_restorable(f"session.state's {name}", value.state_dict())
         (self._own if per_process else self._shared).append(state)
         self._declared |= {name: vars(state)[name] for name in values}
@@ -138,14 +121,14 @@ class LoopStates:
     def shared(self) -> Iterator[tuple[str, Any]]:
         """Yield the names and values that are the same on all members."""
         for state in self._shared:
-            yield from _items(state)
+            yield from vars(state).items()
 
     # ── interrupted batches ───────────────────────────────────────────────────────────────────────
 
     def open_batch(self, group: Group) -> None:
         """Remember the values at the beginning of a batch; that of a single member is never interrupted."""
         if self._declared:
-            self._saved = {} if group.size == 1 else {name: _save(value) for name, value in self._all()}
+            self._saved = {} if group.size == 1 else {name: self._remember(name, value) for name, value in self._all()}
 
     def can_be_undone(self, *, has_stepped: bool) -> bool:
         """Return whether all changes since the batch began can be undone.
@@ -153,10 +136,7 @@ class LoopStates:
         Not those of large tensors and modules before the step. Nor any that may belong to an earlier step of the same
         batch, which is not made again.
         """
-        if not self._saved:
-            return True
-        large = all(saved.version is None or _version(saved.value) == saved.version for saved in self._saved.values())
-        return large and not (has_stepped and self._has_changed())
+        return not self._saved or (not has_stepped and all(saved.can_be_put_back for saved in self._saved.values()))
 
     def cut(self) -> None:
         """Undo what all members share, before it is sent; assignments have no effect until `release`."""
@@ -174,7 +154,7 @@ class LoopStates:
         self._repeats = repeats
         if repeats:
             self._put_back(self._own)
-        self._saved = {name: _save(value, whole=True) for name, value in self._all()}
+        self._saved = {name: remember(value, whole=True) for name, value in self._all()}
 
     def release(self) -> None:
         """Undo what has changed in place since `hold`, and let assignments have an effect again."""
@@ -190,22 +170,20 @@ class LoopStates:
 
     def _put_back(self, states: Sequence[LoopState]) -> None:
         for state in states:
-            for name in _names(state):
-                saved = self._saved.get(name)
-                if saved is not None:  # a large value has not changed, but another may have been assigned
-                    whole = saved.version is None
-                    vars(state)[name] = _load(saved.value, saved.content, in_place=True) if whole else saved.value
+            for name in vars(state):
+                if name in self._saved:
+                    vars(state)[name] = self._saved[name].put_back()
 
-    def _has_changed(self) -> bool:
-        return any(
-            value is not self._saved[name].value or not _equal(_content(value), self._saved[name].content)
-            for name, value in self._all()
-            if self._saved[name].version is None
-        )
+    def _remember(self, name: str, value: Any) -> Remembered:
+        if not isinstance(value, nn.Module):
+            return remember(value)
+        if name not in self._modules or self._modules[name][0] is not value:
+            self._modules[name] = value, tuple(tensors_of(value))
+        return remember(value, tensors=self._modules[name][1])
 
     def _all(self) -> Iterator[tuple[str, Any]]:
         for state in (*self._shared, *self._own):
-            yield from _items(state)
+            yield from vars(state).items()
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
@@ -248,7 +226,7 @@ class LoopStates:
 
     def _fill(self, states: Sequence[LoopState], contents: Mapping[str, Any], names: set[str] | None) -> None:
         for state in states:
-            for name, value in _items(state):
+            for name, value in vars(state).items():
                 if name in contents and (names is None or name in names):
                     # What the function has made before its loop may be known elsewhere by another name. What it
                     # assigned later may be a view of other memory, such as a batch.
@@ -256,11 +234,9 @@ class LoopStates:
                     vars(state)[name] = _load(value, contents[name], in_place=in_place)
 
     def _contents(self, states: Sequence[LoopState]) -> dict[str, Any]:
-        return {name: _to_save(_checked(name, value, deep=True)) for state in states for name, value in _items(state)}
-
-
-def _has_state(value: object) -> bool:
-    return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        return {
+            name: _to_save(_checked(name, value, deep=True)) for state in states for name, value in vars(state).items()
+        }
 
 
 def _kind(value: object) -> str:
@@ -289,14 +265,14 @@ def _checked(name: str, value: Any, *, deep: bool = False, top: bool = True) -> 
     if isinstance(value, np.generic):
         value = value.item()
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, torch.Tensor):
+    if kind in PLAIN or isinstance(value, torch.Tensor):
         return value
     if kind in (list, tuple, dict, OrderedDict) or (top and kind is deque):
         if deep or kind is tuple:
             for each in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
                 _checked(name, each, deep=True, top=False)
         return value
-    if top and _has_state(value):
+    if top and has_state(value):
         if isinstance(value, _TO_PREPARE):
             raise UsageError(f"session.state: {name!r} is a {kind.__name__}; pass it to session.prepare")
         return value
@@ -307,7 +283,7 @@ def _checked(name: str, value: Any, *, deep: bool = False, top: bool = True) -> 
 
 def _content(value: Any) -> Any:
     """Return a value as tensors and plain values, without copying tensors."""
-    if _has_state(value):
+    if has_state(value):
         return value.state_dict()
     return list(value) if isinstance(value, deque) else value
 
@@ -329,59 +305,13 @@ def _to_save(value: Any) -> Any:
     return content
 
 
-def _save(value: Any, *, whole: bool = False) -> _Saved:
-    """Copy a value; with `whole` also a large one, otherwise a count of its changes."""
-    if not whole and _is_large(value):
-        return _Saved(value, None, _version(value))
-    return _Saved(value, _copy(_content(value)), None)
-
-
-def _is_large(value: Any) -> bool:
-    """Return whether a value has changes that can be counted, and takes long to copy."""
-    if isinstance(value, nn.Module):
-        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors_of(value)) > _LARGE
-    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() > _LARGE
-
-
-def _version(value: Any) -> int:
-    tensors = _tensors_of(value) if isinstance(value, nn.Module) else [value]
-    return sum(tensor._version for tensor in tensors)  # noqa: SLF001 - torch has no public counter of changes in place
-
-
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _copy(content: Any) -> Any:
-    if isinstance(content, torch.Tensor):
-        return content.detach().clone()
-    if isinstance(content, dict):
-        copied = content.copy()  # keeps the versions that torch attaches to the state of a module
-        for key, value in content.items():
-            copied[key] = _copy(value)
-        return copied
-    if type(content) in (list, tuple):
-        return type(content)(map(_copy, content))
-    return content
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if type(one) is type(other) and isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and bool(one == other or one != one)  # NaN, too
-
-
 def _load(value: Any, content: Any, *, in_place: bool) -> Any:
     """Return a value with another content; with `in_place` tensors and containers stay the same objects if they can.
 
     Objects with a state always stay.
     """
-    if _has_state(value):
-        value.load_state_dict(_copy(content))
+    if has_state(value):
+        value.load_state_dict(copied(content))
         return value
     if isinstance(value, torch.Tensor) and isinstance(content, torch.Tensor):
         if in_place and value.shape == content.shape and value.dtype == content.dtype:
@@ -390,7 +320,7 @@ def _load(value: Any, content: Any, *, in_place: bool) -> Any:
             return value
         return content.detach().to(value.device, copy=True)
     if isinstance(value, deque) and isinstance(content, list):
-        return _refilled(value, content) if in_place else deque(map(_copy, content), value.maxlen)
+        return _refilled(value, content) if in_place else deque(map(copied, content), value.maxlen)
     if in_place and type(value) is type(content) and isinstance(value, dict):
         items = {key: _load(value.get(key), each, in_place=True) for key, each in content.items()}
         value.clear()
@@ -400,10 +330,10 @@ def _load(value: Any, content: Any, *, in_place: bool) -> Any:
         known = (*value, *[None] * len(content))
         value[:] = [_load(mine, each, in_place=True) for mine, each in zip(known, content, strict=False)]
         return value
-    return _copy(content)
+    return copied(content)
 
 
 def _refilled(value: deque[Any], content: Sequence[Any]) -> deque[Any]:
     value.clear()
-    value.extend(map(_copy, content))
+    value.extend(map(copied, content))
     return value
