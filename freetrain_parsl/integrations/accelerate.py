@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.data.loader import SessionLoader
     from freetrain_parsl.training.session import TrainingSession
+    from freetrain_parsl.training.step.loss_kind import Reduction
 
 __all__ = ["Accelerator"]
 
@@ -187,9 +188,15 @@ class Accelerator:
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
-    def backward(self, loss: torch.Tensor, *, items: torch.Tensor | float | None = None) -> None:
-        """Compute gradients; `items` as in ``session.step``: how many tokens the loss is a mean over."""
-        self.sync_gradients = self._unstepped = self.session.backward(loss, items=items)
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
+    ) -> None:
+        """Compute gradients; `items` and `reduction` as in ``session.step``: what the loss is a mean or sum over."""
+        self.sync_gradients = self._unstepped = self.session.backward(loss, items=items, reduction=reduction)
 
     @contextmanager
     def accumulate(self, *_models: nn.Module) -> Iterator[None]:
@@ -225,16 +232,14 @@ class Accelerator:
 
     def begin_batch(self) -> None:
         """Note that the loop gets a batch; called by the training's data."""
-        self._check_stepped()
         self._in_batch = True
 
     def end_pass(self) -> None:
         """Note that the loop over the batches has ended; called by the training's data."""
-        self._check_stepped()
         self._in_batch = False
 
-    def _check_stepped(self) -> None:
-        """Check that the batch before, if it was complete, has had a step."""
+    def end_batch(self) -> None:
+        """Check that a batch, if it is complete, has had a step; called by the training's data."""
         if self._unstepped:
             raise UsageError(
                 "accelerator.backward was called without optimizer.step in the same batch: to accumulate gradients, "
@@ -398,6 +403,7 @@ class _TrainingData:
         for batch in self._batches:
             self._accelerator.begin_batch()
             yield batch
+            self._accelerator.end_batch()
         self._accelerator.end_pass()
 
     def set_epoch(self, epoch: int) -> None:

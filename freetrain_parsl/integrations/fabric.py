@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.session import TrainingSession
+    from freetrain_parsl.training.step.loss_kind import Reduction
 
 __all__ = ["SessionFabric"]
 
@@ -195,10 +196,18 @@ class _FabricStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # as above
         self._optimizers.append(optimizer)
         return optimizer
 
-    def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self,
+        tensor: torch.Tensor,
+        module: Any,
+        *args: Any,
+        items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
+        **kwargs: Any,
+    ) -> None:
         if args or kwargs:
-            raise UsageError(f"SessionFabric.backward takes a loss only, got {[*args, *kwargs]}")
-        self.has_gradients = self._session.backward(tensor)
+            raise UsageError(f"SessionFabric.backward takes a loss, items and reduction only, got {[*args, *kwargs]}")
+        self.has_gradients = self._session.backward(tensor, items=items, reduction=reduction)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if kwargs.get("closure") is not None:

@@ -26,11 +26,13 @@ from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
 from freetrain_parsl.training.group.process_group import Group
+from freetrain_parsl.training.group.shared_gradients import Link
 from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.preparation import parameters_of, size_of
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
+from freetrain_parsl.training.step.closure import needs_closure
 from freetrain_parsl.training.step.learning_rate import check_schedulers
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.step.learning_rate import LrScaling
+    from freetrain_parsl.training.step.loss_kind import Reduction
 
 
 _DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between, the steps of small models have no cost
@@ -340,7 +343,9 @@ class Runtime:
         self.state.training_metrics.open_epoch(epoch)
         return epoch
 
-    def backward(self, loss: torch.Tensor, items: torch.Tensor | float | None = None) -> bool:
+    def backward(
+        self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
+    ) -> bool:
         """Add a piece's gradients; after the last piece, ``.grad`` is that of the whole batch, on all members.
 
         Returns
@@ -350,13 +355,17 @@ class Runtime:
         """
         batch_runner = self._batch_runner_in_hand()
         try:
-            batch_runner.backward(loss, items)
+            batch_runner.backward(loss, items, reduction)
         except PeerFailed as error:
             self._interrupt(error)
         return batch_runner.is_complete
 
     def step(
-        self, loss: torch.Tensor | None, optimizer: Optimizer | None, items: torch.Tensor | float | None = None
+        self,
+        loss: torch.Tensor | None,
+        optimizer: Optimizer | None,
+        items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
     ) -> bool:
         """Compute the gradients of a loss, if given, and make the optimizer step if the batch is complete.
 
@@ -366,12 +375,39 @@ class Runtime:
             Whether the step was made.
         """
         if loss is not None:
-            self.backward(loss, items)
+            self.backward(loss, items, reduction)
         batch_runner = self._batch_runner_in_hand()
         if not batch_runner.step(optimizer, self.state.scaling):
             return False
         self._count_step(batch_runner)
         return True
+
+    def step_by_closure(
+        self,
+        closure: Callable[[], torch.Tensor],
+        optimizer: Optimizer | None,
+        items: torch.Tensor | float | None,
+        reduction: Reduction | None,
+    ) -> bool:
+        """Make a step of an optimizer that evaluates the loss itself, such as LBFGS; return whether it was made."""
+        batch_runner = self._batch_runner_in_hand()
+        optimizers = batch_runner.chosen(optimizer)
+        if not any(map(needs_closure, optimizers)):
+            return self.step(closure(), optimizer, items, reduction)
+        if len(optimizers) > 1:
+            raise UsageError("session.step(closure): say whose step it is with optimizer=…, as each evaluates the loss")
+
+        def evaluate() -> torch.Tensor | float:
+            return batch_runner.evaluation(closure, items, reduction)
+
+        try:
+            made = batch_runner.step_by_closure(optimizers[0], evaluate, self.state.scaling)
+        except PeerFailed as error:
+            self._interrupt(error)
+            return False
+        if made:
+            self._count_step(batch_runner)
+        return made
 
     def _count_step(self, batch_runner: BatchRunner) -> None:
         cursor = self.state.cursor
@@ -419,6 +455,13 @@ class Runtime:
                 self._in_operation = False
         return results.latest
 
+    def gradient_link(self, tensor: torch.Tensor, *, gathers: bool) -> Link | None:
+        """Return what leads gradients of a result back to all members; ``None`` if it gets none, or outside a batch."""
+        batch_runner = self.batch_runner
+        if batch_runner is None or not batch_runner.has_piece or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return None
+        return Link(self.members.group, batch_runner.link(gathers=gathers))
+
     def _check_all_call(self, name: str) -> None:
         """Check that a process that joins between two steps calls an operation as often as the others do."""
         self.check_running()
@@ -427,6 +470,8 @@ class Runtime:
         assert self.batch_runner is not None, "checked by start"
         order, cursor = self.state.order, self.state.cursor
         in_batch = self.batch_runner.has_piece
+        if self.batch_runner.in_closure:
+            raise UsageError(f"session.{name} cannot be called in the closure of session.step(closure)")
         if in_batch and order is not None and order.shards is not None:
             raise UsageError(
                 f"session.{name} in the loop over the batches cannot be combined with deterministic=True: there the "

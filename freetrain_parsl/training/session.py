@@ -18,6 +18,7 @@ from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.data.sampler import chosen_sampler
 from freetrain_parsl.training.data.stream import Stream
 from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
+from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all, stand_in
 from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
 from freetrain_parsl.training.loader_options import (
     check_batch_range,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.runtime import Runtime
     from freetrain_parsl.training.step.learning_rate import LrScaling
+    from freetrain_parsl.training.step.loss_kind import Reduction
 
 T = TypeVar("T")
 
@@ -475,7 +477,13 @@ class TrainingSession:
         self._runtime.start(count)
         return self._epochs(count)
 
-    def backward(self, loss: torch.Tensor, *, items: torch.Tensor | float | None = None) -> bool:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
+    ) -> bool:
         """Compute the gradients of a batch, for operations before the step, such as clipping.
 
         Afterwards ``.grad`` contains the gradients of the whole batch, on all processes; it is empty if more
@@ -484,22 +492,28 @@ class TrainingSession:
         Parameters
         ----------
         loss
-            Mean loss over the samples of this process's batch, or over `items`; a scalar.
-        items
+            The loss of this process's batch; a scalar.
+        items, reduction
             See `step`.
 
         Returns
         -------
         complete
             Whether ``.grad`` is that of the whole batch, so that `step` will make the optimizer step.
+
+        Raises
+        ------
+        UsageError
+            See `step`. Later, when the next batch is requested: there was no step, and the gradients are not zero.
         """
-        return self._runtime.backward(_scalar(loss), _count(items))
+        return self._runtime.backward(_scalar(loss), _count(items), _checked(reduction, items))
 
     def step(
         self,
-        loss: torch.Tensor | None = None,
+        loss: torch.Tensor | Callable[[], torch.Tensor] | None = None,
         *,
         items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
         optimizer: Optimizer | None = None,
     ) -> bool:
         """Train on a batch: compute gradients, make the optimizer step, reset the gradients, update the metrics.
@@ -507,12 +521,20 @@ class TrainingSession:
         Parameters
         ----------
         loss
-            Mean loss over the samples of this process's batch, or over `items`; a scalar. ``None`` after `backward`.
+            Mean loss over the samples of this process's batch, or over `items`, or see `reduction`; a scalar. ``None``
+            after `backward`. For an optimizer that evaluates the loss several times in a step, such as ``LBFGS``: a
+            function without parameters that computes and returns the loss, without ``zero_grad`` and ``backward``.
         items
             How many items the loss is a mean over, if these are not the samples: tokens without padding, pixels with a
             label, the sum of weights. The gradient is then that of the mean over all items of the batch, on all
             processes and in all micro-batches; so is the loss in `metrics` and `batch_loss`. A tensor on the GPU is not
-            read in the step. In all batches or in none.
+            read in the step. In all batches or in none. Not needed if the loss is only torch's ``cross_entropy``, which
+            knows them: with class weights, over tokens, with an ``ignore_index``.
+        reduction
+            What the loss is: ``"mean"`` over this process's samples; ``"sum"`` over them, so that gradients are those
+            of the sum over the batch, while metrics remain means; ``"batch"``: a loss of the whole batch, the same in
+            all processes, of tensors from `gather` or `sum`. Default: as the graph of the loss shows; what it does not
+            show is refused, such as a bare ``.sum()`` over samples.
         optimizer
             The optimizer to step, if several take turns in a batch; default: all optimizers passed to `prepare`.
 
@@ -526,11 +548,18 @@ class TrainingSession:
         Raises
         ------
         UsageError
-            There is no batch or no loss for a step.
+            There is no batch or no loss for a step, or it is not clear what the loss is a mean over.
         """
-        if loss is None and items is not None:
-            raise UsageError("session.step: items belong to a loss: session.step(loss, items=…) or session.backward")
-        return self._runtime.step(None if loss is None else _scalar(loss), optimizer, _count(items))
+        reduction = _checked(reduction, items)
+        if loss is None and (items is not None or reduction is not None):
+            raise UsageError(
+                "session.step: items belong to a loss, as does reduction: session.step(loss, items=…) or "
+                "session.backward(loss, items=…)"
+            )
+        if isinstance(loss, torch.Tensor) or not callable(loss):
+            given = None if loss is None else _scalar(loss)
+            return self._runtime.step(given, optimizer, _count(items), reduction)
+        return self._runtime.step_by_closure(lambda: _scalar(loss()), optimizer, _count(items), reduction)
 
     def log(self, *, every: int | None = None, **values: Any) -> None:
         """Add numbers or strings to this epoch's row of ``metrics["history"]``, and pass them to the trackers.
@@ -648,6 +677,9 @@ class TrainingSession:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes, the same on each; `tensor` is not changed.
 
+        In the loop over the batches it can be part of a loss: gradients reach the parts of all processes. A process
+        whose share of a batch is empty contributes zeros there.
+
         All processes call it, in the loop over the batches or after this loop, as for a validation that they divide::
 
             for epoch in session.epochs(10):
@@ -671,9 +703,56 @@ class TrainingSession:
         """
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"session.sum needs a tensor, got {type(tensor).__name__}: session.sum(torch.tensor(…))")
-        tensor = tensor.long() if tensor.dtype == torch.bool else tensor
-        result = self._runtime.together(lambda group: total(group, tensor), name="sum", of_parts=True)
-        return result.to(tensor.device, copy=True)  # type: ignore[no-any-return]
+        part = self._own_part(tensor.long() if tensor.dtype == torch.bool else tensor, rows=False)
+        result = self._runtime.together(lambda group: total(group, part), name="sum", of_parts=True)
+        result = result.to(tensor.device, copy=True)
+        link = self._runtime.gradient_link(part, gathers=False)
+        return result if link is None else link.sum(part, result)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all processes, concatenated along their first dimension in the order of the batch.
+
+        For losses over the whole batch, such as contrastive ones: gradients reach the parts of all processes, and the
+        gradient of the loss is that of one process with the whole batch::
+
+            one, other = session.gather(model(x)), session.gather(model(augmented(x)))
+            session.step(nt_xent(one, other), reduction="batch")
+
+        All processes call it, where they may call `sum`. Not in a loss with ``micro_batch`` or ``deterministic=True``.
+
+        Parameters
+        ----------
+        tensor
+            Shape (samples, ...); only the first dimension may differ between processes. If this process's share of a
+            batch is empty, nothing of it is used.
+
+        Returns
+        -------
+        gathered
+            Shape (samples of the whole batch, ...), the same on all processes.
+
+        Raises
+        ------
+        UsageError
+            It is no tensor or has no dimension, or see `sum`.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"session.gather needs a tensor of shape (samples, …), got {type(tensor).__name__}")
+        if not tensor.dim():
+            raise UsageError("session.gather needs a tensor of shape (samples, …), got one without dimensions")
+        part = self._own_part(tensor, rows=True)
+        result = self._runtime.together(lambda group: rows_of_all(group, part), name="gather", of_parts=True)
+        assert self._runtime.batch_runner is not None, "checked by together"
+        rows = self._runtime.batch_runner.expected_rows(tensor.shape[0], sum(result["rows"]))
+        if rows is not None:
+            return stand_in(tensor, rows)
+        gathered = result["tensor"].to(tensor.device, copy=True)
+        link = self._runtime.gradient_link(part, gathers=True)
+        return gathered if link is None else link.concatenation(part, gathered, result["rows"])
+
+    def _own_part(self, tensor: torch.Tensor, *, rows: bool) -> torch.Tensor:
+        batch_runner = self._runtime.batch_runner
+        return own_part(tensor, counts=batch_runner is None or batch_runner.has_samples, rows=rows)
 
     def agree(self, value: T) -> T:
         """Return the first process's value, on all processes, so that they decide alike.
@@ -714,6 +793,16 @@ def _scalar(loss: object) -> torch.Tensor:
         given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise UsageError(f"session.step() needs the mean loss, a tensor with one element; got {given}")
     return loss.reshape(()) if loss.dim() else loss
+
+
+def _checked(reduction: Reduction | None, items: object) -> Reduction | None:
+    if reduction not in (None, "mean", "sum", "batch"):
+        raise UsageError(f'session.step: reduction must be "mean", "sum" or "batch", got {reduction!r}')
+    if reduction in ("sum", "batch") and items is not None:
+        raise UsageError(
+            f'session.step: items=… says that the loss is a mean, and reduction="{reduction}" that it is not'
+        )
+    return reduction
 
 
 def _count(items: object) -> torch.Tensor | float | None:

@@ -83,7 +83,7 @@ def test_what_is_no_number_of_items_is_refused(items: list[Any], message: str) -
         data = session.loader(torch.ones(4, 1), 2)
         for _ in session.epochs(1):
             for x, number in zip(data, items, strict=False):
-                session.step(model(x).sum(), items=number)
+                session.step(model(x).mean(), items=number)
 
     with pytest.raises(UsageError, match=message) as caught:
         run_alone(train)

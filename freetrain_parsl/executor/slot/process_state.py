@@ -121,8 +121,8 @@ def unpack_with_settings(payload: bytes) -> tuple[Callable[..., Any], tuple[Any,
 def _read() -> dict[str, Any]:
     settings: dict[str, Any] = {f"${name}": value for name, value in os.environ.items()}
     for name, (read, _) in _SETTINGS.items():
-        # Where torch has two interfaces to a setting, reading one fails if the other was used; torch 2.8 cannot read the
-        # default device after `restore`.
+        # Where torch has two interfaces to a setting, reading one fails if the other was used; torch 2.8 cannot read
+        # the default device after `restore`.
         with suppress(RuntimeError, AttributeError):
             settings[name] = read()
     return settings

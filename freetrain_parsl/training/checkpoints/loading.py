@@ -12,7 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.checkpoints import sharded
+from freetrain_parsl.training.checkpoints.outside import load_outside
 from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups
+from freetrain_parsl.training.spread import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,6 +64,7 @@ class Restoration:
             self._mismatch_of(objects)
         for name in new:
             self._load(name, objects)
+        self._load_outside(objects)
 
     def check_complete(self, objects: Mapping[str, Stateful]) -> None:
         """Check that all objects of the checkpoint have been prepared.
@@ -87,6 +90,7 @@ class Restoration:
         told = [name for name in changed if not self._is_of_scheduler(name, objects)]
         for name in changed:
             self._load(name, objects)
+        self._load_outside(objects)
         if told:
             logger.warning(
                 "%s changed after session.prepare had restored it; %s was loaded again: it is the newest state",
@@ -114,6 +118,12 @@ class Restoration:
             self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
         self._loaded[name] = _marks(target.state_dict())
 
+    def _load_outside(self, objects: Mapping[str, Stateful]) -> None:
+        try:
+            load_outside(objects, self._restored.state.get("outside", {}))  # not in checkpoints of earlier versions
+        except RuntimeError as error:
+            self._mismatch(str(error), error)
+
     def _mismatch_of(self, objects: Mapping[str, Stateful]) -> NoReturn:
         states = self._restored.state["objects"]
         self._mismatch(f"it contains {', '.join(states)}, but session.prepare got {', '.join(objects)}")
@@ -128,7 +138,7 @@ class Restoration:
 def _marks(value: Any) -> Any:
     """Return what differs once a state has changed: where its tensors are and their versions, and its plain values."""
     if isinstance(value, torch.Tensor):
-        place = value.data_ptr() if value.layout is torch.strided and not sharded.is_spread(value) else 0
+        place = value.data_ptr() if value.layout is torch.strided and not is_spread(value) else 0
         return place, 0 if value.is_inference() else value._version  # noqa: SLF001 - torch has no public counter
     if isinstance(value, dict):
         return {key: _marks(item) for key, item in value.items()}

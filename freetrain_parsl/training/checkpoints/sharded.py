@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from freetrain_parsl.errors import DamagedCheckpoint, UsageError
 from freetrain_parsl.storage.entry import SHARDS
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
+from freetrain_parsl.training.spread import is_spread
 
 if TYPE_CHECKING:  # takes half a second to import: only if a state is sharded
     from collections.abc import Callable, Iterator, Mapping
@@ -288,12 +288,6 @@ def _first_failure(error: BaseException) -> BaseException:
 def _reason(error: BaseException) -> str:
     problem = _first_failure(error)
     return getattr(problem, "strerror", None) or str(problem).strip().splitlines()[0]
-
-
-def is_spread(leaf: Any) -> bool:
-    """Return whether the members hold different parts of a tensor."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
-    return tensors is not None and isinstance(leaf, tensors.DTensor)
 
 
 def _replicate(whole: torch.Tensor, like: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
+from freetrain_parsl.training.checkpoints.outside import load_outside, outside_state
 from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups, names_of_groups
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
@@ -105,6 +106,7 @@ class SessionState:
             "seed": self._seed,
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
             "groups": names_of_groups(self.objects),
+            "outside": outside_state(self.objects),
             "books": self.training_metrics.state(),
             "cursor": self.cursor.state(),
             "factor": None if self.scaling is None else self.scaling.scale,
@@ -126,6 +128,7 @@ class SessionState:
             if isinstance(target, Optimizer):
                 add_missing_groups(target, state["objects"][name], state["groups"][name], self.objects)
             target.load_state_dict(state["objects"][name])
+        load_outside(self.objects, state["outside"])
         self.take_loop(state)
 
     def take_loop(self, state: Mapping[str, Any], *, rank: int | None = None, names: set[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from freetrain_parsl.training.fusion.array import MemberObjects
 from freetrain_parsl.training.fusion.engine import UNFUSED, ArrayMember, FusionEngine
 from freetrain_parsl.training.fusion.intercept import intercept, original_forward
 from freetrain_parsl.training.runtime import Runtime
+from freetrain_parsl.training.step.closure import needs_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.step.learning_rate import LrScaling
+    from freetrain_parsl.training.step.loss_kind import Reduction
 
 __all__ = ["MemberRuntime"]
 
@@ -107,12 +109,14 @@ class MemberRuntime(Runtime):
             self.reporter.trainings = max(1, self._engine.participants)
         super().boundary(seed=seed)
 
-    def backward(self, loss: torch.Tensor, items: torch.Tensor | float | None = None) -> bool:
+    def backward(
+        self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
+    ) -> bool:
         """See `Runtime.backward`."""
         if self._participant is None:
-            return super().backward(loss, items)
+            return super().backward(loss, items, reduction)
         batch_runner = self._batch_runner_in_hand()
-        weighed = batch_runner.begin_backward(loss, items)
+        weighed = batch_runner.begin_backward(loss, items, reduction)
         if weighed is not None:
             with self._bypass.session_acts():
                 self._engine.backward(self._participant, weighed)
@@ -120,15 +124,19 @@ class MemberRuntime(Runtime):
         return batch_runner.is_complete
 
     def step(
-        self, loss: torch.Tensor | None, optimizer: Optimizer | None, items: torch.Tensor | float | None = None
+        self,
+        loss: torch.Tensor | None,
+        optimizer: Optimizer | None,
+        items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
     ) -> bool:
         """See `Runtime.step`."""
         if self._participant is None:
-            return super().step(loss, optimizer, items)
+            return super().step(loss, optimizer, items, reduction)
         batch_runner = self._batch_runner_in_hand()
         weighed = None
         if loss is not None:
-            weighed = batch_runner.begin_backward(loss, items)
+            weighed = batch_runner.begin_backward(loss, items, reduction)
             if weighed is None:
                 return False
             batch_runner.end_backward()
@@ -153,6 +161,10 @@ class MemberRuntime(Runtime):
         if any(isinstance(thing, torch.amp.GradScaler) for thing in things):
             self._train_alone("it has a GradScaler, whose scale and skipped steps are its own")
             return
+        for optimizer in things:
+            if isinstance(optimizer, Optimizer) and needs_closure(optimizer):
+                self._train_alone(f"its {type(optimizer).__name__} evaluates the loss several times in a step")
+                return
         models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
         optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
         if not optimizers:

@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.checkpoints.sharded import is_spread
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.metrics import Tally
+from freetrain_parsl.training.spread import is_spread
+from freetrain_parsl.training.step.batch_parts import BatchParts
 from freetrain_parsl.training.step.buffers import RunningStatistics
+from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
 from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
+from freetrain_parsl.training.step.loss_kind import LossReader, Weighing, check_weighing
 from freetrain_parsl.training.step.once_per_step import guard
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.step.bypass import BypassCheck
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
     from freetrain_parsl.training.step.learning_rate import RateScaling
+    from freetrain_parsl.training.step.loss_kind import Reduction
 
 _WORD = (1 << 63) - 1
 
@@ -62,6 +66,8 @@ class BatchRunner:
         """Whether a member failed during the current batch."""
         self.one_step = False
         """Whether a batch may be divided into pieces, so that it can have only one step."""
+        self.in_closure = False
+        """Whether a closure of the user is evaluated in the step of an optimizer."""
         self._stepped: Tally | None = None  # that of the last batch with a step
         modules = dict.fromkeys([model, *(thing for thing in objects if isinstance(thing, nn.Module))])
         self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
@@ -83,7 +89,10 @@ class BatchRunner:
         self._complete = False
         self._calls = 0
         self._done = 0
-        self._weighs_items: bool | None = None  # whether losses are means over items; None: before the first batch
+        self._parts = BatchParts()  # of the current batch
+        self._evaluations = 0  # of a closure, in the current step
+        self._reader = LossReader()
+        self._weighing = Weighing("mean", None)  # of the current piece
         self._items: list[torch.Tensor | float] = []  # of this member's pieces for the current step so far
         self._step_tally: Tally  # that of the current step of the batch
         self._tally_work: dist.Work | None = None
@@ -134,12 +143,31 @@ class BatchRunner:
         """Whether the user's code has a current piece."""
         return self._piece is not None
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether what the user's code computes now is of samples that count: see `Piece`."""
+        return self._piece is None or self._piece.weight > 0
+
+    def expected_rows(self, rows: int, total: int) -> int | None:
+        """See `BatchParts.expected_rows`; ``None`` outside a batch, too."""
+        return None if self._piece is None else self._parts.expected_rows(rows, total, self._piece, self.batch)
+
+    def link(self, *, gathers: bool) -> Callable[[], bool]:
+        """See `BatchParts.link`."""
+        self._sum.sends_early = False  # its sums follow those of the backward pass, on all members
+        batch = self.batch
+        return self._parts.link(
+            self._bypass, gathers=gathers, one_piece=not self.one_step, is_current=lambda: self.batch is batch
+        )
+
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
         """Begin a batch, of which `done` steps have been made already."""
         self._group, self.batch = group, batch
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
         self.cut_off = self._complete = False
+        self._sum.sends_early = True
+        self._parts = BatchParts()
         self._calls, self._done = 0, done
         if self._noise is not None:
             self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())
@@ -157,9 +185,15 @@ class BatchRunner:
         Raises
         ------
         UsageError
-            It was trained on with a plain ``loss.backward()``.
+            It was trained on with a plain ``loss.backward()``, or its gradients were computed and not used.
         """
         self._piece = None
+        if self._has_gradients and self._complete and not self.cut_off and self._any_gradient():
+            raise UsageError(
+                "session.backward() was called for a batch, and session.step() was not: its gradients would be lost. "
+                "To accumulate gradients over several batches, use session.loader(batch_size=…, micro_batch=…), whose "
+                "batch_size is that of a step; to skip a batch, call optimizer.zero_grad()"
+            )
         self._bypass.end_batch()
 
     def leave_batch(self) -> None:
@@ -167,7 +201,9 @@ class BatchRunner:
         self._piece = None
         self.cut_off = False
 
-    def backward(self, loss: torch.Tensor, items: torch.Tensor | float | None = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
+    ) -> None:
         """Add the gradients of a piece to the gradients of the batch.
 
         Parameters
@@ -176,31 +212,41 @@ class BatchRunner:
             Mean over the piece's samples, or over `items`; a scalar.
         items
             How many items, such as tokens, the loss is a mean over; ``None``: its samples.
+        reduction
+            What the loss is otherwise; ``None``: its graph tells.
 
         Raises
         ------
         PeerFailed
             A member has failed.
         """
-        weighed = self.begin_backward(loss, items)
+        weighed = self.begin_backward(loss, items, reduction)
         if weighed is None:
             return
         with self._bypass.session_acts():
             weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
         self.end_backward()
 
-    def begin_backward(self, loss: torch.Tensor, items: torch.Tensor | float | None) -> torch.Tensor | None:
+    def begin_backward(
+        self, loss: torch.Tensor, items: torch.Tensor | float | None, reduction: Reduction | None
+    ) -> torch.Tensor | None:
         """Begin `backward`: return the loss with its weight in the batch; ``None`` if the batch is interrupted."""
         self._bypass.before_backward()
         if self.cut_off:
             return None
         piece = self._piece
         assert piece is not None, "checked by the runtime"
+        if self.in_closure:
+            raise UsageError(f"session.backward() was called in a closure: {usage(self._optimizers[0])}")
         if self._has_gradients:
             raise UsageError("session.backward() can be called once with each step; sum several losses before it")
         if self._calls and self.one_step:
             raise UsageError("several steps in a batch cannot be combined with micro_batch or deterministic=True")
-        self._check_items(items)
+        self._weighing = self._reader.weighing(
+            loss, items, reduction, samples=len(piece.positions), step=self._calls, gathered=self._parts.are_gathered
+        )
+        check_weighing(self._weighing, one_piece=not self.one_step, measured=self._noise is not None)
+        items = self._weighing.items
         self._has_gradients, self._complete = True, False
         self._tally_work = self._tell(loss, piece, items)
         if self._noise is not None and self._noise.measures_shards and items is not None:
@@ -217,7 +263,8 @@ class BatchRunner:
         piece = self._piece
         assert piece is not None, "since begin_backward"
         if self._noise is not None and self._measures_pieces:
-            self._noise.add_piece(self._summed, float(self._items[-1]) if self._weighs_items else piece.weight)
+            weighs_items = self._weighing.items is not None
+            self._noise.add_piece(self._summed, float(self._items[-1]) if weighs_items else piece.weight)
             self._add_held()
         self._sum.after_backward(self._group, piece)
         self._statistics.close_piece(piece)
@@ -275,13 +322,14 @@ class BatchRunner:
             raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
         if not self._complete:
             return None
-        if optimizer is not None and optimizer not in self._optimizers:
-            raise UsageError("session.step: that optimizer was not given to session.prepare")
+        optimizers = self.chosen(optimizer)
+        for each in filter(needs_closure, optimizers):
+            raise UsageError(f"session.step() was called with a loss: {usage(each)}")
         self._has_gradients = False
         self._calls += 1
         if self._calls <= self._done:
             return ()
-        return self._optimizers if optimizer is None else [optimizer]
+        return optimizers
 
     def end_step(self) -> None:
         """End `step`, once the optimizers have stepped and the gradients are gone."""
@@ -290,9 +338,87 @@ class BatchRunner:
         if self._calls == 1:
             self._stepped = self.tally
 
+    def chosen(self, optimizer: Optimizer | None) -> Sequence[Optimizer]:
+        """Return the optimizers to step: the given one, or all.
+
+        Raises
+        ------
+        UsageError
+            It is not one of them.
+        """
+        if optimizer is not None and optimizer not in self._optimizers:
+            raise UsageError("session.step: that optimizer was not given to session.prepare")
+        return self._optimizers if optimizer is None else [optimizer]
+
+    def step_by_closure(
+        self, chosen: Optimizer, evaluate: Callable[[], torch.Tensor | float], scaling: RateScaling | None
+    ) -> bool:
+        """Make the step of an optimizer that evaluates the loss itself; return whether it was made.
+
+        Parameters
+        ----------
+        chosen
+            The optimizer.
+        evaluate
+            Calls `evaluation` for the user's loss.
+        scaling
+            As for `step`.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed; the step is undone.
+        """
+        if self.cut_off:
+            return False
+        for given, what, why in (
+            (self.one_step, "micro_batch or deterministic=True", "each evaluation needs the whole batch at a time"),
+            (self._scaler is not None, "a GradScaler", "its scale would change between the evaluations of a step"),
+            (self._noise is not None, "batch_range", "the gradient's noise is measured once in a batch"),
+            (self._sharded, "a sharded model", "its optimizer needs whole parameters"),
+        ):
+            if given:
+                name = type(chosen).__name__
+                raise UsageError(f"session.step(closure): {name} cannot be combined with {what}, as {why}")
+        if self._calls < self._done:
+            self._calls += 1
+            return False
+        kept = Kept(chosen) if self._group.size > 1 else None
+        try:
+            with nullcontext() if scaling is None else scaling.applied([chosen]), self._bypass.session_acts():
+                chosen.step(evaluate)  # type: ignore[arg-type]  # LBFGS reads a tensor, too
+        except PeerFailed:
+            assert kept is not None, "in a group"
+            kept.restore()
+            raise
+        finally:
+            self._evaluations, self.in_closure = 0, False
+        self._has_gradients = False
+        self._calls += 1
+        self.zero_gradients()
+        self.end_step()
+        return True
+
+    def evaluation(
+        self, closure: Callable[[], torch.Tensor], items: torch.Tensor | float | None, reduction: Reduction | None
+    ) -> torch.Tensor | float:
+        """Compute the gradients of the batch once more in a step; return its loss, the same on all members."""
+        self.zero_gradients()
+        self._has_gradients = False
+        self._evaluations += 1
+        self.in_closure, passes = True, self._bypass.passes_in_batch
+        with self._bypass.user_acts():
+            loss = closure()
+        if self._bypass.passes_in_batch > passes and self._any_gradient():
+            raise UsageError(f"loss.backward() was called in a closure: {usage(self._optimizers[0])}")
+        self.in_closure = False
+        self.backward(loss, items, reduction)
+        mean = self._step_tally.mean
+        return mean * self.batch.samples if self._weighing.reduction == "sum" else mean
+
     def cut(self) -> None:
         """Drop the current batch after a member has failed."""
-        self.cut_off = True
+        self.cut_off = self._parts.is_interrupted = True
         self._held = None
         self._sum.cancel()
         self.zero_gradients()
@@ -313,30 +439,27 @@ class BatchRunner:
             total += int(words.view(torch.int64).sum()) + int(rest.sum())
         return total & _WORD
 
-    def _check_items(self, items: torch.Tensor | float | None) -> None:
-        weighs = items is not None
-        if self._weighs_items is not None and self._weighs_items != weighs:
-            raise UsageError("session.step: pass items=… for all batches or for none, so that losses can be averaged")
-        self._weighs_items = weighs
-
     def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> dist.Work | None:
         """Add the loss to the tally; with the last piece, start to sum the tally over the members.
 
-        A second step on a batch is not counted, but its items are.
+        A second step on a batch is not counted, but its items are. Sums count as means over samples.
         """
-        if self._calls and items is None:
+        if self._calls and items is None and not self._evaluations:
             return None
-        if self._calls:
+        if self._calls or self._evaluations > 1:
             self._step_tally, self._items = Tally(self.batch, self.tally.device), []
-        self._step_tally.add(loss, piece, items)
+        is_sum = self._weighing.reduction == "sum" and piece.weight
+        self._step_tally.add(loss.detach() / piece.weight if is_sum else loss, piece, items)
         if items is not None:
             self._items.append(items if piece.weight else 0.0)
         return self._group.begin_sum(self._step_tally.values) if piece.last and self._group.size > 1 else None
 
     def _weight(self, piece: Piece, items: torch.Tensor | float | None) -> torch.Tensor | float:
         """Return the weight of a piece's loss; if it is a mean over items, the gradients are divided afterwards."""
-        if items is None:
-            weight: torch.Tensor | float = piece.weight / self.batch.samples
+        if self._weighing.reduction == "sum":
+            weight: torch.Tensor | float = 1.0 if piece.weight else 0.0
+        elif items is None:
+            weight = piece.weight / self.batch.samples
         elif self._has_one_mean:
             return 1.0
         else:
@@ -358,7 +481,7 @@ class BatchRunner:
     @property
     def _factor(self) -> torch.Tensor | float:
         """By which summed gradients are multiplied: the number of items is known only after the last piece."""
-        if not self._weighs_items or self._has_one_mean:
+        if self._weighing.items is None or self._has_one_mean:
             return 1.0
         items = self._step_tally.items
         if isinstance(items, torch.Tensor) and (self._sharded or not items.is_cuda):
@@ -377,6 +500,9 @@ class BatchRunner:
             for parameter, gradient in zip(self.parameters, self._held, strict=True):
                 parameter.grad = gradient
             self._held = None
+
+    def _any_gradient(self) -> bool:
+        return any(p.grad is not None and (is_spread(p) or bool(p.grad.any())) for p in self.parameters)
 
     def zero_gradients(self) -> None:
         """Reset the gradients."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.checkpoints.sharded import is_spread
+from freetrain_parsl.training.spread import is_spread
+from freetrain_parsl.training.step.closure import usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +51,7 @@ class BypassCheck:
         self._passes_before = 0  # the same in earlier epochs
         self._in_batch = False
         self._passes_in_batch = 0
+        self._gets_from_session: dict[nn.Parameter, bool] = {}  # of optimizers that are not prepared, once these step
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
 
     @classmethod
@@ -74,11 +76,30 @@ class BypassCheck:
     @contextmanager
     def session_acts(self) -> Iterator[None]:
         """Mark steps and backward passes of the session itself."""
-        self._session_acts = True
+        before, self._session_acts = self._session_acts, True
         try:
             yield
         finally:
-            self._session_acts = False
+            self._session_acts = before
+
+    @contextmanager
+    def user_acts(self) -> Iterator[None]:
+        """Mark code of the user inside a step of the session."""
+        before, self._session_acts = self._session_acts, False
+        try:
+            yield
+        finally:
+            self._session_acts = before
+
+    @property
+    def is_in_session(self) -> bool:
+        """Whether the session itself computes gradients or makes a step."""
+        return self._session_acts
+
+    @property
+    def passes_in_batch(self) -> int:
+        """Gradients that backward passes of the user's code have added in this batch."""
+        return self._passes_in_batch
 
     def before_backward(self) -> None:
         """Check that the session's backward pass does not add to gradients of the user's code.
@@ -158,16 +179,20 @@ class BypassCheck:
                 f"itself; pass model and optimizer to session.prepare(), and {_REPLACEMENT}; {_OTHER_LOOPS}"
             )
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's signature
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._session_acts or not self._applies():
             return
         name = type(optimizer).__name__
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._parameters]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = [p for p in parameters if id(p) in self._parameters]
+        if own and (kwargs.get("closure") or len(args) > 1):  # the first one is the optimizer
+            raise UsageError(f"{name}.step(closure) was called outside session.step(): {usage(optimizer)}")
         if any(parameter.grad is not None for parameter in own):  # without gradients the step has no effect
             raise UsageError(
                 f"{name}.step() was called outside session.step(): each process would train by itself; "
                 f"{_REPLACEMENT}; {_OTHER_LOOPS}"
             )
+        self._check_strange(name, [p for p in parameters if id(p) not in self._parameters])
         if not own:
             self._optimizer_steps += 1
             self._optimizer = name
@@ -177,6 +202,27 @@ class BypassCheck:
                     f"train by itself; pass model and optimizer to session.prepare(), and {_REPLACEMENT}; "
                     f"{_OTHER_LOOPS}"
                 )
+
+    def _check_strange(self, name: str, parameters: list[nn.Parameter]) -> None:
+        """Check that parameters which the session does not know get no gradients in its backward passes.
+
+        They are watched from the first step of their optimizer on.
+        """
+        if any(self._gets_from_session.get(p) and p.grad is not None for p in parameters):
+            raise UsageError(
+                f"{name}.step() was called for parameters that session.prepare does not know, with gradients of a loss "
+                "of session.step(): they are those of this process's share of the batch, and neither saved nor sent to "
+                f"processes that join; pass the {name} to session.prepare, and the model of its parameters, if there "
+                "is one"
+            )
+        for parameter in parameters:
+            if parameter not in self._gets_from_session and parameter.requires_grad and self._parameters:
+                self._gets_from_session[parameter] = False
+                hook = parameter.register_post_accumulate_grad_hook(self._on_strange_gradient)  # type: ignore[no-untyped-call]  # torch's
+                self._hooks.append(hook)
+
+    def _on_strange_gradient(self, parameter: torch.Tensor) -> None:
+        self._gets_from_session[parameter] = self._session_acts  # type: ignore[index]  # hooks are on parameters only
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
         if not self._session_acts:

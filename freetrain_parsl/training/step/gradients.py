@@ -31,6 +31,9 @@ _BLOCK = 4 << 20  # elements gathered at a time
 class GradientSum(Protocol):
     """Sets ``.grad`` of all parameters to the sum over all shards of a batch, on all members."""
 
+    sends_early: bool
+    """Whether gradients may be sent while ``backward`` runs; not if it contains sums of the user's code."""
+
     def before_backward(self, group: Group, piece: Piece) -> None:
         """Prepare for the gradients of a piece."""
 
@@ -53,7 +56,7 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], noise: NoiseMeter | None) -> None:
         self._noise = noise
         self.parameters = parameters
-        self.missing = len(parameters)
+        self.missing: set[torch.Tensor] = set()
         self.work: dist.Work | None = None
         first = parameters[0]
         size = sum(parameter.numel() for parameter in parameters)
@@ -61,6 +64,10 @@ class _Bucket:
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.gradients = self.flat[:size]
         *self.views, self.used, self.noise_term = torch.split(self.flat, sizes)
+
+    def send(self, group: Group) -> None:
+        self.fill()
+        self.work = group.begin_sum(self.flat)
 
     def fill(self) -> None:
         for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
@@ -84,7 +91,13 @@ class _Bucket:
 
 
 class OverlappedSum:
-    """Sums in buckets, which are sent as soon as the ``backward`` of the last piece has filled them.
+    """Sums in buckets, which are sent while the ``backward`` of the last piece runs, as soon as they are full.
+
+    A parameter that is used more than once may get its gradient in several parts: with reentrant activation
+    checkpointing, autograd does not know of the parts to come, so no hook can tell which one is the last. Therefore the
+    last bucket is sent after ``backward``, and with it the number of members on which a gradient has changed since it
+    was sent. If there are any, all members send all buckets again, and from then on after ``backward``. Whether a
+    member sends early changes neither the order nor the sizes of the sums: a newcomer may do so while others do not.
 
     Parameters
     ----------
@@ -95,14 +108,17 @@ class OverlappedSum:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], noise: NoiseMeter | None = None) -> None:
+        self.sends_early = True
         self._parameters = list(parameters)
         self._noise = noise
         self._layout: tuple[bool, ...] = ()
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._bucket_of: dict[torch.Tensor, _Bucket] = {}
         self._hooked: set[nn.Parameter] = set()
         self._group: Group | None = None
         self._launched = 0
+        self._late = False  # whether a gradient has changed since it was sent
+        self._changes_late = False  # whether one ever has
 
     def before_backward(self, group: Group, piece: Piece) -> None:
         """See `GradientSum`."""
@@ -112,8 +128,8 @@ class OverlappedSum:
         if layout != self._layout:
             self._lay_out(layout)
         for bucket in self._buckets:
-            bucket.missing, bucket.work = len(bucket.parameters), None
-        self._launched = 0
+            bucket.missing, bucket.work = set(bucket.parameters), None
+        self._launched, self._late = 0, False
         self._group = group
 
     def after_backward(self, group: Group, piece: Piece) -> None:
@@ -123,12 +139,18 @@ class OverlappedSum:
         """See `GradientSum`."""
         if group.size == 1:
             return
-        self._launch(upto=len(self._buckets))  # buckets with parameters that were not part of this backward
+        self._launch(upto=len(self._buckets))
         self._group = None
+        if len(self._buckets) > 1:  # on the CPU: to read a number from a GPU would be to wait for it
+            late = torch.tensor([float(self._late)])
+            _wait(group, [group.begin_sum(late)])
+            if late.item():
+                self._changes_late = True
+                _wait(group, [bucket.work for bucket in self._buckets])
+                for bucket in self._buckets:  # no sum has been unpacked: ``.grad`` is still this member's
+                    bucket.send(group)
         for bucket in self._buckets:
-            assert bucket.work is not None, "all buckets are launched"
-            with group.waits():
-                bucket.work.wait()
+            _wait(group, [bucket.work])
             bucket.unpack()
         if self._noise is not None and self._noise.measures_shards:
             self._noise.add_shards([b.noise_term for b in self._buckets], [b.gradients for b in self._buckets])
@@ -161,21 +183,31 @@ class OverlappedSum:
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._group is None:
+        if self._group is None or parameter not in self._bucket_of:
             return
-        self._bucket_of[parameter].missing -= 1  # type: ignore[index]  # hooks are on parameters only
+        bucket = self._bucket_of[parameter]
+        self._late |= bucket.work is not None
+        bucket.missing.discard(parameter)
+        if not self.sends_early or self._changes_late:
+            return
         # In the order of the buckets on all members, whatever the order of the gradients.
         ready = self._launched
-        while ready < len(self._buckets) and self._buckets[ready].missing <= 0:
+        while ready < len(self._buckets) - 1 and not self._buckets[ready].missing:
             ready += 1
         self._launch(upto=ready)
 
     def _launch(self, upto: int) -> None:
         assert self._group is not None, "between before_backward and complete"
         for bucket in self._buckets[self._launched : upto]:
-            bucket.fill()
-            bucket.work = self._group.begin_sum(bucket.flat)
+            bucket.send(self._group)
             self._launched += 1
+
+
+def _wait(group: Group, works: Iterable[dist.Work | None]) -> None:
+    with group.waits():
+        for work in works:
+            assert work is not None, "all buckets are sent"
+            work.wait()
 
 
 class OrderedSum:
@@ -190,6 +222,7 @@ class OrderedSum:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.sends_early = False
         self._parameters = list(parameters)
         self._rows: list[torch.Tensor] = []
 

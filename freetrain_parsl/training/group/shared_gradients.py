@@ -1,0 +1,143 @@
+"""Gradients of sums and concatenations over the members: ``session.sum`` and ``session.gather`` in a loss.
+
+Every member has the same result and computes a loss from it. Its gradient with respect to one member's part is the sum,
+over the members, of the gradients of their losses. The weights of these losses sum to 1, so a loss that is the same on
+all members has the gradient that it would have in one process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.group.shared_results import total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from freetrain_parsl.training.group.process_group import Group
+
+__all__ = ["Link", "Shared", "own_part", "rows_of_all", "stand_in"]
+
+_MOST_DIMENSIONS = 8
+
+
+class Link:
+    """Leads the gradients of a result back to the parts of all members.
+
+    Parameters
+    ----------
+    group
+        The members.
+    check
+        Called before gradients are summed; returns whether the members still work on the same batch, and raises
+        UsageError if the result cannot be part of a loss.
+    """
+
+    def __init__(self, group: Group, check: Callable[[], bool]) -> None:
+        self._group = group
+        self._check = check
+
+    def sum(self, part: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all parts, whose value is `result`, as a function of this member's `part`."""
+        linked: torch.Tensor = Shared.apply(part, result, self, None)  # type: ignore[no-untyped-call]  # torch's
+        return linked
+
+    def concatenation(self, part: torch.Tensor, result: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Return the concatenation of all parts, whose value is `result`, with these numbers of rows by rank."""
+        begin = sum(rows[: self._group.rank])
+        own = slice(begin, begin + part.shape[0])
+        linked: torch.Tensor = Shared.apply(part, result, self, own)  # type: ignore[no-untyped-call]  # torch's
+        return linked
+
+    def total(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the members' gradients; of an interrupted batch, this member's own.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        UsageError
+            The result cannot be part of a loss.
+        """
+        return total(self._group, gradient) if self._check() else gradient
+
+
+class Shared(torch.autograd.Function):
+    """A value that the members have computed together: node ``SharedBackward`` of a graph, with its `elements`."""
+
+    @staticmethod
+    def forward(ctx: Any, _part: torch.Tensor, result: torch.Tensor, link: Link, own: slice | None) -> torch.Tensor:
+        """Return the value."""
+        ctx.link, ctx.own, ctx.elements = link, own, result.numel()
+        return result.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Return the gradient of this member's part."""
+        total = ctx.link.total(gradients[0])
+        return total if ctx.own is None else total[ctx.own], None, None, None
+
+
+def own_part(tensor: torch.Tensor, *, counts: bool, rows: bool) -> torch.Tensor:
+    """Return what a member contributes: nothing if it only repeats a sample of another one, as its share is empty.
+
+    Parameters
+    ----------
+    tensor
+        What it has computed.
+    counts
+        Whether its share has samples.
+    rows
+        Whether the parts are concatenated, and not summed.
+    """
+    if counts:
+        return tensor
+    if rows:
+        return tensor[:0]
+    return torch.where(torch.zeros((), dtype=torch.bool, device=tensor.device), tensor, torch.zeros_like(tensor))
+
+
+def rows_of_all(group: Group, tensor: torch.Tensor) -> dict[str, Any]:
+    """Concatenate the members' tensors along the first dimension, by rank.
+
+    Returns
+    -------
+    gathered
+        ``tensor``: the concatenation, in new memory, without a graph; ``rows``: the number of rows of each member.
+
+    Raises
+    ------
+    PeerFailed
+        A member has failed.
+    UsageError
+        The tensors differ in more than their number of rows.
+    """
+    tensor = tensor.detach()
+    shape = torch.zeros(_MOST_DIMENSIONS + 1, dtype=torch.int64)
+    shape[: tensor.dim()] = torch.tensor(tensor.shape)
+    shape[-1] = tensor.dim()
+    shapes = torch.stack(group.gather(shape)).tolist()
+    if any(each[1:] != shapes[0][1:] for each in shapes):
+        known = [tuple(each[: each[-1]]) for each in shapes]
+        raise UsageError(f"session.gather: tensors may differ in their first dimension only, got {known}")
+    rows = [each[0] for each in shapes]
+    # Members have about as many rows: the padding is not more than one sample's.
+    padded = tensor.new_zeros((max(rows), *tensor.shape[1:]), dtype=torch.uint8 if tensor.dtype == torch.bool else None)
+    padded[: tensor.shape[0]] = tensor
+    parts = [part[:number] for part, number in zip(group.gather(padded), rows, strict=True)]
+    return {"tensor": torch.cat(parts).to(tensor.dtype), "rows": rows}
+
+
+def stand_in(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return something like the concatenation of all tensors, for code that has yet to run to the end of a batch.
+
+    A member has failed, and the batch will be repeated: only the number of rows matters.
+    """
+    if not tensor.shape[0]:
+        return tensor.new_zeros((rows, *tensor.shape[1:]))
+    return tensor[torch.arange(rows, device=tensor.device) % tensor.shape[0]]

@@ -1,0 +1,322 @@
+"""What the graph of a loss tells about it: a mean over samples, a mean over items, or a sum.
+
+A process computes the loss of its share of the batch, so the shares have to be weighed: means by their numbers of
+samples or of items, sums not at all. A plain loop never has to say which of them a loss is. The last operations of the
+loss are looked at: torch's own losses know their ``reduction``. What cannot be known is asked for.
+
+Only the structure is looked at, and what is the same in all processes: they must decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.group.shared_gradients import Shared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["LossReader", "Reduction", "Weighing", "check_weighing", "weighing_of"]
+
+Reduction = Literal["mean", "sum", "batch"]
+
+_MEAN, _SUM = 1, 2  # torch's values of ``_saved_reduction``
+_UNSIGNED = 1 << 64  # how autograd shows negative integers: as if they were unsigned
+_IGNORED = -100  # torch's default for ``ignore_index``
+_MOST_NODES = 20_000  # looked at for one loss
+_FIRST, _EVERY = 16, 64  # looks at losses with several terms
+
+_NEGATIVE_LOG_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0")
+_SUMS = ("SumBackward0", "SumBackward1")
+_MEANS = ("MeanBackward0", "MeanBackward1")
+_TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "RsubBackward1", "StackBackward0", "CatBackward0")
+_PRODUCTS = ("MulBackward0", "MulBackward1")
+_SAME = (
+    "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
+    "CloneBackward0", "ToCopyBackward0", "AliasBackward0",
+)  # fmt: skip
+# Operations between a parameter and a penalty on it; those that take data, such as Addmm, are not among them.
+_ON_PARAMETERS = {
+    "AccumulateGrad", "PowBackward0", "AbsBackward0", "DivBackward0", "ExpBackward0", "LogBackward0",
+    "SqrtBackward0", "ReluBackward0", "SigmoidBackward0", "SoftplusBackward0", "ClampBackward0", "ClampMinBackward0",
+    "MmBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0", "SelectBackward0",
+    "SliceBackward0", "LinalgVectorNormBackward0", "NormBackward1", "SoftmaxBackward0", "LogSoftmaxBackward0",
+    "UnbindBackward0", "SplitBackward0", "DiagonalBackward0", "RepeatBackward0",
+    *_PRODUCTS, *_TERMS, *_SAME, *_SUMS, *_MEANS,
+}  # fmt: skip
+
+
+class Weighing(NamedTuple):
+    """How the losses of the shares of a batch are weighed.
+
+    Parameters
+    ----------
+    reduction
+        As for ``session.step``.
+    items
+        Number of items that the loss is a mean over; ``None``: the samples.
+    """
+
+    reduction: Reduction
+    items: torch.Tensor | float | None
+
+
+_Kind = Literal["mean", "constant", "loss sum", "sum"]
+
+
+class _Term(NamedTuple):
+    """A summand of a loss.
+
+    Parameters
+    ----------
+    kind
+        ``constant``: it does not depend on samples; ``loss sum``: one of torch's losses that is a sum; ``sum``: another
+        sum.
+    node
+        Its node of the graph.
+    times
+        Whether it is multiplied by a constant.
+    """
+
+    kind: _Kind
+    node: Any
+    times: bool
+
+
+class LossReader:
+    """Returns how losses are weighed: as the user says, or as their graphs show.
+
+    Graphs of losses with several terms are looked at in the first batches, and now and then.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], Weighing] = {}  # by number of the step in its batch, and last operation
+        self._looks = 0
+        self._gives_items: bool | None = None  # whether the user gives items; None: before the first loss
+
+    def weighing(
+        self,
+        loss: torch.Tensor,
+        items: torch.Tensor | float | None,
+        reduction: Reduction | None,
+        *,
+        samples: int,
+        step: int,
+        gathered: bool,
+    ) -> Weighing:
+        """Return how a loss is to be weighed.
+
+        Parameters
+        ----------
+        loss
+            A scalar.
+        items, reduction
+            What the user says, as for ``session.step``.
+        samples
+            How many samples this process has run through the model for it.
+        step
+            Number of the step in its batch.
+        gathered
+            Whether ``session.gather`` was used in this batch: then it may be a loss of the whole batch.
+
+        Raises
+        ------
+        UsageError
+            It cannot be known, or items are given for some batches only.
+        """
+        if self._gives_items is not None and self._gives_items != (items is not None):
+            raise UsageError("session.step: pass items=… for all batches or for none, so that losses can be averaged")
+        self._gives_items = items is not None
+        if items is not None or reduction is not None:
+            return Weighing(reduction or "mean", items)
+        name = type(loss.grad_fn).__name__
+        if name in _MEANS:
+            return Weighing("mean", None)
+        known = self._known.get((step, name))
+        self._looks += 1
+        if known is not None and self._looks > _FIRST and self._looks % _EVERY and name in _TERMS:
+            return known
+        weighing = weighing_of(loss, samples, gathered=gathered)
+        if weighing.items is None:
+            self._known[step, name] = weighing
+        else:
+            self._known.pop((step, name), None)
+        return weighing
+
+
+def check_weighing(weighing: Weighing, *, one_piece: bool, measured: bool) -> None:
+    """Check that a batch is one for such a loss.
+
+    Parameters
+    ----------
+    weighing
+        That of the loss.
+    one_piece
+        Whether each process has its part of the batch in one piece.
+    measured
+        Whether the noise of the gradient is measured, to choose the size of the batch.
+
+    Raises
+    ------
+    UsageError
+        It is not.
+    """
+    if weighing.reduction == "batch" and not one_piece:
+        raise UsageError(
+            'session.step(loss, reduction="batch") cannot be combined with micro_batch or deterministic=True: no '
+            "process has the whole batch at a time"
+        )
+    if weighing.reduction == "sum" and measured:
+        raise UsageError(
+            "session.step: a loss that is a sum over samples cannot be combined with batch_range, as its gradient "
+            "grows with the batch: use the mean"
+        )
+
+
+def weighing_of(loss: torch.Tensor, samples: int, *, gathered: bool = False) -> Weighing:
+    """Return how a loss is to be weighed, as its graph shows; see `LossReader.weighing`.
+
+    Raises
+    ------
+    UsageError
+        It cannot be known.
+    """
+    summands = list(_terms(loss.grad_fn))
+    terms = [term for term in summands if term.kind != "constant"]
+    kinds = {term.kind for term in terms}
+    if kinds <= {"mean"}:
+        return Weighing("batch", None) if gathered else _by_items(terms, samples)
+    if gathered:
+        raise UsageError(
+            "session.step: a sum is part of a loss with session.gather: if the loss is that of the whole batch, the "
+            'same in all processes, say so with session.step(loss, reduction="batch")'
+        )
+    if "mean" in kinds or len(terms) < len(summands):
+        raise UsageError(
+            "session.step: the loss adds a sum over samples and something that is none, so that its gradient would "
+            "depend on how the batch is divided over processes: divide the sum by the number of samples, len(x); or, "
+            'if it does not grow with that, say so with session.step(loss, reduction="mean")'
+        )
+    if kinds == {"loss sum"} and not any(term.times for term in terms):
+        return Weighing("sum", None)
+    raise UsageError(
+        "session.step: is the loss a sum over the samples, or a mean? Its graph contains a sum: say "
+        'session.step(loss, reduction="sum") or reduction="mean", or divide it by the number of samples, len(x)'
+    )
+
+
+def _by_items(terms: list[_Term], samples: int) -> Weighing:
+    """Return how a sum of means is to be weighed, of which some may be means over tokens or class weights."""
+    likelihoods = [term.node for term in terms if type(term.node).__name__ in _NEGATIVE_LOG_LIKELIHOODS]
+    weighed = [node for node in likelihoods if _weighs_items(node, samples)]
+    if weighed and (len(terms) > 1 or not _is_readable(weighed[0])):
+        raise UsageError(
+            "session.step: cross_entropy is a mean over targets or class weights here, not over samples, and only a "
+            "part of the loss: say over how many with session.step(loss, items=…), such as "
+            "items=(y != ignore_index).sum() or items=weight[y].sum()"
+        )
+    if len(terms) == 1 and likelihoods and _is_readable(likelihoods[0]):
+        items = likelihoods[0]._saved_total_weight  # noqa: SLF001 - torch has no other way
+        if items.device.type == "cpu":  # free: then targets of -100 among one per sample do not count, either
+            return Weighing("mean", items.item())
+        if weighed:
+            return Weighing("mean", items.detach())
+    return Weighing("mean", None)
+
+
+def _weighs_items(node: Any, samples: int) -> bool:
+    """Return whether a loss may be a mean over another number than that of the samples."""
+    if _has(node, "weight") or node._saved_ignore_index not in (_IGNORED, _IGNORED % _UNSIGNED):  # noqa: SLF001
+        return True
+    return _is_readable(node) and node._saved_target.numel() != samples  # noqa: SLF001
+
+
+def _has(node: Any, name: str) -> bool:
+    return getattr(node, f"_raw_saved_{name}").data is not None or not _is_unpacked(node, name)
+
+
+def _is_unpacked(node: Any, name: str) -> bool:
+    """Return whether a saved tensor can be read: activation checkpointing would compute it again, and only once."""
+    return getattr(node, f"_raw_saved_{name}").unpack_hook is None
+
+
+def _is_readable(node: Any) -> bool:
+    return _is_unpacked(node, "target") and _is_unpacked(node, "total_weight")
+
+
+def _terms(root: Any) -> Iterator[_Term]:
+    """Yield the summands of a loss."""
+    nodes = [(root, False, False)]  # node, whether it is summed over afterwards, whether it is multiplied by a constant
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            return
+        node, summed, times = nodes.pop()
+        name = type(node).__name__
+        children = _inputs(node)
+        if name in _TERMS or name in _SAME:
+            nodes.extend((child, summed, times) for child in children)
+        elif name in _PRODUCTS and len(children) == 1:
+            nodes.append((children[0], summed, True))
+        elif name == "DivBackward0" and _divides_by_one(node):
+            nodes.extend((child, summed, times) for child in children)
+        elif not summed and name in _ON_PARAMETERS and _is_penalty(node):
+            yield _Term("constant", node, times)
+        elif name in _SUMS and not summed:
+            nodes.extend((child, True, times) for child in children)
+        else:
+            yield _Term(_kind(node, name, summed=summed), node, times)
+
+
+def _kind(node: Any, name: str, *, summed: bool) -> _Kind:
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction == _SUM:
+        return "loss sum"
+    if not summed or reduction == _MEAN or name == "MeanBackward0":
+        return "mean"  # operations that are not known here, too: most losses are means
+    if name != "MeanBackward1":
+        return "sum"
+    first = (0, _UNSIGNED - len(node._saved_self_sym_sizes))  # noqa: SLF001 - torch has no other way
+    return "mean" if any(dim in first for dim in node._saved_dim) else "sum"  # noqa: SLF001 - the same
+
+
+def _divides_by_one(node: Any) -> bool:
+    """Return whether a division changes nothing, as in libraries that divide by the number of accumulated batches."""
+    if len(_inputs(node)) > 1 or not _is_unpacked(node, "other"):
+        return False
+    other = node._saved_other  # noqa: SLF001 - torch has no other way
+    return bool(other.device.type == "cpu" and other.numel() == 1 and other.item() == 1)
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [] if node is None else [child for child, _ in node.next_functions if child is not None]
+
+
+def _is_penalty(root: Any) -> bool:
+    """Return whether a term depends on parameters alone, such as a penalty on weights, and not on this share's samples.
+
+    Constants may take part, such as earlier weights, but not make it larger than a parameter, as samples do.
+    """
+    seen, nodes = {root}, [root]
+    elements, has_constants = 0, False
+    while nodes:
+        node = nodes.pop()
+        if type(node).__name__ == Shared.__name__ + "Backward":  # over the whole batch: the same on all members
+            elements = max(elements, node.elements)
+            continue
+        if type(node).__name__ not in _ON_PARAMETERS or len(seen) > _MOST_NODES:
+            return False
+        if type(node).__name__ == "AccumulateGrad":
+            if not isinstance(node.variable, nn.Parameter):
+                return False
+            elements = max(elements, node.variable.numel())
+        has_constants |= any(child is None for child, _ in node.next_functions)
+        fresh = set(_inputs(node)) - seen
+        seen |= fresh
+        nodes.extend(fresh)
+    size = math.prod(getattr(root, "_saved_self_sym_sizes", (math.inf,)))
+    return not has_constants or size <= elements
