@@ -31,7 +31,7 @@ from torch import nn
 
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
-from freetrain_parsl.training.checkpoints.loading import load_into
+from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.group.process_group import Group
 
@@ -132,7 +132,7 @@ class Bench:
         begun = time.perf_counter()
         restored = CheckpointManager(SessionOptions("net", self._root), lambda: self.group).restore()
         assert restored is not None
-        load_into(self.objects, restored)
+        Restoration(restored).load(self.objects, self.objects)
         synchronise()
         seconds = time.perf_counter() - begun
         self.checkpoint_manager.close()  # the other checkpoint manager has taken over

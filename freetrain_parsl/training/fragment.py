@@ -115,7 +115,7 @@ def train(
 ) -> Finished | Paused:
     """Call the user's function with a session, and close its runtime unless it raises an exception."""
     session = TrainingSession(runtime)
-    random_streams.seed_all(runtime.options.seed)
+    random_streams.seed_exactly(runtime.options.seed)  # what a plain script has after torch.manual_seed(seed)
     try:
         value = _call(function, session, args, kwargs)
     except Unwind:

@@ -15,6 +15,7 @@ from freetrain_parsl.training.logged_rows import LoggedRows
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Batch, Piece
 
 
@@ -221,7 +222,7 @@ class TrainingMetrics:
         """Begin or resume an epoch; its row is written after its last batch."""
         self._row_open = not self.has_row(epoch)
 
-    def close_pass(self, epoch: int, expected: torch.Tensor) -> None:
+    def close_pass(self, epoch: int, expected: Positions) -> None:
         """Close an epoch after its last batch: audit the sample counts and write the row of the history.
 
         Parameters

@@ -14,17 +14,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import PauseReason, Report
 from freetrain_parsl.training.best_epoch import KEEP
-from freetrain_parsl.training.checkpoints.loading import load_into
+from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.sharded import check_meshes
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
+from freetrain_parsl.training.data.batch_norm import divisible_for
+from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_gradients import Link
 from freetrain_parsl.training.group.shared_results import first_value
+from freetrain_parsl.training.preparation import parameters_of, size_of
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.replicas.check import ReplicaCheck
 from freetrain_parsl.training.step.batch_runner import BatchRunner
@@ -33,17 +37,15 @@ from freetrain_parsl.training.step.closure import needs_closure
 from freetrain_parsl.training.step.learning_rate import check_schedulers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
-    from torch.optim import Optimizer
+    from collections.abc import Callable, Mapping, Sequence
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.best_epoch import BestEpoch
+    from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
-    from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
@@ -99,8 +101,11 @@ class Runtime:
         self.state = SessionState(options.seed, lambda: manager.newest.path if manager.newest else manager.path)
         self.reporter = ProgressReporter(self.state, manager, members, report, clock)
         self.replicas = ReplicaCheck(options.name, self.state)
+        self.replicas.loop = self.state.loop.shared
         self.batch_runner: BatchRunner | None = None
-        """Set by `register`."""
+        """Set by `start`."""
+        self.at_start: list[Callable[[], None]] = []
+        """Called when the loop begins, before anything is drawn in it."""
         self.started = False
         """Whether the user's loop has begun."""
         self.unwinding: PauseReason | None = None
@@ -112,10 +117,11 @@ class Runtime:
         self._decides_at = 0.0  # by the clock, for a group of one
         self._regrouped = False  # whether the group has changed since the last boundary
         self._in_operation = False  # whether it changes in a collective operation of user code
-        self._restored = None if members.is_newcomer else manager.restore()
-        if self._restored is not None:
-            self.state.take_counts(self._restored.state)
-            self.reporter.resumed(self._restored)
+        restored = None if members.is_newcomer else manager.restore()
+        self._restored = None if restored is None else Restoration(restored)
+        if restored is not None:
+            self.state.take_counts(restored.state)
+            self.reporter.resumed(restored)
             manager.mark_saved(self._mark)
         self._bypass = BypassCheck(self._runs_user_code)  # last: its hooks in torch stay until `close`
 
@@ -132,45 +138,43 @@ class Runtime:
 
     # ── before the loop ───────────────────────────────────────────────────────────────────────────
 
-    def register(self, model: nn.Module, objects: Mapping[str, Stateful], size: int) -> None:
-        """Include these objects in the state, and restore them, in this order, if there is a checkpoint.
+    def register(self, objects: Mapping[str, Stateful]) -> None:
+        """Include further objects in the state, and restore them, in this order, if there is a checkpoint.
 
         Parameters
         ----------
-        model
-            The network.
         objects
-            Name -> object.
-        size
-            Estimated bytes of a checkpoint.
+            Name -> object; the first of all is the model.
 
         Raises
         ------
+        UsageError
+            The loop has begun.
         CheckpointMismatch
             The checkpoint contains other objects.
         """
-        if self.state.objects:
-            raise UsageError("call session.prepare once, before the loop, with everything that has a state")
-        self.state.objects = dict(objects)
-        self.checkpoint_manager.choose_saver(objects)
+        if self.started:
+            raise UsageError("call session.prepare before the loop, with everything that has a state")
+        known = self.state.objects
+        known |= objects
+        self.checkpoint_manager.choose_saver(known)
         sharded = self.checkpoint_manager.sharded
         if sharded and self.members.is_newcomer:
             raise UsageError("a model that is sharded over the processes cannot be joined in place")
         if sharded:
             check_meshes(objects, self.members.mesh(self.device))
-        self.batch_runner = BatchRunner(model, list(objects.values()), self._bypass, sharded=sharded)
-        self.checkpoint_manager.assume_size(size)
-        if self._restored is None:
-            return
-        load_into(self.state.objects, self._restored)
+        self._bypass.watch(parameters_of(known.values()))
+        self.checkpoint_manager.assume_size(size_of(known))
+        if self._restored is not None:
+            self._restored.load(known, objects)
 
-    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> BatchRunner:
-        """Train on a dataset in this order; return what the loader gives its batches to.
+    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> None:
+        """Train on a dataset in this order.
 
         Raises
         ------
         UsageError
-            There already is a loader, there is no model yet, or the loop has begun.
+            There already is a loader, or the loop has begun.
         CheckpointMismatch
             The checkpoint belongs to another dataset or batch size.
         """
@@ -181,24 +185,40 @@ class Runtime:
             )
         if self.state.order is not None:
             raise UsageError("a session has one loader; for other data, as in validation, use a torch DataLoader")
-        if self.batch_runner is None:
-            raise UsageError("call session.prepare(model, optimizer) before session.loader()")
-        if order.shards is not None:
-            if self.checkpoint_manager.sharded:
-                raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
-            self.batch_runner.fix_order(self.device)
-        if order.batch_range is not None and self.checkpoint_manager.sharded:
+        self.state.use(order, lr_scaling, ramp)
+        if self._restored is not None:
+            self.state.take_order(self._restored.state)
+
+    def _make_batch_runner(self) -> BatchRunner:
+        """Return what trains the prepared objects in the order of the loader.
+
+        Raises
+        ------
+        UsageError
+            An option of the loader cannot be combined with a sharded model.
+        """
+        order, sharded = self.state.order, self.checkpoint_manager.sharded
+        batch_runner = BatchRunner(
+            self.state.objects["model"],  # type: ignore[arg-type]  # checked by prepare
+            list(self.state.objects.values()),
+            self._bypass,
+            sharded=sharded,
+        )
+        if order is None:
+            return batch_runner
+        if sharded and order.shards is not None:
+            raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
+        if sharded and order.batch_range is not None:
             raise UsageError(
                 "session.loader: batch_range cannot be combined with a sharded model, whose gradients are averaged "
                 "before their noise can be measured"
             )
-        self.batch_runner.one_step = order.micro_batch is not None or order.shards is not None
-        self.state.use(order, lr_scaling, ramp)
+        if order.shards is not None:
+            batch_runner.fix_order(self.device)
+        batch_runner.one_step = order.micro_batch is not None or order.shards is not None
         if self.state.batch is not None:
-            self.batch_runner.measure_noise(self.state.batch.noise)
-        if self._restored is not None:
-            self.state.take_order(self._restored.state)
-        return self.batch_runner
+            batch_runner.measure_noise(self.state.batch.noise)
+        return batch_runner
 
     def follow(self, best: BestEpoch) -> None:
         """Judge each epoch from now on.
@@ -217,6 +237,21 @@ class Runtime:
         if self._restored is not None:
             self.state.take_best(self._restored.state)
 
+    def keep(self, values: Mapping[str, Any], *, per_process: bool) -> LoopState:
+        """Keep values of the user's loop from now on; restore them, if there is a checkpoint.
+
+        Raises
+        ------
+        UsageError
+            The loop has begun, or a name or value cannot be used.
+        """
+        if self.started:
+            raise UsageError("call session.state before `for epoch in session.epochs(…)`, and assign its values inside")
+        state = self.state.loop.declare(values, per_process=per_process, device=self.device)
+        if self._restored is not None:
+            self.state.take_loop(self._restored.state, rank=self.members.group.rank, names=set(values))
+        return state
+
     def shared_batches(self, source: DataSource) -> SharedBatches | None:  # noqa: ARG002 - used by members of an array
         """Return where this process's trainings share the batches of a source; ``None``: this one fetches its own."""
         return None
@@ -224,22 +259,29 @@ class Runtime:
     def start(self, total_epochs: int) -> None:
         """Begin to train: from here on the random numbers depend on the position in the data.
 
-        Until here all members, in all fragments, draw the same random numbers, so that what the user's function
-        creates before its loop (initial weights, a random split) does not depend on the fragment. A newcomer waits
-        here to join the group.
+        Until here all members, in all fragments, draw the random numbers of a plain script, so that what the user's
+        function creates before its loop (initial weights, a random split) does not depend on the fragment. A newcomer
+        waits here to join the group.
         """
-        if self.batch_runner is None:
+        if not any(isinstance(thing, Optimizer) for thing in self.state.objects.values()):
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
         self.reporter.total_epochs = total_epochs
         if self.started:
             return
+        for begin in self.at_start:
+            begin()
+        if self.state.order is not None:
+            self.state.order = divisible_for(self.state.objects.values(), self.state.order)
+        self.batch_runner = self._make_batch_runner()
         check_schedulers(self.state.objects.values())
         if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
         self.state.trainable.watch(self.state.objects)
         if self._restored is not None:
+            self._restored.load_again(self.state.objects)
             self.state.take_trainable(self._restored.state)
-        self._restored = None  # everything in it has been loaded
+            self.state.take_loop(self._restored.state, rank=self.members.group.rank)
+            self._restored = None
         self.members.state = self.state.whole
         self.members.adopt = self._adopt
         self.members.meet_replicas = self.replicas.meet
@@ -321,8 +363,7 @@ class Runtime:
         try:
             batch_runner.backward(loss, items, reduction)
         except PeerFailed as error:
-            batch_runner.cut()
-            self._recover(error)
+            self._interrupt(error)
         return batch_runner.is_complete
 
     def step(
@@ -368,8 +409,7 @@ class Runtime:
         try:
             made = batch_runner.step_by_closure(optimizers[0], evaluate, self.state.scaling)
         except PeerFailed as error:
-            batch_runner.cut()
-            self._recover(error)
+            self._interrupt(error)
             return False
         if made:
             self._count_step(batch_runner)
@@ -413,10 +453,11 @@ class Runtime:
             except PeerFailed as error:  # noqa: PERF203 - the loop is this handler's
                 if of_parts and (not batch_runner.has_piece or batch_runner.has_stepped):
                     raise
-                if batch_runner.has_piece:
-                    batch_runner.cut()
                 self._in_operation = True
-                self._recover(error)
+                if batch_runner.has_piece:
+                    self._interrupt(error)
+                else:
+                    self._recover(error)
                 self._in_operation = False
         return results.latest
 
@@ -449,7 +490,7 @@ class Runtime:
                 "call it alone; call it in the loop over the batches or after it"
             )
 
-    def end_pass(self, expected: torch.Tensor) -> None:
+    def end_pass(self, expected: Positions) -> None:
         """Close the metrics of an epoch after its last batch; `expected` are the positions of its samples."""
         self.check_running()
         order, cursor, metrics = self.state.order, self.state.cursor, self.state.training_metrics
@@ -461,6 +502,7 @@ class Runtime:
     def end_epoch(self) -> None:
         """Judge the epoch, and advance to the next one."""
         self.check_running()
+        self.state.loop.release()  # if user code has left an interrupted batch
         assert self.batch_runner is not None, "checked by start"
         cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
         self._bypass.end_epoch(cursor.epoch, trained=metrics.has_steps)
@@ -479,9 +521,13 @@ class Runtime:
     def finish(self) -> None:
         """Save the final state."""
         self._bypass.end_training(self.state.training_metrics.step)
+        if self._restored is not None and self.state.objects:  # there was no loop
+            self._restored.check_complete(self.state.objects)
         if self.state.objects:
             # Even if this step is saved already: functions may log or change their models after the loop.
-            self._save_last("the training is done", mark=None, patiently=True)
+            # No process continues from here, so those of other members are not needed.
+            own = self.state.loop.gather(Group())
+            self._save_last(own, "the training is done", mark=None, patiently=True)
         self.reporter.send(at_once=True)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
@@ -573,7 +619,8 @@ class Runtime:
         return closes_in <= writing + margin + self.reporter.pace.longest_step
 
     def _pause(self, reason: PauseReason) -> NoReturn:
-        self._save_last(reason.sentence, mark=self._mark, patiently=False)
+        own = self.state.loop.gather(self.members.group)
+        self._save_last(own, reason.sentence, mark=self._mark, patiently=False)
         self._unwind(reason)
 
     def _unwind(self, reason: PauseReason) -> NoReturn:
@@ -598,6 +645,23 @@ class Runtime:
             raise error
         began = self._clock()
         self._change_group(lambda: self.members.strand(str(error)), began)
+
+    def _interrupt(self, error: PeerFailed) -> None:
+        """Interrupt the current batch after a failure, and continue without the failed members.
+
+        Raises
+        ------
+        PeerFailed
+            The training cannot continue in place, or the loop's state cannot be put back to the batch's beginning.
+        """
+        assert self.batch_runner is not None, "there is a batch"
+        loop, place = self.state.loop, self.state.cursor.place
+        if not loop.can_be_undone(has_stepped=self.batch_runner.has_stepped):
+            raise error
+        self.batch_runner.cut()
+        loop.cut()
+        self._recover(error)
+        loop.hold(repeats=self.state.cursor.place == place)
 
     def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:
         """Leave the group and continue in the one given by a command, which may change while the group forms."""
@@ -641,11 +705,16 @@ class Runtime:
         TrainingError
             This write and all before it have failed: no checkpoint can be written.
         """
-        self.checkpoint_manager.save(self.state.whole, wait=False, mark=mark, **self._facts(reason))
+        own = self.state.loop.gather(self.members.group)
+        self.checkpoint_manager.save(lambda: self.state.whole(own), wait=False, mark=mark, **self._facts(reason))
 
-    def _save_last(self, reason: str, *, mark: tuple[int, ...] | None, patiently: bool) -> None:
+    def _save_last(
+        self, own: Sequence[Mapping[str, Any]], reason: str, *, mark: tuple[int, ...] | None, patiently: bool
+    ) -> None:
         """Save the final state of the fragment, see `CheckpointManager.save_last`; all members call this."""
-        self.checkpoint_manager.save_last(self.state.whole, patiently=patiently, mark=mark, **self._facts(reason))
+        self.checkpoint_manager.save_last(
+            lambda: self.state.whole(own), patiently=patiently, mark=mark, **self._facts(reason)
+        )
 
     def _facts(self, reason: str) -> dict[str, Any]:
         return {"step": self.state.training_metrics.step, "epoch": self.state.cursor.epoch, "reason": reason}
@@ -668,6 +737,12 @@ class Runtime:
 
     def _batch_runner_in_hand(self) -> BatchRunner:
         self.check_running()
+        if self.state.order is None:
+            raise UsageError(
+                "session.step() was called without a loader, which divides the work over the processes: create one, "
+                "data = session.loader(dataset, batch_size=…) before the epoch loop; without a data set, as in "
+                "reinforcement learning, over the numbers of the episodes: session.loader(range(1000), batch_size=8)"
+            )
         if self.batch_runner is None or not self.batch_runner.has_piece:
             raise UsageError(
                 "session.step() was called without a batch of session.loader(), or twice for one: create the loader "

@@ -7,18 +7,17 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.best_epoch import KEEP, BestEpoch
-from freetrain_parsl.training.checkpoints.format import check_restorable
 from freetrain_parsl.training.data.cursor import Position
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
 from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.data.sampler import EpochOrder, check_sampler
+from freetrain_parsl.training.data.sampler import chosen_sampler
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
 from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all, stand_in
 from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
 from freetrain_parsl.training.loader_options import (
@@ -28,6 +27,7 @@ from freetrain_parsl.training.loader_options import (
     check_worker_options,
     chosen_lr_scaling,
 )
+from freetrain_parsl.training.preparation import prepared
 from freetrain_parsl.training.resource_usage import ResourceUsage
 
 if TYPE_CHECKING:
@@ -37,16 +37,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from freetrain_parsl.training.best_epoch import EpochValue
-    from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.audit import Audit
     from freetrain_parsl.training.data.sampler import IndexSampler
+    from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.runtime import Runtime
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
 
 T = TypeVar("T")
-
-_STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 
 
 class TrainingSession:
@@ -166,73 +164,87 @@ class TrainingSession:
         """Samples seen, lost and repeated over the finished epochs, counted by the session."""
         return self._runtime.state.training_metrics.audit
 
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | Callable[..., Optimizer],
-        *others: Stateful,
-        **optimizer_options: Any,
-    ) -> tuple[Any, ...]:
+    def prepare(self, *objects: Any, **optimizer_options: Any) -> Any:
         """Move a model to the device, restore it from the newest checkpoint, and keep its replicas equal.
 
         The model is the same object, not a wrapper. In a process that joins a running training it receives its state at
-        the start of the loop, in ``session.epochs``.
+        the start of the loop, in ``session.epochs``. What is loaded or set between this call and the loop has no effect
+        if there is a checkpoint of this training: its state is the newest.
+
+        It may be called several times, before or after `loader`: for a scheduler that needs ``len(data)``, or for each
+        network of a GAN with its optimizer. The first object of the first call is a network.
 
         Parameters
         ----------
-        model
-            The network.
-        optimizer
-            An optimizer of the model's parameters, or an optimizer class with `optimizer_options`.
-        others
-            Everything else with ``state_dict`` and ``load_state_dict``: learning-rate schedulers, more optimizers, an
-            averaged model, more models, a `Stream`. A ``torch.amp.GradScaler`` then scales the losses and makes the
-            optimizer steps.
+        objects
+            Networks, optimizers, and everything else with ``state_dict`` and ``load_state_dict``: learning-rate
+            schedulers, averaged models, a `Stream`. An optimizer may be given as its class, with `optimizer_options`:
+            it then gets the parameters of the network before it. A ``torch.amp.GradScaler`` scales the losses and makes
+            the optimizer steps.
         optimizer_options
             Arguments for an optimizer class.
 
         Returns
         -------
-        model, optimizer, *others
-            The objects to use from here on.
+        objects
+            The objects to use from here on, as a tuple; a single one as it is.
 
         Raises
         ------
         UsageError
-            An argument has the wrong type.
+            An argument has the wrong type, or the loop has begun.
         CheckpointMismatch
             The newest checkpoint belongs to another model or optimizer.
         CheckpointError
             A state cannot be saved in a checkpoint.
         """
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"session.prepare needs a torch.nn.Module first, got {type(model).__name__}")
-        model.to(self.device)
-        if not isinstance(optimizer, Optimizer):
-            optimizer = optimizer(model.parameters(), **optimizer_options)
-            if not isinstance(optimizer, Optimizer):
-                raise UsageError(f"session.prepare needs a torch optimizer second, got {type(optimizer).__name__}")
-        elif optimizer_options:
-            names = ", ".join(optimizer_options)
-            raise UsageError(f"session.prepare: give {names} to the optimizer, or pass the optimizer class")
-        objects: dict[str, Stateful] = {"model": model, "optimizer": optimizer}
-        states = model.state_dict()
-        check_restorable("the model", {name: states[name] for name in states if not torch.is_tensor(states[name])})
-        check_restorable("the optimizer", optimizer.state_dict()["param_groups"])
-        for other in others:
-            kind = type(other).__name__
-            if isinstance(other, nn.Module):
-                other.to(self.device)
-            if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
-                raise UsageError(f"session.prepare: {kind} has no state_dict and load_state_dict")
-            check_restorable(kind, other.state_dict())
-            objects[f"{kind} {len(objects) - 1}"] = other
-        self._runtime.register(model, objects, _STATES_PER_PARAMETER * _bytes_of(model))
-        for thing in objects.values():
+        things, new = prepared(objects, optimizer_options, self._runtime.state.objects, self.device)
+        self._runtime.register(new)
+        for thing in new.values():
             if isinstance(thing, Optimizer):
                 # Otherwise a scheduler that steps first in this process warns that the optimizer has not stepped.
                 thing._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - torch has no setter
-        return (model, optimizer, *others)
+        return things[0] if len(things) == 1 else tuple(things)
+
+    def state(self, *, per_process: bool = False, **values: Any) -> LoopState:
+        """Keep what the loop carries from step to step: counters, best values, hidden states; call it before the loop.
+
+        ::
+
+            state = session.state(best=float("inf"), bad=0)
+            for epoch in session.epochs(90):
+                ...
+                state.bad = 0 if loss < state.best else state.bad + 1
+                state.best = min(state.best, loss)
+
+        Local variables begin anew in every process that joins and after every restart; these do not: they are saved in
+        each checkpoint, restored here, and sent to newcomers at the start of the loop. Code before the loop may refer
+        to tensors, lists, dictionaries and objects by other names: they are filled in place. Changes in a batch that
+        is repeated after a failure are undone, so that ``state.it += 1`` counts each batch once.
+
+        Parameters
+        ----------
+        per_process
+            Whether each process has values of its own, as for the hidden state of its part of a batch. They are saved
+            for each rank. A process that joins begins with the first values.
+        values
+            Name -> first value: numbers, strings, ``None``, tensors, lists, tuples and dictionaries of these, or
+            anything with ``state_dict`` and ``load_state_dict``.
+
+        Returns
+        -------
+        state
+            Its attributes are the values; assign them as needed.
+
+        Raises
+        ------
+        UsageError
+            It is called inside the loop, a name is taken, or a value cannot be saved. Later: an attribute was assigned
+            that is not declared, or a value that cannot be saved.
+        CheckpointError
+            The state of an object cannot be saved in a checkpoint.
+        """
+        return self._runtime.keep(values, per_process=per_process)
 
     def loader(
         self,
@@ -252,7 +264,7 @@ class TrainingSession:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed_samples: bool = True,
         sampler: IndexSampler | None = None,
-        order: Callable[[int], Sequence[int]] | None = None,
+        order: Callable[[int], Sequence[int]] | Literal["torch"] | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ) -> SessionLoader:
         """Return the training data in batches, on the device; every sample exactly once per epoch.
@@ -307,6 +319,8 @@ class TrainingSession:
             The same as a function: epoch -> positions, the same number in each epoch. A batch is the next `batch_size`
             of them, so that an order by length puts samples of similar length into a batch. It depends on nothing but
             the epoch and, if it likes, the global generators, which are seeded for each epoch.
+            ``"torch"``: the order that a plain loop over a ``DataLoader`` has after ``torch.manual_seed(seed)``, also
+            with the `sampler`, or the ``generator`` of a ``DataLoader``.
         worker_options
             Arguments of torch's ``DataLoader`` for the workers: ``worker_init_fn``, ``timeout``, ``prefetch_factor``,
             ``multiprocessing_context``.
@@ -352,16 +366,8 @@ class TrainingSession:
                 check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
         check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
         check_worker_options(worker_options or {}, num_workers)
-        if order is not None:
-            if sampler is not None:
-                raise UsageError("session.loader: sampler and order both give the positions of an epoch; pass one")
-            sampler = EpochOrder(order, self._runtime.options.seed)
-        if sampler is not None:
-            check_sampler(sampler)
-            if isinstance(dataset, Stream):
-                raise UsageError("session.loader: a stream has one order; it takes no sampler")
-            if drop_last and len(sampler) < batch_size:
-                raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(sampler)} samples")
+        seed = self._runtime.options.seed
+        sampler = chosen_sampler(sampler, order, dataset, batch_size, seed, shuffle=shuffle, drop_last=drop_last)
         if deterministic and scaled:
             raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
         if batch_range is not None:
@@ -371,7 +377,7 @@ class TrainingSession:
         plan = Order(
             len(dataset),
             batch_size,
-            self._runtime.options.seed,
+            seed,
             shuffle=shuffle,
             drop_last=drop_last,
             micro_batch=micro_batch,
@@ -380,10 +386,11 @@ class TrainingSession:
             drawn=None if sampler is None else len(sampler),
             batch_range=batch_range,
         )
-        batch_runner = self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
+        if isinstance(sampler, TorchOrder):
+            self._runtime.at_start.append(sampler.begin)
+        self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
         return SessionLoader(
             self._runtime,
-            batch_runner,
             dataset,
             plan,
             num_workers=num_workers,
@@ -397,7 +404,8 @@ class TrainingSession:
         """Return the training data of the user's ``DataLoader``, divided over the processes; see `loader`.
 
         Its dataset, batch size, sampler, ``drop_last``, ``collate_fn`` and workers are used. Its ``shuffle=True`` means
-        the session's own order. Its ``generator`` is seeded for each epoch if a sampler draws from it.
+        the session's own order, and its ``generator`` is seeded for each epoch if a sampler draws from it, unless
+        ``order="torch"`` is given.
 
         Parameters
         ----------
@@ -417,7 +425,10 @@ class TrainingSession:
         if not isinstance(dataloader, DataLoader):
             raise UsageError(f"session.adopt needs a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
         dataset, own = parts_of(dataloader)
-        if options.get("order") is not None:
+        if options.get("order") == "torch":
+            own["sampler"] = torch_order_like(dataloader, **(own | options))
+            options = {name: value for name, value in options.items() if name not in ("order", "sampler")}
+        elif options.get("order") is not None:
             own.pop("sampler", None)
         return self.loader(dataset, **(own | options))
 
@@ -807,7 +818,3 @@ def _count(items: object) -> torch.Tensor | float | None:
         given = f"a tensor of shape {tuple(items.shape)}" if isinstance(items, torch.Tensor) else repr(items)
         raise UsageError(f"session.step: items must be a number that is not negative, got {given}")
     return items
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from warm_processes import forked_warm
 
 from freetrain_parsl.protocol.options import Code, SessionOptions
-from freetrain_parsl.training.checkpoints.loading import load_into
+from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.group.process_group import Group
 
@@ -68,7 +68,7 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
     checkpoint_manager.choose_saver(objects)
     step = 0
     if restored is not None:
-        load_into(objects, restored)
+        Restoration(restored).load(objects, objects)
         step = restored.state["step"]
     while step < until:
         x, y = (part.chunk(group.size)[group.rank] for part in batch(step))

@@ -78,7 +78,7 @@ def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_pat
         assert isinstance(leaver.outcome.end, Paused)
 
 
-@pytest.mark.parametrize("habit", ["deterministic", "ema", "scaler", "streaming"])
+@pytest.mark.parametrize("habit", ["carried", "deterministic", "ema", "scaler", "streaming"])
 def test_a_habit_has_the_same_result_when_a_process_is_lost_in_a_step(crew: Crew, tmp_path: Path, habit: str) -> None:
     """The batch is interrupted, and once-per-step methods are not called for it."""
     alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))

@@ -13,6 +13,7 @@ from training_crew import SAMPLES, Data, net
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.loader import check_dataset, to_device
 from freetrain_parsl.training.fragment import ControlMailbox, Membership, Paused, run_alone, run_fragment
 
@@ -106,3 +107,26 @@ def test_batches_are_made_by_the_users_own_function(tmp_path: Path) -> None:
         return size
 
     assert run_alone(train, directory=tmp_path) == 20
+
+
+@pytest.mark.parametrize("way", ["next", "fresh iterators", "break"])
+def test_batches_can_be_taken_one_by_one(way: str) -> None:
+    """Each batch is trained on once, also if its iterator was left for another one."""
+
+    def train(session: Any) -> Any:
+        model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+        data = session.loader(Data(), 8)
+        for _ in session.epochs(2):
+            batches = iter(data)
+            for _ in range(7):
+                if way == "break":
+                    for batch in data:
+                        x, y = batch
+                        break
+                else:
+                    x, y = next(batches if way == "next" else iter(data))
+                assert session.step(cross_entropy(model(x), y))
+            assert not list(data if way != "next" else batches)
+        return session.metrics["steps"], session.audit
+
+    assert run_alone(train) == (14, Audit(samples_seen=2 * SAMPLES))

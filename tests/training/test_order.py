@@ -15,6 +15,7 @@ SETTINGS = {
     "shuffle": st.booleans(),
     "drop_last": st.booleans(),
     "micro_batch": st.none() | st.integers(1, 5),
+    "least": st.integers(1, 2),
 }
 ORDERS = st.builds(Order, **SETTINGS, scaled=st.booleans())
 SHARDED = st.builds(Order, **SETTINGS, shards=st.integers(1, 9))
@@ -54,7 +55,8 @@ def test_every_member_has_pieces_and_knows_its_last_one(order: Order, size: int)
             assert [piece.last for piece in view.pieces] == [False] * (len(view.pieces) - 1) + [True]
             for piece in view.pieces:
                 assert piece.weight in (0, len(piece.positions))
-                assert 1 <= len(piece.positions) <= (order.micro_batch or order.length)
+                assert 1 <= len(piece.positions) <= max(order.micro_batch or order.length, 2 * order.least - 1)
+                assert len(piece.positions) >= min(order.least, view.samples)
 
 
 @given(order=ORDERS, size=SIZES)
@@ -62,7 +64,10 @@ def test_every_member_has_pieces_and_knows_its_last_one(order: Order, size: int)
 def test_parts_differ_by_one_sample_at_most(order: Order, size: int) -> None:
     for views in batches(order, 0, [size]):
         parts = [sum(piece.weight for piece in view.pieces) for view in views]
-        assert max(parts) - min(parts) <= 1
+        used = [part for part in parts if part or order.least == 1]
+        assert max(used) - min(used) <= 1
+        assert len(used) == max(1, min(size, views[0].samples // order.least)) or order.least == 1
+        assert len({len(view.pieces) for view in views}) == 1, "all members take part as often"
 
 
 @given(order=SHARDED, size=SIZES)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sampled
 import torch
+import training_crew
 from torch.nn.functional import cross_entropy
 from torch.utils.data import (
     BatchSampler,
@@ -19,13 +20,15 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
 )
-from training_crew import SAMPLES, net
+from training_crew import SAMPLES, net, run_member
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.audit import Audit
-from freetrain_parsl.training.data.sampler import draw
-from freetrain_parsl.training.fragment import Finished, run_alone
+from freetrain_parsl.training.data.lazy_positions import counts, seeded_by_chunk
+from freetrain_parsl.training.data.sampler import check_sampler, draw
+from freetrain_parsl.training.fragment import Finished, Membership, Paused, run_alone
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -230,7 +233,7 @@ class Endless:
         (range(9), {"batch_size": 2, "sampler": Endless()}, "has length 9 but yields more"),
         (range(9), {"batch_size": 8, "sampler": [1, 2], "drop_last": True}, "no batch of 8 in 2"),
         (range(9), {}, "give batch_size="),
-        (range(9), {"batch_size": 2, "order": 3}, "order is a function: epoch -> positions; got int"),
+        (range(9), {"batch_size": 2, "order": 3}, "order is 'torch' or a function: epoch -> positions; got int"),
         (
             range(9),
             {"batch_size": 2, "order": lambda epoch: iter([epoch])},
@@ -247,3 +250,64 @@ def test_what_cannot_be_divided_is_rejected_in_one_line(loader: Any, options: di
     with pytest.raises(UsageError, match=message) as caught:
         positions_of(loader, **options)
     assert "\n" not in str(caught.value)
+
+
+def endless(session: Any, *, replacement: bool, order: str | None = None, pause_at: int | None = None) -> Any:
+    """Draw a practically endless epoch, as minGPT does; leave it after 50 steps."""
+    data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 6))
+    model = net()
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = session.state(seen=[])
+    sampler = RandomSampler(data, replacement=replacement, num_samples=10**10)
+    batches = session.adopt(DataLoader(data, 16, sampler=sampler), order=order)
+    for _ in session.epochs(1):
+        for positions, x in batches:
+            session.step(model(x).square().mean())
+            state.seen.append(positions.tolist())
+            if session.metrics["steps"] == pause_at:
+                training_crew.NOTICE.pause_requested.set()
+            if session.metrics["steps"] >= 50:
+                return list(state.seen)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("order", [None, "torch"])
+def test_a_sampler_may_be_practically_endless(tmp_path: Path, replacement: bool, order: str | None) -> None:
+    """Its positions are drawn when they are needed; a training that resumes has the same ones."""
+    settings = {"replacement": replacement, "order": order}
+    expected = run_alone(endless, **settings)
+    for pause in (7, 30):
+        end = run_member(endless, {**settings, "pause_at": pause}, root=tmp_path, membership=Membership("net")).end
+        assert isinstance(end, Paused)
+    assert run_member(endless, settings, root=tmp_path, membership=Membership("net")).end.value == expected
+    flat = [position for batch in expected for position in batch]
+    assert set(flat) == set(range(SAMPLES))
+    if not replacement:
+        assert all(len(set(flat[begin : begin + SAMPLES])) == SAMPLES for begin in range(0, 800 - SAMPLES, SAMPLES))
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_an_endless_sampler_has_torchs_order_if_asked_for(replacement: bool) -> None:
+    torch.manual_seed(0)
+    torch.randn(SAMPLES, 6)
+    net()
+    data = torch.arange(SAMPLES)
+    sampler = RandomSampler(data, replacement=replacement, num_samples=10**10)  # type: ignore[arg-type]
+    plain = [batch.tolist() for batch in itertools.islice(DataLoader(data, 16, sampler=sampler), 50)]  # type: ignore[arg-type]
+    assert run_alone(endless, replacement=replacement, order="torch") == plain
+
+
+@pytest.mark.parametrize("part", [slice(0, 10), slice(4090, 4103), slice(3, 9000), slice(9990, 10050), slice(5, 5)])
+def test_a_part_of_a_lazy_sequence_is_that_of_the_whole(part: slice) -> None:
+    sequence = seeded_by_chunk(RandomSampler(range(53), replacement=True, num_samples=10_000), 7, 1)
+    whole = torch.cat(list(sequence.chunks()))
+    assert len(whole) == len(sequence) == 10_000
+    assert torch.equal(sequence[part], whole[part])
+    assert torch.equal(sequence.first(20)[10:30], whole[10:20])
+    assert torch.equal(counts(sequence, 53), torch.bincount(whole, minlength=53))
+
+
+def test_an_endless_sampler_of_other_data_is_refused() -> None:
+    with pytest.raises(UsageError, match="positions outside the dataset of 53 samples"):
+        check_sampler(RandomSampler(range(54), replacement=True, num_samples=10**10), 53)

@@ -29,11 +29,6 @@ def no_prepare(session: Any) -> None:
     session.epochs(1)
 
 
-def prepare_twice(session: Any) -> None:
-    other_extras(session)
-    other_extras(session)
-
-
 def two_loaders(session: Any) -> None:
     other_extras(session)
     session.loader(Data(), 8)
@@ -43,6 +38,13 @@ def two_loaders(session: Any) -> None:
 def step_without_batch(session: Any) -> None:
     model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
     session.step(model(torch.zeros(1, 6)).sum())
+
+
+def step_outside_the_loader(session: Any) -> None:
+    model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
+    session.loader(Data(), 8)
+    for _ in session.epochs(1):
+        session.step(model(torch.zeros(1, 6)).sum())
 
 
 def step_without_loss(session: Any) -> None:
@@ -198,9 +200,9 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
         (loss_as_number, "the mean loss, a tensor with one element; got float"),
         (endless_epochs, "the number of epochs must be a whole number, got inf"),
         (no_prepare, "call session.prepare"),
-        (prepare_twice, "call session.prepare once"),
         (two_loaders, "one loader"),
-        (step_without_batch, "without a batch of session.loader"),
+        (step_without_batch, r"without a loader, .* session.loader\(range\(1000\), batch_size=8\)"),
+        (step_outside_the_loader, "without a batch of session.loader"),
         (step_without_loss, "needs a loss"),
         (backward_twice, "once with each step"),
         (several_steps_on_micro_batches, "several steps in a batch"),
@@ -212,10 +214,10 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
         (empty_stream, "at least 1, got 0"),
         (not_a_stream, "iterate over, got int"),
         (short_stream, "range ended after 9 samples, but samples=10"),
-        (loader_outside, "inside `for epoch"),
+        (loader_outside, r'inside `for epoch .* end both loops when `session.metrics\["steps"\] >= N`'),
         (loader_twice, "once per epoch"),
         (loader_in_the_loop, "call it before the loop: `data = session.loader"),
-        (prepare_in_the_loop, "before the loop"),
+        (prepare_in_the_loop, "call session.prepare before the loop"),
         (options_for_an_instance, "give lr to the optimizer"),
         (stateless, "object has no state_dict"),
         (not_a_model, "torch.nn.Module first, got Data"),

@@ -2,54 +2,146 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+import copy
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.checkpoints import sharded
 from freetrain_parsl.training.checkpoints.outside import load_outside
+from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups
+from freetrain_parsl.training.spread import is_spread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-    from freetrain_parsl.training.checkpoints.format import Restored
+    from freetrain_parsl.training.checkpoints.format import Restored, State
     from freetrain_parsl.training.checkpoints.state import Stateful
 
+__all__ = ["Restoration"]
 
-def load_into(objects: Mapping[str, Stateful], restored: Restored) -> None:
-    """Load a checkpoint into objects; either may be sharded or not. Members do not communicate.
+logger = logging.getLogger(__name__)
+
+
+class Restoration:
+    """A checkpoint that is loaded into objects: when they are prepared, and again if user code changes them.
 
     Parameters
     ----------
-    objects
-        Name -> object, in the order of saving.
     restored
         The checkpoint.
-
-    Raises
-    ------
-    CheckpointMismatch
-        The checkpoint contains other objects.
     """
-    states = restored.state["objects"]
-    if list(states) != list(objects):
-        _mismatch(restored, f"it contains {', '.join(states)}, but session.prepare got {', '.join(objects)}")
-    for name, target in objects.items():
-        _load(name, target, restored)
-    try:
-        load_outside(objects, restored.state.get("outside", {}))  # not in checkpoints of earlier versions
-    except RuntimeError as error:
-        _mismatch(restored, str(error), error)
+
+    def __init__(self, restored: Restored) -> None:
+        self._restored = restored
+        self._loaded: dict[str, Any] = {}  # name -> marks of the object as it was loaded
+
+    @property
+    def state(self) -> State:
+        """The whole state."""
+        return self._restored.state
+
+    def load(self, objects: Mapping[str, Stateful], new: Iterable[str]) -> None:
+        """Load the state of new objects; either may be sharded or not. Members do not communicate.
+
+        Parameters
+        ----------
+        objects
+            All objects so far, by name, in the order of saving.
+        new
+            The names of the new ones.
+
+        Raises
+        ------
+        CheckpointMismatch
+            The checkpoint contains other objects.
+        """
+        if list(self._restored.state["objects"])[: len(objects)] != list(objects):
+            self._mismatch_of(objects)
+        for name in new:
+            self._load(name, objects)
+        self._load_outside(objects)
+
+    def check_complete(self, objects: Mapping[str, Stateful]) -> None:
+        """Check that all objects of the checkpoint have been prepared.
+
+        Raises
+        ------
+        CheckpointMismatch
+            The checkpoint contains further objects.
+        """
+        if list(self._restored.state["objects"]) != list(objects):
+            self._mismatch_of(objects)
+
+    def load_again(self, objects: Mapping[str, Stateful]) -> None:
+        """Load what user code has changed since: such as learning rates, by a new scheduler.
+
+        Raises
+        ------
+        CheckpointMismatch
+            The checkpoint contains further objects.
+        """
+        self.check_complete(objects)
+        changed = [name for name, thing in objects.items() if _marks(thing.state_dict()) != self._loaded[name]]
+        told = [name for name in changed if not self._is_of_scheduler(name, objects)]
+        for name in changed:
+            self._load(name, objects)
+        self._load_outside(objects)
+        if told:
+            logger.warning(
+                "%s changed after session.prepare had restored it; %s was loaded again: it is the newest state",
+                ", ".join(told), self._restored.entry.path,
+            )  # fmt: skip
+
+    def _is_of_scheduler(self, name: str, objects: Mapping[str, Stateful]) -> bool:
+        """Return whether an object is an optimizer of which a scheduler has set hyperparameters when it was made."""
+        thing = objects[name]
+        scheduled = any(isinstance(other, LRScheduler) and other.optimizer is thing for other in objects.values())
+        return (
+            isinstance(thing, Optimizer)
+            and scheduled
+            and _marks(thing.state_dict())["state"] == self._loaded[name]["state"]
+        )
+
+    def _load(self, name: str, objects: Mapping[str, Stateful]) -> None:
+        target, state = objects[name], self._restored.state["objects"][name]
+        try:
+            if isinstance(target, Optimizer):
+                # Checkpoints of earlier versions do not have the names.
+                add_missing_groups(target, state, self._restored.state.get("groups", {}).get(name, []), objects)
+            target.load_state_dict(sharded.fill(state, target, self._restored.entry.path))
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
+        self._loaded[name] = _marks(target.state_dict())
+
+    def _load_outside(self, objects: Mapping[str, Stateful]) -> None:
+        try:
+            load_outside(objects, self._restored.state.get("outside", {}))  # not in checkpoints of earlier versions
+        except RuntimeError as error:
+            self._mismatch(str(error), error)
+
+    def _mismatch_of(self, objects: Mapping[str, Stateful]) -> NoReturn:
+        states = self._restored.state["objects"]
+        self._mismatch(f"it contains {', '.join(states)}, but session.prepare got {', '.join(objects)}")
+
+    def _mismatch(self, difference: str, cause: Exception | None = None) -> NoReturn:
+        raise CheckpointMismatch(
+            f"checkpoint {self._restored.entry.path} belongs to another training: {difference}; "
+            "undo the change, or use another trainer name or checkpoint directory"
+        ) from cause
 
 
-def _load(name: str, target: Stateful, restored: Restored) -> None:
-    try:
-        target.load_state_dict(sharded.fill(restored.state["objects"][name], target, restored.entry.path))
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        _mismatch(restored, f"its {name} does not fit: {' '.join(str(error).split())}", error)
-
-
-def _mismatch(restored: Restored, difference: str, cause: Exception | None = None) -> NoReturn:
-    raise CheckpointMismatch(
-        f"checkpoint {restored.entry.path} belongs to another training: {difference}; "
-        "undo the change, or use another trainer name or checkpoint directory"
-    ) from cause
+def _marks(value: Any) -> Any:
+    """Return what differs once a state has changed: where its tensors are and their versions, and its plain values."""
+    if isinstance(value, torch.Tensor):
+        place = value.data_ptr() if value.layout is torch.strided and not is_spread(value) else 0
+        return place, 0 if value.is_inference() else value._version  # noqa: SLF001 - torch has no public counter
+    if isinstance(value, dict):
+        return {key: _marks(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_marks(item) for item in value]
+    return copy.deepcopy(value)

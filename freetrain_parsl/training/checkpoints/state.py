@@ -5,24 +5,28 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from torch.optim import Optimizer
+
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
 from freetrain_parsl.training.checkpoints.outside import load_outside, outside_state
+from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups, names_of_groups
 from freetrain_parsl.training.checkpoints.trainable import TrainableFlags
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
+from freetrain_parsl.training.loop_state import LoopStates
 from freetrain_parsl.training.metrics import TrainingMetrics
 from freetrain_parsl.training.step.elastic_batch import ElasticBatch
 from freetrain_parsl.training.step.learning_rate import RateScaling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
-_MAY_CHANGE = ("micro_batch", "batch_range")  # of an order, without changing the training
+_MAY_CHANGE = ("micro_batch", "batch_range", "least")  # of an order, without changing the training
 
 
 class Stateful(Protocol):
@@ -52,6 +56,8 @@ class SessionState:
         self.objects: dict[str, Stateful] = {}
         """The user's objects by name, in the order in which they are restored."""
         self.trainable = TrainableFlags()
+        self.loop = LoopStates()
+        """The values of ``session.state``."""
         self.best_epochs = BestEpochs()
         self.order: Order | None = None
         self.batch: ElasticBatch | None = None
@@ -90,11 +96,18 @@ class SessionState:
         assert self.scaling is not None, "set with it"
         return {"batch": self.batch.size, "rate": self.scaling.rate}
 
-    def whole(self) -> dict[str, Any]:
-        """Return the whole state, as tensors and plain values."""
+    def whole(self, own: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """Return the whole state, as tensors and plain values.
+
+        Parameters
+        ----------
+        own
+            The members' own loop states, see `LoopStates.gather`; they are saved, but not sent.
+        """
         return {
             "seed": self._seed,
             "objects": {name: target.state_dict() for name, target in self.objects.items()},
+            "groups": names_of_groups(self.objects),
             "outside": outside_state(self.objects),
             "books": self.training_metrics.state(),
             "cursor": self.cursor.state(),
@@ -106,6 +119,7 @@ class SessionState:
             "best": self.best_epochs.state(),
             "results": self.results.state(),
             "trainable": self.trainable.changes(),
+            "loop": self.loop.state(own),
         }
 
     def adopt(self, state: Mapping[str, Any]) -> None:
@@ -114,13 +128,21 @@ class SessionState:
         self.take_order(state)
         self.take_best(state)
         for name, target in self.objects.items():
+            if isinstance(target, Optimizer):
+                add_missing_groups(target, state["objects"][name], state["groups"][name], self.objects)
             target.load_state_dict(state["objects"][name])
         load_outside(self.objects, state["outside"])
         self.take_trainable(state)
+        self.take_loop(state)
 
     def take_trainable(self, state: Mapping[str, Any]) -> None:
         """Freeze and unfreeze parameters as in a state; checkpoints of earlier versions do not have this."""
         self.trainable.load(state.get("trainable", {}))
+
+    def take_loop(self, state: Mapping[str, Any], *, rank: int | None = None, names: set[str] | None = None) -> None:
+        """Load the loop state, see `LoopStates.load`; checkpoints of earlier versions do not have it."""
+        if "loop" in state:
+            self.loop.load(state["loop"], rank=rank, names=names)
 
     def take_best(self, state: Mapping[str, Any]) -> None:
         """Load the best epochs, which checkpoints of earlier versions do not have."""

@@ -8,8 +8,14 @@ exactly these samples.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from freetrain_parsl.training.data.lazy_positions import counts as counts_of
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.data.lazy_positions import Positions
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash
 _MODULUS = 1 << 20  # so that the sums of billions of samples are exact in float64
@@ -82,7 +88,7 @@ def checksum(positions: torch.Tensor) -> int:
     return int(((positions + 1) * _SPREAD % _MODULUS).sum())
 
 
-def audit(counts: torch.Tensor, expected: torch.Tensor) -> Audit:
+def audit(counts: torch.Tensor, expected: Positions) -> Audit:
     """Compare the sample counts of an epoch with the expected ones.
 
     Parameters
@@ -92,7 +98,7 @@ def audit(counts: torch.Tensor, expected: torch.Tensor) -> Audit:
     expected
         Positions of the samples of a whole epoch; a sampler may repeat some.
     """
-    missing = torch.bincount(expected, minlength=len(counts)) - counts
+    missing = counts_of(expected, len(counts)) - counts
     return Audit(
         samples_seen=int(counts.sum()),
         samples_lost=int(missing.clamp(min=0).sum()),

@@ -27,12 +27,12 @@ from freetrain_parsl.training.loader_options import WORKER_OPTIONS
 if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import SessionState
     from freetrain_parsl.training.data.cursor import Cursor
+    from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Batch, Order
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.runtime import Runtime
-    from freetrain_parsl.training.step.batch_runner import BatchRunner
 
 
 class MapDataset(Protocol):
@@ -53,7 +53,6 @@ class SessionLoader:
     def __init__(
         self,
         runtime: Runtime,
-        batch_runner: BatchRunner,
         dataset: MapDataset | Stream,
         order: Order,
         *,
@@ -63,12 +62,11 @@ class SessionLoader:
         sampler: IndexSampler | None = None,
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.order = order
         self._sampler = sampler
         self._runtime = runtime
-        self._batch_runner = batch_runner
         self._cursor = runtime.state.cursor
         self._ended_epoch: int | None = None  # the last one whose batches ended in this process
+        self._current: tuple[int, int, int] | None = None  # epoch, position and samples of the batch in hand
         self._plan = _Plan(runtime.members, self._cursor, runtime.state)
         self._fetched: Iterator[Any] | None = None
         self._seeds = False  # whether the random numbers of a fetch have to be seeded
@@ -88,6 +86,13 @@ class SessionLoader:
         self._shared = None if worker_options else runtime.shared_batches(source)
         self._watch = DatasetWatch(dataset) if self._shared is not None and not num_workers else None
 
+    @property
+    def order(self) -> Order:
+        """The order of its samples."""
+        order = self._runtime.state.order
+        assert order is not None, "given to the runtime before"
+        return order
+
     def __len__(self) -> int:
         size = self._runtime.state.batch_size
         return self.order.batches if size is None else -(-self.order.samples // size)
@@ -97,6 +102,7 @@ class SessionLoader:
         self._check_usable()
         if cursor.pass_ended:
             return
+        self._leave_behind()
         positions = self._positions(cursor.epoch)
         samples = len(positions)
         self._fetched = None
@@ -119,20 +125,39 @@ class SessionLoader:
     def _check_usable(self) -> None:
         self._runtime.check_running()
         if not self._runtime.started:
-            raise UsageError("iterate over the session's loader inside `for epoch in session.epochs(…)`")
+            raise UsageError(
+                "iterate over the session's loader inside `for epoch in session.epochs(…)`, which continues where a "
+                "training was interrupted; for N iterations, take enough epochs and end both loops when "
+                '`session.metrics["steps"] >= N`'
+            )
         if self._ended_epoch == self._cursor.epoch:
             raise UsageError(
                 "the session's loader can be iterated over once per epoch; use a DataLoader for further passes"
             )
 
-    def _positions(self, epoch: int) -> torch.Tensor:
+    def _leave_behind(self) -> None:
+        """Advance past a batch that has been trained on, and whose loop was left: ``next(iter(data))``, ``break``."""
+        batch_runner, cursor = self._runtime.batch_runner, self._cursor
+        assert batch_runner is not None, "the loop has begun"
+        if self._current is None or not batch_runner.has_stepped:
+            return
+        epoch, position, samples = self._current
+        self._current = None
+        if (cursor.epoch, cursor.position) == (epoch, position):
+            batch_runner.take_back()
+            cursor.pass_by(samples)
+            self._runtime.boundary()
+
+    def _positions(self, epoch: int) -> Positions:
         if self._sampler is None:
             return self.order.epoch(epoch)
-        return draw(self._sampler, self.order.length, self.order.seed, epoch)[: self.order.samples]
+        drawn, samples = draw(self._sampler, self.order.length, self.order.seed, epoch), self.order.samples
+        return drawn[:samples] if isinstance(drawn, torch.Tensor) else drawn.first(samples)
 
-    def _batch(self, positions: torch.Tensor) -> Iterator[Any]:
+    def _batch(self, positions: Positions) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
-        batch_runner, cursor, device = self._batch_runner, self._cursor, self._runtime.device
+        batch_runner, cursor, device = self._runtime.batch_runner, self._cursor, self._runtime.device
+        assert batch_runner is not None, "the loop has begun"
         group, size = self._runtime.members.group, self._runtime.state.batch_size
         if self._watch is not None and not self._watch.is_same():
             self._shared = self._watch = None  # the dataset is this training's own now
@@ -143,11 +168,17 @@ class SessionLoader:
             batch, data = self._shared.get(cursor.epoch, cursor.position, lambda: self._fetch_whole(positions, group))
             pieces = iter([data])
         batch_runner.open_batch(group, batch, device, done=cursor.steps)
+        loop = self._runtime.state.loop
+        loop.open_batch(group)
+        self._current = cursor.epoch, cursor.position, batch.samples
         for piece in batch.pieces:
             data = next(pieces)
             batch_runner.hand_out(piece)
             seed_all(self.order.seed, cursor.epoch, cursor.position, piece.shard)
-            yield data
+            try:
+                yield data
+            finally:
+                loop.release()  # what user code has done in a batch that was interrupted; it may also have left it
             batch_runner.take_back()
             if batch_runner.cut_off:
                 batch_runner.leave_batch()
@@ -155,7 +186,7 @@ class SessionLoader:
                 return
         cursor.pass_by(batch.samples)
 
-    def _fetch(self, positions: torch.Tensor, batch: Batch) -> Iterator[Any]:
+    def _fetch(self, positions: Positions, batch: Batch) -> Iterator[Any]:
         """Yield the data of a batch's pieces, on the device."""
         cursor = self._cursor
         if self._gather is not None and self._gather.is_possible:  # draws no random numbers
@@ -175,7 +206,7 @@ class SessionLoader:
         for _ in batch.pieces:
             yield to_device(next(self._fetched), self._runtime.device)
 
-    def _fetch_whole(self, positions: torch.Tensor, group: Group) -> tuple[Batch, Any]:
+    def _fetch_whole(self, positions: Positions, group: Group) -> tuple[Batch, Any]:
         batch = self.order.batch(positions, self._cursor.position, group.rank, group.size)
         (data,) = self._fetch(positions, batch)
         return batch, data
@@ -188,12 +219,12 @@ class _Plan:
         self._members = members
         self._cursor = cursor
         self._state = state
-        self._positions = torch.empty(0, dtype=torch.int64)
+        self._positions: Positions = torch.empty(0, dtype=torch.int64)
         self._begin = 0
         self.next = 0
         """Start of the batch whose pieces come next."""
 
-    def start(self, positions: torch.Tensor, begin: int) -> None:
+    def start(self, positions: Positions, begin: int) -> None:
         """Start at sample `begin` of an epoch with these positions, in the current group."""
         self._positions, self._begin, self.next = positions, begin, begin
 

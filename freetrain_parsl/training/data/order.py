@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from freetrain_parsl.training.data.audit import checksum
 from freetrain_parsl.training.data.random_streams import mix
+
+if TYPE_CHECKING:
+    from freetrain_parsl.training.data.lazy_positions import Positions
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class Piece:
     positions
         Positions in the dataset, int64, shape (samples,), never empty.
     weight
-        How many of them count: all, or none if this member has no samples left. It then trains on one sample with
-        weight zero, because it must take part in the collectives.
+        How many of them count: all, or none if this member has no samples left. It then trains on `Order.least`
+        samples with weight zero, because it must take part in the collectives.
     shard
         Number of the shard of the batch that it belongs to; seeds its random numbers.
     last_of_shard, last
@@ -105,6 +109,9 @@ class Order:
         Positions in an epoch that a sampler yields, perhaps with repetitions; ``None``: each sample once.
     batch_range
         The smallest and the largest batch size, between which it may change; ``None``: it does not change.
+    least
+        Minimum samples in a piece, unless the batch has fewer: BatchNorm fails on a single one. A piece may have more
+        than `micro_batch` for it.
     """
 
     length: int
@@ -117,6 +124,7 @@ class Order:
     scaled: bool = False
     drawn: int | None = None
     batch_range: tuple[int, int] | None = None
+    least: int = 1
 
     @property
     def batches(self) -> int:
@@ -140,7 +148,7 @@ class Order:
         generator = torch.Generator().manual_seed(mix(self.seed, epoch))
         return torch.randperm(self.length, generator=generator)[: self.samples]
 
-    def batch(self, positions: torch.Tensor, begin: int, rank: int, world_size: int, size: int | None = None) -> Batch:
+    def batch(self, positions: Positions, begin: int, rank: int, world_size: int, size: int | None = None) -> Batch:
         """Return a member's part of a batch.
 
         Parameters
@@ -159,24 +167,34 @@ class Order:
         members = positions[begin : begin + size]
         if world_size == 1 and self.shards is None and self.micro_batch is None:  # the general case, sooner
             return Batch(members, (Piece(members, members.shape[0], 0, last_of_shard=True, last=True),), 1)
-        count = min(self.shards or world_size, len(members))
+        count = max(1, min(self.shards or world_size, len(members) // self.least))
         mine = range(rank, rank + 1) if self.shards is None else _part(count, rank, world_size)
         pieces: list[Piece] = []
         for shard in mine:
             part = _part(len(members), shard, count)
             pieces.extend(self._pieces(members[part.start : part.stop], shard) if shard < count else ())
-        idle = Piece(members[:1], 0, count + rank, last_of_shard=True, last=False)
-        most = 1 if self.shards or not self.micro_batch else -(-len(_part(len(members), 0, count)) // self.micro_batch)
+        idle = Piece(members[: self.least], 0, count + rank, last_of_shard=True, last=False)
+        most = 1 if self.shards else self._number_of_pieces(len(_part(len(members), 0, count)))
         pieces.extend([idle] * (most - len(pieces)))
         pieces[-1] = replace(pieces[-1], last=True)
         return Batch(members, tuple(pieces), count)
 
     def _pieces(self, positions: torch.Tensor, shard: int) -> list[Piece]:
-        chunks = torch.split(positions, self.micro_batch or len(positions))
+        count = self._number_of_pieces(len(positions))
+        if self.least == 1:
+            chunks = torch.split(positions, self.micro_batch or len(positions))
+        else:
+            chunks = torch.split(positions, [len(_part(len(positions), number, count)) for number in range(count)])
         return [
-            Piece(chunk, len(chunk), shard, last_of_shard=number == len(chunks) - 1, last=False)
+            Piece(chunk, len(chunk), shard, last_of_shard=number == count - 1, last=False)
             for number, chunk in enumerate(chunks)
         ]
+
+    def _number_of_pieces(self, samples: int) -> int:
+        """Return into how many pieces the samples of a shard are divided."""
+        if self.micro_batch is None:
+            return 1
+        return max(1, min(-(-samples // self.micro_batch), samples // self.least))
 
 
 def _part(total: int, index: int, count: int) -> range:

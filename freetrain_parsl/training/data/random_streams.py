@@ -48,7 +48,11 @@ def seed_all(*parts: int) -> None:
     Not by ``torch.manual_seed``: for each kind of accelerator that is not in use it formats a stack trace, which takes
     longer than the step of a small model.
     """
-    seed = _mixed(*parts)
+    seed_exactly(_mixed(*parts))
+
+
+def seed_exactly(seed: int) -> None:
+    """Seed them as ``torch.manual_seed(seed)``, ``numpy.random.seed(seed)`` and ``random.seed(seed)`` do."""
     torch.default_generator.manual_seed(seed)
     if _has_cuda():
         torch.cuda.manual_seed_all(seed)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import index
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch.utils.data import DistributedSampler
-from torch.utils.data.sampler import BatchSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.lazy_positions import is_long, seeded_by_chunk
 from freetrain_parsl.training.data.random_streams import cpu_seeded, mix
+from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.data.torch_order import TorchOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
-__all__ = ["EpochOrder", "IndexSampler", "check_sampler", "draw"]
+    from freetrain_parsl.training.data.lazy_positions import Positions
+
+__all__ = ["EpochOrder", "IndexSampler", "check_sampler", "chosen_sampler", "draw"]
 
 
 class IndexSampler(Protocol):
@@ -44,10 +48,11 @@ class EpochOrder:
         `order` is not a function of the epoch, or yields nothing with a length.
     """
 
-    def __init__(self, order: Callable[[int], Sequence[int]], seed: int) -> None:
+    def __init__(self, order: Any, seed: int) -> None:
         if not callable(order):
-            raise UsageError(f"session.loader: order is a function: epoch -> positions; got {type(order).__name__}")
-        self._order = order
+            given = repr(order) if isinstance(order, str) else type(order).__name__
+            raise UsageError(f"session.loader: order is 'torch' or a function: epoch -> positions; got {given}")
+        self._order: Callable[[int], Sequence[int]] = order
         self._epoch = 0
         with cpu_seeded(seed, 0):
             first = order(0)
@@ -66,8 +71,44 @@ class EpochOrder:
         self._epoch = epoch
 
 
-def check_sampler(sampler: Any) -> None:
-    """Reject a sampler whose positions cannot be divided.
+def chosen_sampler(
+    sampler: Any,
+    order: Callable[[int], Sequence[int]] | str | None,
+    dataset: Any,
+    batch_size: int,
+    seed: int,
+    *,
+    shuffle: bool,
+    drop_last: bool,
+) -> IndexSampler | None:
+    """Return what yields the positions of an epoch; ``None``: the session's own order. See ``session.loader``.
+
+    Raises
+    ------
+    UsageError
+        Its positions cannot be divided, or there are two of them.
+    """
+    if sampler is None and order is None:
+        return None
+    if isinstance(dataset, Stream):
+        raise UsageError("session.loader: a stream has one order; it takes no sampler")
+    if order == "torch":
+        if sampler is None:
+            sampler = RandomSampler(dataset) if shuffle else SequentialSampler(dataset)
+        check_sampler(sampler, len(dataset))
+        sampler = TorchOrder(BatchSampler(sampler, batch_size, drop_last), None, keeps_workers=False)
+    elif order is not None:
+        if sampler is not None:
+            raise UsageError("session.loader: sampler and order both give the positions of an epoch; pass one")
+        sampler = EpochOrder(order, seed)
+    check_sampler(sampler, len(dataset))
+    if drop_last and len(sampler) < batch_size:
+        raise UsageError(f"session.loader: drop_last leaves no batch of {batch_size} in {len(sampler)} samples")
+    return sampler  # type: ignore[no-any-return]  # checked
+
+
+def check_sampler(sampler: Any, length: int) -> None:
+    """Reject a sampler whose positions in a dataset of this length cannot be divided.
 
     Raises
     ------
@@ -85,10 +126,12 @@ def check_sampler(sampler: Any) -> None:
         raise UsageError(f"session.loader: a sampler needs len() and iteration, got {type(sampler).__name__}")
     if len(sampler) == 0:
         raise UsageError("session.loader: the sampler is empty")
+    if is_long(sampler) and len(sampler.data_source) > length:
+        raise UsageError(f"session.loader: the sampler yields positions outside the dataset of {length} samples")
 
 
-def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the positions of an epoch, int64, shape (len(sampler),).
+def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> Positions:
+    """Return the positions of an epoch: as many as the sampler's length, or fewer in torch's order.
 
     The global generators of torch, numpy and Python are seeded for the epoch, and restored afterwards. A generator that
     the sampler has as ``generator`` is seeded, too.
@@ -107,6 +150,10 @@ def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> torch.Ten
     UsageError
         It yields another number of positions than its length, or some outside the dataset.
     """
+    if isinstance(sampler, TorchOrder):
+        return _within(sampler.positions(epoch), length)
+    if is_long(sampler):
+        return seeded_by_chunk(cast("RandomSampler", sampler), seed, epoch)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
@@ -120,6 +167,11 @@ def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> torch.Ten
     if len(positions) != len(sampler):
         number = len(positions) if len(positions) < len(sampler) else "more"
         raise UsageError(f"session.loader: the sampler has length {len(sampler)} but yields {number} positions")
-    if int(positions.min()) < 0 or int(positions.max()) >= length:
+    return _within(positions, length)
+
+
+def _within(positions: Positions, length: int) -> Positions:
+    """Check positions in memory; those drawn lazily are below the length of the sampler's own data."""
+    if isinstance(positions, torch.Tensor) and (int(positions.min()) < 0 or int(positions.max()) >= length):
         raise UsageError(f"session.loader: the sampler yields positions outside the dataset of {length} samples")
     return positions

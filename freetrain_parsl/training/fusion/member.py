@@ -18,16 +18,14 @@ from freetrain_parsl.training.runtime import Runtime
 from freetrain_parsl.training.step.closure import needs_closure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report
-    from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
-    from freetrain_parsl.training.step.batch_runner import BatchRunner
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
 
@@ -77,30 +75,9 @@ class MemberRuntime(Runtime):
             self._engine.leave(self._participant)
             self._participant = None
 
-    def register(self, model: nn.Module, objects: Mapping[str, Stateful], size: int) -> None:
-        """See `Runtime.register`."""
-        super().register(model, objects, size)
-        things = list(objects.values())
-        if self.checkpoint_manager.sharded:
-            self._train_alone("its model is sharded")
-            return
-        if any(isinstance(thing, torch.amp.GradScaler) for thing in things):
-            self._train_alone("it has a GradScaler, whose scale and skipped steps are its own")
-            return
-        for optimizer in things:
-            if isinstance(optimizer, Optimizer) and needs_closure(optimizer):
-                self._train_alone(f"its {type(optimizer).__name__} evaluates the loss several times in a step")
-                return
-        models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
-        optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
-        self._number_of = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
-        self._participant = ArrayMember(self.options.name, MemberObjects(models, optimizers))
-        for number, each in enumerate(models):
-            self._releases.append(intercept(each, partial(self._forward, number, each)))
-
-    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> BatchRunner:
+    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> None:
         """See `Runtime.use`."""
-        batch_runner = super().use(order, lr_scaling=lr_scaling, ramp=ramp)
+        super().use(order, lr_scaling=lr_scaling, ramp=ramp)
         for option, given in (
             ("micro_batch", order.micro_batch is not None),
             ("deterministic", order.shards is not None),
@@ -109,7 +86,6 @@ class MemberRuntime(Runtime):
         ):
             if given:
                 self._train_alone(f"its loader has {option}=")
-        return batch_runner
 
     def shared_batches(self, source: DataSource) -> SharedBatches | None:
         """See `Runtime.shared_batches`."""
@@ -118,6 +94,8 @@ class MemberRuntime(Runtime):
     def start(self, total_epochs: int) -> None:
         """See `Runtime.start`."""
         first = not self.started
+        if first and not self.reporter.not_fused:
+            self._take_part()
         if self._participant is not None and self.state.order is not None:
             self.reporter.structure = self._participant.objects.structure(self.state.order.batch_size)
         super().start(total_epochs)
@@ -173,6 +151,28 @@ class MemberRuntime(Runtime):
         batch_runner.end_step()
         self._count_step(batch_runner)
         return True
+
+    def _take_part(self) -> None:
+        """Let the engine compute the prepared models and optimizers."""
+        things = list(self.state.objects.values())
+        if self.checkpoint_manager.sharded:
+            self._train_alone("its model is sharded")
+            return
+        if any(isinstance(thing, torch.amp.GradScaler) for thing in things):
+            self._train_alone("it has a GradScaler, whose scale and skipped steps are its own")
+            return
+        for optimizer in things:
+            if isinstance(optimizer, Optimizer) and needs_closure(optimizer):
+                self._train_alone(f"its {type(optimizer).__name__} evaluates the loss several times in a step")
+                return
+        models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
+        optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+        if not optimizers:
+            return  # refused by `start`
+        self._number_of = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+        self._participant = ArrayMember(self.options.name, MemberObjects(models, optimizers))
+        for number, each in enumerate(models):
+            self._releases.append(intercept(each, partial(self._forward, number, each)))
 
     def _train_alone(self, reason: str) -> None:
         logger.warning("training %s is not fused: %s", self.options.name, reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -180,6 +181,8 @@ def plain(value: object, *, whole: bool) -> object:
         case list() | tuple():
             items = value if whole or len(value) <= _FEW else value[-_FEW:]
             return len(value), [plain(item, whole=whole) for item in items]
+        case deque():
+            return plain(list(value), whole=whole)
         case dict():
             if not whole and len(value) > _FEW:
                 return len(value)

@@ -66,8 +66,9 @@ class BypassCheck:
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Watch these parameters from now on."""
-        self._parameters = {id(parameter): parameter for parameter in parameters}
-        for parameter in self._parameters.values():
+        new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._parameters}
+        self._parameters |= new
+        for parameter in new.values():
             if parameter.requires_grad and not is_spread(parameter):  # FSDP2 sets the gradients of these itself
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
                 self._hooks.append(hook)
