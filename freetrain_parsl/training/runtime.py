@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
 
@@ -74,6 +75,8 @@ class Runtime:
         Receives the progress on the first member, and the changes of the group on all; must not block.
     clock
         Monotonic clock, in seconds.
+    recorder
+        Sees what happens, in a check of the function.
 
     Raises
     ------
@@ -88,9 +91,11 @@ class Runtime:
         mailbox: ControlMailbox,
         report: Callable[[Report], None],
         clock: Clock,
+        recorder: Recorder | None = None,
     ) -> None:
         self.options = options
         self.members = members
+        self.recorder = recorder
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -149,6 +154,8 @@ class Runtime:
         """
         if self.state.objects:
             raise UsageError("call session.prepare once, before the loop, with everything that has a state")
+        if self.recorder is not None:
+            self.recorder.prepared(self, objects)
         self.state.objects = dict(objects)
         self.checkpoint_manager.choose_saver(objects)
         sharded = self.checkpoint_manager.sharded
@@ -252,6 +259,8 @@ class Runtime:
         self.state.aim(self.members.group.size)
         self.seed()
         self.reporter.send(at_once=True)
+        if self.recorder is not None:
+            self.recorder.started(self)
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
@@ -271,6 +280,8 @@ class Runtime:
             A member has failed, and the training cannot continue in place.
         """
         self.check_running()
+        if self.recorder is not None:
+            self.recorder.boundary(self)
         if self.reporter.count_step():
             self._mailbox.underway.set()
         if not self._regrouped:  # otherwise the group has just been formed in this boundary
@@ -312,11 +323,15 @@ class Runtime:
             Whether it was the last piece.
         """
         batch_runner = self._batch_runner_in_hand()
+        if self.recorder is not None:
+            self.recorder.loss(self, loss)
         try:
             batch_runner.backward(loss, items, reduction)
         except PeerFailed as error:
             batch_runner.cut()
             self._recover(error)
+        if self.recorder is not None:
+            self.recorder.gradients(self)
         return batch_runner.is_complete
 
     def step(
@@ -374,6 +389,8 @@ class Runtime:
         cursor.steps += 1
         if cursor.steps == 1:
             self.state.training_metrics.count_step(batch_runner.batch, batch_runner.tally)
+        if self.recorder is not None:
+            self.recorder.step(self)
 
     def together(self, operation: Callable[[Group], Any], *, name: str, of_parts: bool) -> Any:
         """Return the result of a collective operation of user code, the same on all members.

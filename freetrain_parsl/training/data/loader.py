@@ -133,6 +133,7 @@ class SessionLoader:
     def _batch(self, positions: torch.Tensor) -> Iterator[Any]:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
         batch_runner, cursor, device = self._batch_runner, self._cursor, self._runtime.device
+        recorder = self._runtime.recorder
         group, size = self._runtime.members.group, self._runtime.state.batch_size
         if self._watch is not None and not self._watch.is_same():
             self._shared = self._watch = None  # the dataset is this training's own now
@@ -147,7 +148,7 @@ class SessionLoader:
             data = next(pieces)
             batch_runner.hand_out(piece)
             seed_all(self.order.seed, cursor.epoch, cursor.position, piece.shard)
-            yield data
+            yield data if recorder is None else recorder.batch(data)
             batch_runner.take_back()
             if batch_runner.cut_off:
                 batch_runner.leave_batch()

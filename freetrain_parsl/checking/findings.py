@@ -1,0 +1,539 @@
+"""Findings: what the records of a check's processes say about the function. Pure: no process, clock or torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.checking.comparisons import (
+    Difference,
+    first_culprit,
+    first_difference,
+    gradient_gap,
+    place_text,
+)
+from freetrain_parsl.checking.records import Kind
+from freetrain_parsl.checking.report import Finding, Row, short_place
+from freetrain_parsl.checking.sources import line_of
+from freetrain_parsl.checking.variables import VariableCauses, base_of, shown_path, suspects_between
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from freetrain_parsl.checking.comparisons import GradientGap
+    from freetrain_parsl.checking.records import Place, Record
+    from freetrain_parsl.checking.report import CheckReport
+
+__all__ = ["Judge"]
+
+_EXACT = 1e-7  # of float64, after some steps
+_COARSE = 2e-3  # of float32, in the first step
+_CASTS = 3e-2  # with bfloat16
+_MEANS = 1e-6  # of a scalar, against the mean of the members'
+_HALF = 1e-3  # how close to one half the ratio of gradients of two processes is, for a sum
+_LARGE = 0.1  # share of a gradient
+_LINE = 70  # characters of a quoted line
+_BY_SHARE = (Kind.STATISTICS, Kind.STREAM)  # differ between processes by design
+
+
+class Judge:
+    """Compares records and writes what it finds into a report.
+
+    Parameters
+    ----------
+    report
+        Of the check.
+    plain
+        What one process recorded that was neither stopped nor joined.
+    file
+        Of the training function.
+    at
+        Steps after which processes are stopped, join or fail.
+    """
+
+    def __init__(self, report: CheckReport, plain: Record, file: str, at: int) -> None:
+        self._report = report
+        self._plain = plain
+        self._at = at
+        self._variables = VariableCauses(plain.frames, file)
+        self._double = plain.variant.double
+        self._foreign: set[str] = set()  # variables whose parameters belong to nothing prepared
+
+    # ── one process ───────────────────────────────────────────────────────────────────────────────
+
+    def look_at_plain(self) -> None:
+        """Look at what one process shows by itself."""
+        plain = self._plain
+        foreign = sorted({name for step in plain.steps[:3] for name in step.graph.foreign})
+        self._foreign = {name.partition(".")[0] for name in foreign}
+        if foreign:
+            names = ", ".join(f"`{name}`" for name in foreign[:4]) + (", …" if len(foreign) > len(foreign[:4]) else "")
+            self._find(
+                "parameter",
+                f"{names}: the loss depends on {len(foreign)} parameters that belong to no prepared model, so the session "
+                "does not sum their gradients, send or save them.",
+                foreign[0],
+                plain.steps[0].line,
+                mend="pass their module, and its optimizer, to session.prepare",
+            )
+        for kind, name in plain.events:
+            if kind == "buffer assigned":
+                self._find(
+                    "buffer",
+                    f"buffer `{name}` is assigned anew in the loop: the session averages and sends the one that was "
+                    "prepared.",
+                    name,
+                    mend="change it in place, as with buffer.copy_(…) or buffer.lerp_(…)",
+                )
+        if plain.batch_norm:
+            names = ", ".join(plain.batch_norm[:3])
+            self._report.notes.append(
+                f"BatchNorm ({names}) normalizes over the share of each process, as in DistributedDataParallel; it was "
+                "compared with its running statistics. session.loader(…, deterministic=True) makes it equal."
+            )
+        if self._draws:
+            self._report.notes.append(
+                "A step draws random numbers, as dropout does: others on another number of processes, as in "
+                "DistributedDataParallel; it was compared with constants. session.loader(…, deterministic=True) makes "
+                "them equal."
+            )
+        if not self._double:
+            self._report.notes.append(
+                "It does not run in float64: sums were compared in float32, and only in the first step."
+            )
+
+    @property
+    def depends_on_share(self) -> bool:
+        """Whether results differ by design between numbers of processes, so that these need constants."""
+        return bool(self._plain.batch_norm) or self._draws
+
+    @property
+    def hangs(self) -> bool:
+        """Whether processes waited for each other, so that further groups need not be tried."""
+        return any(finding.kind == "hang" for finding in self._report.findings)
+
+    @property
+    def _draws(self) -> bool:
+        return any(step.draws for step in self._plain.steps)
+
+    # ── resume ────────────────────────────────────────────────────────────────────────────────────
+
+    def resumed(self, first: Record, second: Record) -> None:
+        """Judge a process that was stopped and the one that resumed: all bits must be those of the plain run."""
+        name = f"one process, stopped after step {self._at} and resumed"
+        for record, when in ((first, "Stopped with a checkpoint"), (second, "After a resume")):
+            if record.error:
+                self._row(name, f"fails: {_first_line(record.error)}", holds=False)
+                self._error(record, when)
+                return
+        plain = self._plain
+        unsteady = {
+            path
+            for place in first.held.keys() & plain.held.keys()
+            for path in first.held[place].keys() & plain.held[place].keys()
+            if first.held[place][path].bits != plain.held[place][path].bits
+        }
+        again = first_difference(plain, first)
+        if again is not None:
+            self._row(name, f"two runs in one process differ: {again.sentence()}", holds=False)
+            self._find(
+                "not repeatable",
+                f"Two runs of the function with the same seed differ: {again.sentence()}.",
+                again.name,
+                details=("What it draws or reads is not the same each time: the clock, a generator without a seed, files.",),
+                mend="seed its own generators, or draw from those of torch, numpy and Python, which the session seeds",
+            )
+            return
+        if not second.states:
+            self._row(name, "nothing was left to do", holds=None)
+            return
+        effect = first_difference(plain, second)
+        self._row(name, "same" if effect is None else effect.sentence(), holds=effect is None)
+        if effect is not None and effect.kind is Kind.OUTSIDE:
+            self._outside(effect)
+            return
+        suspects = suspects_between(plain, second, after=min(second.states), without=unsteady)
+        self._add(self._variables.findings(suspects, effect, self._at, known=self._foreign))
+        if effect is not None and not self._has("variable", "parameter", "buffer"):
+            self._find(
+                "resume",
+                f"After a resume {effect.sentence()}; no variable of the function explains it.",
+                effect.name,
+                details=("Look for state in files, in objects of libraries, or in iterators made before the loop.",),
+            )
+        elif effect is None and not self._report.causes:
+            self._compare_results(second)
+
+    def _compare_results(self, second: Record) -> None:
+        one = {**self._plain.metrics, **self._plain.returned}
+        other = {**second.metrics, **second.returned}
+        for path, leaf in one.items():
+            if path in other and other[path].bits != leaf.bits and "loss" not in path:
+                self._find("result", f"After a resume {path} is {other[path].text} instead of {leaf.text}.", path)
+                return
+
+    def _outside(self, effect: Difference) -> None:
+        self._find(
+            "parameter",
+            f"`{effect.name}` is in an optimizer, but in no model given to session.prepare: a process that joins or "
+            f"resumes begins with its first value.",
+            effect.name,
+            details=(f"Then {effect.sentence()}.",),
+            mend=f"make it part of a module that is prepared: model.{effect.name} = nn.Parameter(…) before the optimizer",
+        )
+
+    # ── members ───────────────────────────────────────────────────────────────────────────────────
+
+    def members(self, size: int, group: Sequence[Record], reference: Record, steady: Sequence[Record]) -> GradientGap | None:
+        """Judge a group that was together from the start.
+
+        Parameters
+        ----------
+        size
+            Of the group.
+        group
+            Its processes, with real random numbers: compared with each other, by bits.
+        reference, steady
+            One process, and the group, where nothing depends on the share: compared with a tolerance.
+
+        Returns
+        -------
+        gap
+            A difference of the gradients whose cause is still unknown.
+        """
+        name = f"{size} processes"
+        if self._failed(name, [*group, reference, *steady], name):
+            return None
+        differs = self._replicas(group)
+        if differs is not None:
+            self._row(name, f"they differ from each other: {differs.sentence()}", holds=False)
+            return None
+        tolerance = self._tolerance(reference)
+        gap = gradient_gap(reference, steady[0], tolerance, steps=None if self._double else 1)
+        if gap is not None:
+            self._row(name, f"the gradient of step {gap.number + 1} differs by {_percent(gap.share)} from that of one", holds=False)
+            return gap
+        difference = None
+        if self._double:
+            difference = first_difference(reference, steady[0], tolerance, without=_BY_SHARE)
+        if difference is None:
+            alike = "as one, and all alike" if self._double else "as one in the first step, and all alike"
+            self._row(name, alike, holds=True)
+            return None
+        self._row(name, f"as one in the gradients, but {difference.sentence()}", holds=False)
+        if not self._has("variable", "hyperparameter", "buffer", "replicas", "parameter"):
+            self._find(
+                "members",
+                f"With {size} processes {difference.sentence()}, although the gradients are equal.",
+                difference.name,
+            )
+        return None
+
+    def _replicas(self, group: Sequence[Record]) -> Difference | None:
+        """Compare processes with each other; return the first difference."""
+        first = group[0]
+        found = [first_difference(first, other, without=_BY_SHARE) for other in group[1:]]
+        differences = [each for each in found if each is not None]
+        if not differences:
+            return None
+        difference = min(differences, key=lambda each: each.place)
+        values = f" ({difference.one.text} and {difference.other.text})" if difference.one.text != difference.other.text else ""
+        since = f"from {place_text(difference.place)} on"
+        line = next((step.line for step in reversed(first.steps) if step.place < difference.place), "")
+        if difference.kind is Kind.RATE:
+            self._find(
+                "hyperparameter",
+                f"The processes use a different {difference.name}{values} {since}.",
+                difference.name,
+                line,
+                details=("It was set from something that differs between them: session.rank, the loss of the own share.",),
+                mend="set it from session.metrics, session.position or session.agree(value)",
+            )
+        elif difference.kind is Kind.BUFFER:
+            if not self._has("buffer"):
+                self._find(
+                    "buffer",
+                    f"Buffer `{difference.name}` differs between the processes {since}: each computes it from its share.",
+                    difference.name,
+                    line,
+                    mend="sum over the processes before it is used, as session.sum(x.sum(0)) / session.sum(len(x))",
+                )
+        else:
+            others = group[1]
+            equal = all(
+                name in step.gradients and step.gradients[name].bits == leaf.bits
+                for step, other in zip(first.steps, others.steps, strict=False)
+                if step.place < difference.place
+                for name, leaf in other.gradients.items()
+            )
+            cause = (
+                "Their gradients were equal: parameters or gradients are changed between backward and step, or after it, "
+                "by random numbers, by the rank or by the own share."
+                if equal
+                else "Their gradients differ."
+            )
+            self._find(
+                "replicas",
+                f"`{difference.name}` differs between the processes {since}, after {short_place(line)}.",
+                difference.name,
+                line,
+                details=(cause,),
+                mend="draw such numbers from a generator seeded with session.position, the same on all processes",
+            )
+        return difference
+
+    def _tolerance(self, reference: Record) -> float:
+        if self._double:
+            return _EXACT
+        return _CASTS if any(step.graph.casts for step in reference.steps[:1]) else _COARSE
+
+    # ── the loss ──────────────────────────────────────────────────────────────────────────────────
+
+    def needs_reason(self, gap: GradientGap) -> bool:
+        """Return whether a difference of gradients is not explained by what was found before."""
+        if self._has("hyperparameter", "replicas", "buffer", "hang", "loss"):
+            return False
+        return not (gap.number and self._has("variable", "parameter"))
+
+    def loss(self, gap: GradientGap, reference: Record, group: Sequence[Record], alone: Record, again: Sequence[Record]) -> None:
+        """Tell why the gradient of two processes is not that of one.
+
+        Parameters
+        ----------
+        gap
+            The difference.
+        reference, group
+            One process and two.
+        alone, again
+            The same, with the scalars on the way to the loss.
+        """
+        step = reference.steps[gap.number]
+        where, share = step.line, _percent(gap.share)
+        quoted = f"{line_of(where)[:_LINE]}"
+        mean = sum(record.steps[gap.number].loss * record.steps[gap.number].weight for record in group)
+        same_loss = abs(mean - step.loss) <= _MEANS * max(1.0, abs(step.loss))
+        culprit = first_culprit(alone, list(again), gap.number, _MEANS)
+        if step.graph.checkpoint and same_loss:
+            self._find(
+                "loss",
+                f"{short_place(where)}: the loss of two processes is that of one, but their gradient differs by {share}: a "
+                "module is used more than once under torch.utils.checkpoint(use_reentrant=True).",
+                where=where,
+                mend="use_reentrant=False",
+            )
+        elif step.graph.weighted:
+            self._find(
+                "loss",
+                f"{short_place(where)}: the gradient of two processes differs by {share} from that of one: "
+                "cross_entropy(weight=…) is a mean over weights, not over samples.",
+                where=where,
+                details=(quoted,) if quoted else (),
+                mend="session.step(loss, items=weight[y].sum())",
+            )
+        elif abs(gap.ratio - 1 / len(group)) < _HALF or (step.graph.sums and gap.share > _LARGE):
+            at = where if culprit is None else culprit[0].where
+            self._find(
+                "loss",
+                f"{short_place(at)}: the loss is a sum over the batch: with n processes its gradient is 1/n of that of one.",
+                where=at,
+                details=(line_of(at)[:_LINE],) if line_of(at) else (),
+                mend='use the mean, or say so: session.step(loss, reduction="sum")',
+            )
+        elif culprit is not None:
+            scalar, mean = culprit
+            self._find(
+                "loss",
+                f"{short_place(scalar.where)}: {scalar.function} is {scalar.value:.6g} on the batch, but {mean:.6g} as the "
+                "mean of two shares: this loss is no mean over samples.",
+                scalar.function,
+                scalar.where,
+                details=(
+                    *((line_of(scalar.where)[:_LINE],) if line_of(scalar.where) else ()),
+                    "It compares samples of the batch with each other, or is a mean over other items; a process sees only "
+                    "its share.",
+                ),
+                mend="over the whole batch: compute it from session.gather(tensor), with "
+                'session.step(loss, reduction="batch"); a mean over other items: session.step(loss, items=n)',
+            )
+        else:
+            self._find(
+                "loss",
+                f"{short_place(where)}: the gradient of two processes differs by {share} from that of one, in step "
+                f"{gap.number + 1}.",
+                where=where,
+                details=(quoted,) if quoted else (),
+            )
+
+    # ── changes of the group ──────────────────────────────────────────────────────────────────────
+
+    def joined(self, veteran: Record, newcomer: Record, two: Sequence[Record]) -> None:
+        """Judge a process that joins another one; `two` began together."""
+        name = f"a process that joins after step {self._at}"
+        if self._failed(name, [newcomer, veteran], f"When a process joins after step {self._at}"):
+            return
+        explained = self._has("variable", "parameter", "hyperparameter", "replicas", "buffer")
+        difference = first_difference(veteran, newcomer, without=_BY_SHARE)
+        if difference is None:
+            self._row(name, "as the others", holds=True)
+        else:
+            self._row(name, f"it differs from the other: {difference.sentence()}", holds=False)
+            if difference.kind is Kind.OUTSIDE and not self._has("parameter"):
+                self._outside(difference)
+        if not newcomer.held or self._has("hyperparameter", "replicas", "buffer"):
+            return
+        by_share = {
+            base_of(path)
+            for place in two[0].held.keys() & two[1].held.keys()
+            for path in two[0].held[place].keys() & two[1].held[place].keys()
+            if two[0].held[place][path].bits != two[1].held[place][path].bits
+        }
+        suspects = suspects_between(veteran, newcomer, after=min(newcomer.held), without=())
+        known = {finding.name for finding in self._report.findings} | self._foreign
+        own = {base: suspect for base, suspect in suspects.items() if base not in by_share and suspect.name not in known}
+        self._add(self._variables.findings(own, None, self._at, known=known))
+        if difference is not None and not explained and not self._report.causes:
+            self._find(
+                "members",
+                f"When a process joins after step {self._at}, {difference.sentence()}.",
+                difference.name,
+            )
+
+    def failed(self, survivor: Record, reference: Record) -> None:
+        """Judge the process that repeats a batch after another one has failed in it."""
+        name = f"a process that fails in step {self._at + 1}"
+        if survivor.error:
+            self._row(name, f"the other fails, too: {_first_line(survivor.error)}", holds=False)
+            if not self._report.causes:
+                self._error(survivor, f"When another process fails in step {self._at + 1}")
+            return
+        effect = first_difference(reference, survivor, self._tolerance(reference), without=_BY_SHARE)
+        if not self._double:
+            effect = None
+        self._row(name, "as without" if effect is None else effect.sentence(), holds=effect is None)
+        if self._has("hyperparameter", "replicas", "buffer", "loss", "parameter"):
+            return
+        known = {finding.name for finding in self._report.findings}
+        repeated = [each for each in self._counted_twice(survivor, reference) if each.name not in known]
+        self._add(repeated)
+        if effect is not None and not self._report.causes:
+            self._find(
+                "repeated",
+                f"After a failure of another process in step {self._at + 1}, {effect.sentence()}: the batch is repeated.",
+                effect.name,
+                mend="put what must run once per step under `if session.step(loss):`",
+            )
+
+    def _counted_twice(self, survivor: Record, reference: Record) -> list[Finding]:
+        """Find whole numbers that count a repeated batch twice."""
+        made = reference.made
+        after = made[min(self._at, len(made) - 1)].place
+        found = {}
+        for place in sorted(survivor.held.keys() & reference.held.keys()):
+            for path, leaf in reference.held[place].items():
+                other = survivor.held[place].get(path)
+                if place > after and other is not None and leaf.text.isdigit() and other.text.isdigit():
+                    ours, theirs = int(leaf.text), int(other.text)
+                    if theirs > ours:
+                        found.setdefault(base_of(path), (path, ours, theirs))
+        return [
+            Finding(
+                "repeated",
+                f"`{shown_path(path)}` is {theirs} instead of {ours} after another process has failed in the middle of a "
+                "batch: the batch is repeated, and what follows session.step runs twice.",
+                base.partition("|")[2],
+                mend="change it under `if session.step(loss):`, or keep it in session.state",
+                note=True,
+            )
+            for base, (path, ours, theirs) in found.items()
+        ]
+
+    def fused(self, member: Record, reference: Record) -> None:
+        """Judge a member of an array whose other member has the same arguments."""
+        name = "two members of one array"
+        reason = next(iter(member.notes), "")
+        if reason:
+            self._row(name, f"not fused: {reason}", holds=None)
+            return
+        if member.error:
+            self._row(name, f"fails: {_first_line(member.error)}", holds=False)
+            if not self._report.causes:
+                self._error(member, "In an array")
+            return
+        effect = first_difference(reference, member, _EXACT) if self._double else None
+        self._row(name, "as one" if effect is None else effect.sentence(), holds=effect is None)
+        if effect is None or self._report.causes:
+            return
+        suspects = suspects_between(reference, member, after=min(reference.states), without=())
+        shared = [suspect for suspect in suspects.values() if suspect.frame in ("global", "default")]
+        for suspect in shared[:1]:
+            self._find(
+                "array",
+                f"`{shown_path(suspect.path)}` is shared by the members of an array, which run in one process: "
+                f"{suspect.other.text} instead of {suspect.one.text}.",
+                suspect.name,
+                details=(f"Then {effect.sentence()}.",),
+                mend="keep it in the function, or in session.state",
+            )
+        if not shared:
+            self._find("array", f"In an array of two members {effect.sentence()}.", effect.name)
+
+    # ── common ────────────────────────────────────────────────────────────────────────────────────
+
+    def _failed(self, row: str, records: Sequence[Record], when: str) -> bool:
+        """Judge the errors of a group; return whether there are any."""
+        bad = [record for record in records if record.error]
+        if not bad:
+            return False
+        if any(record.hangs for record in bad):
+            where = [self._state_of(number, record) for number, record in enumerate(records[: records[0].variant.size or 1])]
+            self._row(row, "they wait for each other", holds=False)
+            worst = next(record for record in bad if record.hangs)
+            self._find(
+                "hang",
+                f"{when}: the processes wait for each other. {'; '.join(where)}.",
+                where=worst.trace,
+                mend="leave the loop, skip a batch and call session.sum for a reason that is the same on all processes: "
+                "session.agree(value)",
+            )
+            return True
+        worst = next((record for record in bad if not record.error.startswith("PeerFailed")), bad[0])
+        self._row(row, f"fails: {_first_line(worst.error)}", holds=False)
+        if not (worst.error.startswith("PeerFailed") and self._report.causes):
+            self._error(worst, when)
+        return True
+
+    @staticmethod
+    def _state_of(number: int, record: Record) -> str:
+        if record.hangs:
+            return f"Process {number} waits at {short_place(record.trace) or 'an unknown line'}"
+        return f"process {number} " + (f"failed ({_first_line(record.error)[:60]})" if record.error else "had ended")
+
+    def _error(self, record: Record, when: str) -> None:
+        """Report an error of the function, in its own words."""
+        kind = "replicas" if record.error.startswith("ReplicasDiffer") else "error"
+        place = f" ({short_place(record.trace)})" if record.trace else ""
+        self._find(kind, f"{when}: {record.error}{place}", where=record.trace)
+
+    def _has(self, *kinds: str) -> bool:
+        return any(finding.kind in kinds for finding in self._report.causes)
+
+    def _row(self, name: str, text: str, *, holds: bool | None) -> None:
+        self._report.rows.append(Row(name, text, holds))
+
+    def _find(
+        self, kind: str, text: str, name: str = "", where: str = "", *, details: tuple[str, ...] = (), mend: str = ""
+    ) -> None:
+        self._add([Finding(kind, text, name, where, details, mend)])
+
+    def _add(self, findings: Sequence[Finding]) -> None:
+        texts = {finding.text for finding in self._report.findings}
+        self._report.findings.extend(finding for finding in findings if finding.text not in texts)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1g}"  # noqa: PLR2004 - one per cent
+
+
+def _first_line(error: str) -> str:
+    return error.partition("\n")[0][:160]
+
+
