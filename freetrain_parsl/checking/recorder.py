@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ class TrainingRecorder:
         self.runtime: Runtime | None = None
         """The last one that made a call."""
         self._variant = variant
-        self._function = function
+        self._function = inspect.unwrap(function)
         self._mailbox = mailbox
         self._commanded = False
         self._objects: dict[str, Stateful] = {}

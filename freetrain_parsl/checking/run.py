@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import time
 from dataclasses import replace
@@ -64,8 +65,6 @@ def check(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CheckRe
 
 def call_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
     """Return the call of a training function or app; raises the errors of `check`."""
-    import inspect
-
     plain = getattr(function, "training_function", function)
     check_signature(plain)
     bind_call(getattr(plain, "__name__", "the function"), inspect.signature(plain), args, kwargs)
@@ -92,7 +91,7 @@ class Checker:
         self._call = call
         self._limit = limit
         self._double = double
-        code = getattr(call.function, "__code__", None)
+        code = getattr(inspect.unwrap(call.function), "__code__", None)
         self._file = "" if code is None else code.co_filename
         where = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
         self.report = CheckReport(getattr(call.function, "__name__", "the function"), where)
