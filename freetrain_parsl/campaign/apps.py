@@ -95,7 +95,8 @@ def load_function(reference: str, directory: Path) -> Callable[..., Any]:
         place, name, _ = parse_reference(reference, directory)
         there = [key for key, value in vars(module).items() if inspect.isfunction(getattr(value, "func", value))]
         raise InvalidInput(f"{place} has no function {name!r}{did_you_mean(name, there)}")
-    return function
+    found: Callable[..., Any] = function
+    return found
 
 
 def _find_in_module(reference: str, directory: Path) -> tuple[Any, ModuleType, Path]:

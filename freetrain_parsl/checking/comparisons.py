@@ -89,7 +89,7 @@ def first_difference(
             and value.leaf.differs(theirs[name].leaf, tolerance, scales[value.family])
         ]
         if found:
-            return min(found, key=lambda each: (each.kind is not Kind.RATE, _ORDER.index(each.kind)))
+            return min(found, key=lambda each: _ORDER.index(each.kind))
     return None
 
 
@@ -125,9 +125,7 @@ def gradient_gap(one: Record, many: Record, tolerance: float, *, steps: int | No
     for number, (ours, theirs) in enumerate(zip(one.steps[:steps], many.steps[:steps], strict=False)):
         if not ours.gradients or ours.place != theirs.place:
             continue
-        pairs = [
-            (leaf, theirs.gradients.get(name)) for name, leaf in ours.gradients.items() if leaf.norm is not None
-        ]
+        pairs = [(leaf, theirs.gradients.get(name)) for name, leaf in ours.gradients.items() if leaf.norm is not None]
         norm = math.sqrt(sum((leaf.norm or 0.0) ** 2 for leaf, _ in pairs))
         gap = math.sqrt(
             sum(((leaf.norm or 0.0) if other is None else distance(leaf, other)) ** 2 for leaf, other in pairs)
@@ -135,7 +133,10 @@ def gradient_gap(one: Record, many: Record, tolerance: float, *, steps: int | No
         if gap > tolerance * max(norm, _ZERO) and gap > _ZERO:
             own = sum(a * a for leaf, _ in pairs for a in leaf.sketch)
             both = sum(
-                a * b for leaf, other in pairs if other is not None for a, b in zip(leaf.sketch, other.sketch, strict=True)
+                a * b
+                for leaf, other in pairs
+                if other is not None
+                for a, b in zip(leaf.sketch, other.sketch, strict=True)
             )
             return GradientGap(number, gap / max(norm, _ZERO), both / own if own else 0.0)
     return None

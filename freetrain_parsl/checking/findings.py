@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.checking.comparisons import (
     Difference,
-    first_culprit,
     first_difference,
     gradient_gap,
     place_text,
 )
-from freetrain_parsl.checking.records import Kind
-from freetrain_parsl.checking.report import Finding, Row, short_place
-from freetrain_parsl.checking.sources import line_of
+from freetrain_parsl.checking.losses import reason_for_gap
+from freetrain_parsl.checking.records import CRASHED, Kind
+from freetrain_parsl.checking.report import Finding, Row, percent, short_place
 from freetrain_parsl.checking.variables import VariableCauses, base_of, shown_path, suspects_between
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from freetrain_parsl.checking.comparisons import GradientGap
-    from freetrain_parsl.checking.records import Place, Record
+    from freetrain_parsl.checking.records import Record
     from freetrain_parsl.checking.report import CheckReport
 
 __all__ = ["Judge"]
@@ -28,10 +27,7 @@ __all__ = ["Judge"]
 _EXACT = 1e-7  # of float64, after some steps
 _COARSE = 2e-3  # of float32, in the first step
 _CASTS = 3e-2  # with bfloat16
-_MEANS = 1e-6  # of a scalar, against the mean of the members'
-_HALF = 1e-3  # how close to one half the ratio of gradients of two processes is, for a sum
-_LARGE = 0.1  # share of a gradient
-_LINE = 70  # characters of a quoted line
+_LOST = ("PeerFailed", CRASHED)
 _BY_SHARE = (Kind.STATISTICS, Kind.STREAM)  # differ between processes by design
 
 
@@ -69,8 +65,8 @@ class Judge:
             names = ", ".join(f"`{name}`" for name in foreign[:4]) + (", …" if len(foreign) > len(foreign[:4]) else "")
             self._find(
                 "parameter",
-                f"{names}: the loss depends on {len(foreign)} parameters that belong to no prepared model, so the session "
-                "does not sum their gradients, send or save them.",
+                f"{names}: the loss depends on {len(foreign)} parameters that belong to no prepared model, so the "
+                "session does not sum their gradients, send or save them.",
                 foreign[0],
                 plain.steps[0].line,
                 mend="pass their module, and its optimizer, to session.prepare",
@@ -139,7 +135,9 @@ class Judge:
                 "not repeatable",
                 f"Two runs of the function with the same seed differ: {again.sentence()}.",
                 again.name,
-                details=("What it draws or reads is not the same each time: the clock, a generator without a seed, files.",),
+                details=(
+                    "What it draws or reads is not the same each time: the clock, a generator without a seed, files.",
+                ),
                 mend="seed its own generators, or draw from those of torch, numpy and Python, which the session seeds",
             )
             return
@@ -178,12 +176,14 @@ class Judge:
             f"resumes begins with its first value.",
             effect.name,
             details=(f"Then {effect.sentence()}.",),
-            mend=f"make it part of a module that is prepared: model.{effect.name} = nn.Parameter(…) before the optimizer",
+            mend=f"put it into a module that is prepared: model.{effect.name} = nn.Parameter(…), before the optimizer",
         )
 
     # ── members ───────────────────────────────────────────────────────────────────────────────────
 
-    def members(self, size: int, group: Sequence[Record], reference: Record, steady: Sequence[Record]) -> GradientGap | None:
+    def members(
+        self, size: int, group: Sequence[Record], reference: Record, steady: Sequence[Record]
+    ) -> GradientGap | None:
         """Judge a group that was together from the start.
 
         Parameters
@@ -201,7 +201,8 @@ class Judge:
             A difference of the gradients whose cause is still unknown.
         """
         name = f"{size} processes"
-        if self._failed(name, [*group, reference, *steady], name):
+        when = f"On {name}"
+        if self._failed(name, group, when) or self._failed(name, steady, when) or self._failed(name, [reference], when):
             return None
         differs = self._replicas(group)
         if differs is not None:
@@ -210,7 +211,11 @@ class Judge:
         tolerance = self._tolerance(reference)
         gap = gradient_gap(reference, steady[0], tolerance, steps=None if self._double else 1)
         if gap is not None:
-            self._row(name, f"the gradient of step {gap.number + 1} differs by {_percent(gap.share)} from that of one", holds=False)
+            self._row(
+                name,
+                f"the gradient of step {gap.number + 1} differs by {percent(gap.share)} from that of one",
+                holds=False,
+            )
             return gap
         difference = None
         if self._double:
@@ -236,23 +241,31 @@ class Judge:
         if not differences:
             return None
         difference = min(differences, key=lambda each: each.place)
-        values = f" ({difference.one.text} and {difference.other.text})" if difference.one.text != difference.other.text else ""
+        values = (
+            f" ({difference.one.text} and {difference.other.text})"
+            if difference.one.text != difference.other.text
+            else ""
+        )
         since = f"from {place_text(difference.place)} on"
         line = next((step.line for step in reversed(first.steps) if step.place < difference.place), "")
+        if self._has("hyperparameter", "replicas"):
+            return difference  # the same again
         if difference.kind is Kind.RATE:
             self._find(
                 "hyperparameter",
                 f"The processes use a different {difference.name}{values} {since}.",
                 difference.name,
                 line,
-                details=("It was set from something that differs between them: session.rank, the loss of the own share.",),
+                details=(
+                    "It was set from something that differs between them: session.rank, the loss of the own share.",
+                ),
                 mend="set it from session.metrics, session.position or session.agree(value)",
             )
         elif difference.kind is Kind.BUFFER:
             if not self._has("buffer"):
                 self._find(
                     "buffer",
-                    f"Buffer `{difference.name}` differs between the processes {since}: each computes it from its share.",
+                    f"Buffer `{difference.name}` differs between processes {since}: each computes it from its share.",
                     difference.name,
                     line,
                     mend="sum over the processes before it is used, as session.sum(x.sum(0)) / session.sum(len(x))",
@@ -266,7 +279,7 @@ class Judge:
                 for name, leaf in other.gradients.items()
             )
             cause = (
-                "Their gradients were equal: parameters or gradients are changed between backward and step, or after it, "
+                "Their gradients were equal: parameters or gradients are changed after backward or after the step, "
                 "by random numbers, by the rank or by the own share."
                 if equal
                 else "Their gradients differ."
@@ -290,83 +303,21 @@ class Judge:
 
     def needs_reason(self, gap: GradientGap) -> bool:
         """Return whether a difference of gradients is not explained by what was found before."""
-        if self._has("hyperparameter", "replicas", "buffer", "hang", "loss"):
+        if self._has("hyperparameter", "replicas", "buffer", "hang", "loss", "not repeatable"):
             return False
         return not (gap.number and self._has("variable", "parameter"))
 
-    def loss(self, gap: GradientGap, reference: Record, group: Sequence[Record], alone: Record, again: Sequence[Record]) -> None:
-        """Tell why the gradient of two processes is not that of one.
-
-        Parameters
-        ----------
-        gap
-            The difference.
-        reference, group
-            One process and two.
-        alone, again
-            The same, with the scalars on the way to the loss.
-        """
-        step = reference.steps[gap.number]
-        where, share = step.line, _percent(gap.share)
-        quoted = f"{line_of(where)[:_LINE]}"
-        mean = sum(record.steps[gap.number].loss * record.steps[gap.number].weight for record in group)
-        same_loss = abs(mean - step.loss) <= _MEANS * max(1.0, abs(step.loss))
-        culprit = first_culprit(alone, list(again), gap.number, _MEANS)
-        if step.graph.checkpoint and same_loss:
-            self._find(
-                "loss",
-                f"{short_place(where)}: the loss of two processes is that of one, but their gradient differs by {share}: a "
-                "module is used more than once under torch.utils.checkpoint(use_reentrant=True).",
-                where=where,
-                mend="use_reentrant=False",
-            )
-        elif step.graph.weighted:
-            self._find(
-                "loss",
-                f"{short_place(where)}: the gradient of two processes differs by {share} from that of one: "
-                "cross_entropy(weight=…) is a mean over weights, not over samples.",
-                where=where,
-                details=(quoted,) if quoted else (),
-                mend="session.step(loss, items=weight[y].sum())",
-            )
-        elif abs(gap.ratio - 1 / len(group)) < _HALF or (step.graph.sums and gap.share > _LARGE):
-            at = where if culprit is None else culprit[0].where
-            self._find(
-                "loss",
-                f"{short_place(at)}: the loss is a sum over the batch: with n processes its gradient is 1/n of that of one.",
-                where=at,
-                details=(line_of(at)[:_LINE],) if line_of(at) else (),
-                mend='use the mean, or say so: session.step(loss, reduction="sum")',
-            )
-        elif culprit is not None:
-            scalar, mean = culprit
-            self._find(
-                "loss",
-                f"{short_place(scalar.where)}: {scalar.function} is {scalar.value:.6g} on the batch, but {mean:.6g} as the "
-                "mean of two shares: this loss is no mean over samples.",
-                scalar.function,
-                scalar.where,
-                details=(
-                    *((line_of(scalar.where)[:_LINE],) if line_of(scalar.where) else ()),
-                    "It compares samples of the batch with each other, or is a mean over other items; a process sees only "
-                    "its share.",
-                ),
-                mend="over the whole batch: compute it from session.gather(tensor), with "
-                'session.step(loss, reduction="batch"); a mean over other items: session.step(loss, items=n)',
-            )
-        else:
-            self._find(
-                "loss",
-                f"{short_place(where)}: the gradient of two processes differs by {share} from that of one, in step "
-                f"{gap.number + 1}.",
-                where=where,
-                details=(quoted,) if quoted else (),
-            )
+    def loss(
+        self, gap: GradientGap, reference: Record, group: Sequence[Record], alone: Record, again: Sequence[Record]
+    ) -> None:
+        """Tell why the gradient of a group is not that of one process; see `reason_for_gap`."""
+        self._add([reason_for_gap(gap, reference, group, alone, again)])
 
     # ── changes of the group ──────────────────────────────────────────────────────────────────────
 
-    def joined(self, veteran: Record, newcomer: Record, two: Sequence[Record]) -> None:
-        """Judge a process that joins another one; `two` began together."""
+    def joined(self, pair: Sequence[Record], two: Sequence[Record]) -> None:
+        """Judge a process and one that joins it; `two` began together."""
+        veteran, newcomer = pair
         name = f"a process that joins after step {self._at}"
         if self._failed(name, [newcomer, veteran], f"When a process joins after step {self._at}"):
             return
@@ -388,7 +339,9 @@ class Judge:
         }
         suspects = suspects_between(veteran, newcomer, after=min(newcomer.held), without=())
         known = {finding.name for finding in self._report.findings} | self._foreign
-        own = {base: suspect for base, suspect in suspects.items() if base not in by_share and suspect.name not in known}
+        own = {
+            base: suspect for base, suspect in suspects.items() if base not in by_share and suspect.name not in known
+        }
         self._add(self._variables.findings(own, None, self._at, known=known))
         if difference is not None and not explained and not self._report.causes:
             self._find(
@@ -417,7 +370,7 @@ class Judge:
         if effect is not None and not self._report.causes:
             self._find(
                 "repeated",
-                f"After a failure of another process in step {self._at + 1}, {effect.sentence()}: the batch is repeated.",
+                f"After another process has failed in step {self._at + 1}, {effect.sentence()}: the batch is repeated.",
                 effect.name,
                 mend="put what must run once per step under `if session.step(loss):`",
             )
@@ -426,7 +379,7 @@ class Judge:
         """Find whole numbers that count a repeated batch twice."""
         made = reference.made
         after = made[min(self._at, len(made) - 1)].place
-        found = {}
+        found: dict[str, tuple[str, int, int]] = {}
         for place in sorted(survivor.held.keys() & reference.held.keys()):
             for path, leaf in reference.held[place].items():
                 other = survivor.held[place].get(path)
@@ -437,8 +390,8 @@ class Judge:
         return [
             Finding(
                 "repeated",
-                f"`{shown_path(path)}` is {theirs} instead of {ours} after another process has failed in the middle of a "
-                "batch: the batch is repeated, and what follows session.step runs twice.",
+                f"`{shown_path(path)}` is {theirs} instead of {ours} after another process has failed in a batch: "
+                "the batch is repeated, and what follows session.step runs twice.",
                 base.partition("|")[2],
                 mend="change it under `if session.step(loss):`, or keep it in session.state",
                 note=True,
@@ -483,16 +436,16 @@ class Judge:
         bad = [record for record in records if record.error]
         if not bad:
             return False
-        if any(record.hangs for record in bad):
-            where = [self._state_of(number, record) for number, record in enumerate(records[: records[0].variant.size or 1])]
-            self._row(row, "they wait for each other", holds=False)
-            worst = next(record for record in bad if record.hangs)
+        if all(record.hangs or record.error.startswith(_LOST) for record in bad):
+            self._row(row, "they do not make the same calls", holds=False)
+            ends = [self._end_of(number, record) for number, record in enumerate(records)]
+            worst = next((record for record in bad if record.trace), bad[0])
             self._find(
                 "hang",
-                f"{when}: the processes wait for each other. {'; '.join(where)}.",
+                f"{when}, they do not make the same calls: {'; '.join(ends)}.",
                 where=worst.trace,
-                mend="leave the loop, skip a batch and call session.sum for a reason that is the same on all processes: "
-                "session.agree(value)",
+                mend="leave the loop, skip a batch and call session.sum for a reason that is the same on all "
+                "processes: session.agree(value)",
             )
             return True
         worst = next((record for record in bad if not record.error.startswith("PeerFailed")), bad[0])
@@ -502,10 +455,13 @@ class Judge:
         return True
 
     @staticmethod
-    def _state_of(number: int, record: Record) -> str:
+    def _end_of(number: int, record: Record) -> str:
+        place = f" at {short_place(record.trace)}" if record.trace else ""
         if record.hangs:
-            return f"Process {number} waits at {short_place(record.trace) or 'an unknown line'}"
-        return f"process {number} " + (f"failed ({_first_line(record.error)[:60]})" if record.error else "had ended")
+            return f"process {number} waits{place}"
+        if record.error.startswith("PeerFailed"):
+            return f"process {number} lost the others{place}"
+        return f"process {number} " + (f"{record.error}{place}" if record.error else "came to its end")
 
     def _error(self, record: Record, when: str) -> None:
         """Report an error of the function, in its own words."""
@@ -529,11 +485,5 @@ class Judge:
         self._report.findings.extend(finding for finding in findings if finding.text not in texts)
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 else f"{share:.1g}"  # noqa: PLR2004 - one per cent
-
-
 def _first_line(error: str) -> str:
     return error.partition("\n")[0][:160]
-
-

@@ -9,13 +9,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore  # torch.distributed does not export it
 
 from freetrain_parsl.checking.ownership import is_users_file
 from freetrain_parsl.checking.recorder import NAME, TrainingRecorder
 from freetrain_parsl.checking.values import flat
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import GroupFailed
 from freetrain_parsl.training.fragment import run_fragment
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.training.fusion.run import run_members
@@ -34,6 +35,7 @@ __all__ = ["Call", "run_variant"]
 
 _LOCAL = "lo"
 _NEVER = timedelta(days=1)
+_NEVER_TOGETHER = "its model is not called as a whole, as model(x), or its gradients cannot be computed together"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _run_member(call: Call, variant: Variant, directory: Path) -> Record:
         mailbox.post(Regroup(Membership(NAME, 2, 1, 2, interface=_LOCAL)))
 
     def meet(of: Membership) -> Store:  # in a file: nothing listens for whoever else uses this host
-        return dist.FileStore(str(directory / f"meeting-{of.generation}"), -1)
+        return FileStore(str(directory / f"meeting-{of.generation}"), -1)
 
     recorder = TrainingRecorder(variant, call.function, mailbox)
     try:
@@ -89,7 +91,7 @@ def _run_member(call: Call, variant: Variant, directory: Path) -> Record:
             membership=membership,
             meet=meet,
             mailbox=mailbox,
-            report=_ignore,
+            report=lambda news: mailbox.end() if isinstance(news, GroupFailed) else None,  # no command will follow
             recorder=recorder,
         )
     except BaseException as error:  # noqa: BLE001 - whatever the function raises, SystemExit too, is a result
@@ -124,16 +126,12 @@ def _run_array(call: Call, variant: Variant, directory: Path) -> Record:
     if not record.error:
         record.failed(recorders[1].record.error, recorders[1].record.trace, refused=recorders[1].record.refused)
     if not engine.fused_steps:
-        record.notes.append(reasons[0] if reasons else engine.reason or "its members never made a step together")
+        record.notes.append(reasons[0] if reasons else engine.reason or _NEVER_TOGETHER)
     return record
 
 
 def _options(call: Call, directory: Path, name: str = NAME) -> SessionOptions:
     return SessionOptions(name, directory, seed=call.seed, checkpoint_interval=_NEVER, epochs=call.epochs)
-
-
-def _ignore(_report: Report) -> None:
-    """Nobody follows the progress of a check."""
 
 
 def _note_end(recorder: TrainingRecorder, end: object) -> None:

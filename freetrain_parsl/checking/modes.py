@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.functional import batch_norm
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Constants", "Scalars", "SteadyNorm"]
+__all__ = ["Constants", "Scalars", "SteadyNorm", "enter"]
 
 _FILLED = {
     "normal_": 0.5,
@@ -32,10 +32,18 @@ _FILLED = {
     "multinomial": 1,
 }
 """Operator -> the constant that it draws."""
+_Mode = TypeVar("_Mode")
 _TRAINING = 5  # place of the argument of this name
 
 
-class Constants(TorchDispatchMode):
+def enter(mode: Callable[..., _Mode], *args: Any) -> _Mode:
+    """Make and enter a mode, for the rest of this process; return it."""
+    made = mode(*args)
+    made.__enter__()  # type: ignore[attr-defined]  # torch's modes have no common base
+    return made
+
+
+class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Makes torch's random numbers constants; those of dropout keep everything."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

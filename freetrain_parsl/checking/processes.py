@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.checking.member import run_variant
 from freetrain_parsl.checking.ownership import is_users_file
-from freetrain_parsl.checking.records import Record
+from freetrain_parsl.checking.records import CRASHED, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,16 +69,17 @@ class Processes:
         directory = directory or self.directory()
         outputs = [Path(tempfile.mkdtemp(dir=self._scratch)) for _ in variants]
         running: dict[int, Path] = {}
+        codes: dict[Path, int] = {}
         try:
             for variant, output in zip(variants, outputs, strict=True):
                 running[_fork(self._call, variant, directory, output)] = output
-            _await(running, time.monotonic() + limit)
+            _await(running, codes, time.monotonic() + limit)
             for pid, output in running.items():
                 _ask_where(pid, output)
         finally:
             for pid in running:
                 _kill(pid)
-        return [_result(variant, output, limit) for variant, output in zip(variants, outputs, strict=True)]
+        return [_result(variant, output, codes.get(output)) for variant, output in zip(variants, outputs, strict=True)]
 
 
 def _fork(call: Call, variant: Variant, directory: Path, output: Path) -> int:
@@ -101,7 +102,8 @@ def _fork(call: Call, variant: Variant, directory: Path, output: Path) -> int:
             os.dup2(null, descriptor)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         with (output / "where").open("w") as where:
-            faulthandler.register(signal.SIGUSR1, file=where, all_threads=False)  # also while it waits in gloo
+            faulthandler.enable(where)  # members that expect different messages abort in gloo
+            faulthandler.register(signal.SIGUSR1, file=where)  # written at once, also while it waits in gloo
             record = run_variant(call, variant, directory)
         (output / "part").write_bytes(pickle.dumps(record))
         (output / "part").rename(output / "record")
@@ -109,13 +111,14 @@ def _fork(call: Call, variant: Variant, directory: Path, output: Path) -> int:
         os._exit(0)  # whatever it raised: there is no record
 
 
-def _await(running: dict[int, Path], deadline: float) -> None:
-    """Wait until processes have ended, and forget those."""
+def _await(running: dict[int, Path], codes: dict[Path, int], deadline: float) -> None:
+    """Wait until processes have ended; those are no longer `running`, but have exit codes."""
     while running and time.monotonic() < deadline:
         for pid in list(running):
-            if os.waitpid(pid, os.WNOHANG)[0]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 _kill_group(pid)  # what it has started
-                del running[pid]
+                codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
         time.sleep(_POLL)
 
 
@@ -140,17 +143,19 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _result(variant: Variant, output: Path, limit: float) -> Record:
+def _result(variant: Variant, output: Path, code: int | None) -> Record:
+    """Return the record of a process, or how it ended without one; `code` is ``None`` if it was killed here."""
     if (output / "record").exists():
         record: Record = pickle.loads((output / "record").read_bytes())  # noqa: S301 - from a private directory
         return record
-    record = Record(variant)
-    dumped = _text(output / "where")
-    if dumped:
-        record.hangs = True
-        record.failed(f"it did not end within {limit:.0f} s", next(_users_lines(dumped), ""))
+    record = Record(variant, hangs=code is None)
+    where = next(_users_lines(_text(output / "where")), "")
+    if code is None:
+        record.failed("it did not end", where)
+    elif code < 0:
+        record.failed(f"{CRASHED} {signal.Signals(-code).name}", where)
     else:
-        record.failed("its process ended without an exception", "")
+        record.failed(f"its process ended with exit code {code}", where)
     return record
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from freetrain_parsl.checking.graphs import facts_of, nodes_of
-from freetrain_parsl.checking.modes import Constants, Scalars, SteadyNorm
+from freetrain_parsl.checking.modes import Constants, Scalars, SteadyNorm, enter
 from freetrain_parsl.checking.ownership import is_users_file
 from freetrain_parsl.checking.records import Frame, Kind, Leaf, Place, Record, Scalar, Step, Value
 from freetrain_parsl.checking.values import Flattener, globals_of, leaf_of_plain, leaf_of_tensor
@@ -72,7 +73,7 @@ class TrainingRecorder:
         self._kinds: dict[str, Kind] = {}
         self._elements = 0
         self._generators: tuple[object, ...] = ()  # after the last batch was handed out
-        self._scalars = Scalars(self._users_line) if variant.scalars else None
+        self._scalars: Scalars | None = None
 
     # ── shorter, and in float64 ───────────────────────────────────────────────────────────────────
 
@@ -99,11 +100,10 @@ class TrainingRecorder:
         self._generators = self._generator_states()
         return data
 
-    def prepared(self, runtime: Runtime, objects: Mapping[str, Stateful]) -> None:
+    def prepared(self, objects: Mapping[str, Stateful]) -> None:
         """Convert models and optimizers to float64, and note the names of their parts."""
         new = {name: thing for name, thing in objects.items() if thing not in self._objects.values()}
         self._objects |= new
-        self.runtime = runtime
         modules = {name: thing for name, thing in new.items() if isinstance(thing, nn.Module)}
         optimizers = {name: thing for name, thing in self._objects.items() if isinstance(thing, Optimizer)}
         if self._variant.double:
@@ -140,16 +140,17 @@ class TrainingRecorder:
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
-    def started(self, runtime: Runtime) -> None:
+    def started(self) -> None:
         """Make random numbers constants from here on, if asked for."""
         if self._variant.steady:  # for the rest of this process
-            SteadyNorm().__enter__()
-            Constants().__enter__()
-        if self._scalars is not None:
-            self._scalars.__enter__()
+            enter(SteadyNorm)
+            enter(Constants)
+        if self._variant.scalars:
+            self._scalars = enter(Scalars, self._users_line)
 
     def boundary(self, runtime: Runtime) -> None:
         """Record the state, and post the command that is due."""
+        self.runtime = runtime
         place = runtime.state.cursor.place
         if not runtime.members.is_newcomer and place not in self.record.states:
             self._record(runtime, place)
@@ -163,7 +164,7 @@ class TrainingRecorder:
         elif variant.grow_at is not None and done >= variant.grow_at:
             self._commanded = True
             self._mailbox.post(Regroup(Membership(NAME, 2, 0, 2, interface="lo")))
-        elif len(self.record.states) > _MOST_BOUNDARIES or variant.leave_at is not None and done >= variant.leave_at:
+        elif len(self.record.states) > _MOST_BOUNDARIES or done >= (variant.leave_at or math.inf):
             self._commanded = True
             self._mailbox.post(Regroup(None))
 
@@ -208,7 +209,7 @@ class TrainingRecorder:
             if parameter.grad is not None
         }
 
-    def step(self, runtime: Runtime) -> None:
+    def step(self) -> None:
         """Note that a step was made."""
         if self.record.steps:  # members of an array have none
             self.record.steps[-1].made = True

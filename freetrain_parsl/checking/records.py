@@ -7,7 +7,23 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias
 
-__all__ = ["Frame", "Graph", "Kind", "Leaf", "Place", "Record", "Scalar", "Step", "Value", "Variant", "distance"]
+__all__ = [
+    "CRASHED",
+    "Frame",
+    "Graph",
+    "Kind",
+    "Leaf",
+    "Place",
+    "Record",
+    "Scalar",
+    "Step",
+    "Value",
+    "Variant",
+    "distance",
+]
+
+CRASHED = "was ended by"
+"""Begins the error of a process that a signal has ended."""
 
 Place: TypeAlias = tuple[int, bool, int, int]
 """Epoch, whether its batches are done, samples of it, and steps on the current batch: see `Cursor.place`."""
@@ -99,16 +115,16 @@ def distance(one: Leaf, other: Leaf) -> float:
 
 
 class Kind(Enum):
-    """What a part of the session's state is."""
+    """What a part of the session's state is; a difference of an earlier one is more probably the cause of others."""
 
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    STATISTICS = "running statistics"  # of BatchNorm, which differ between processes by design
     RATE = "hyperparameter"
-    MOMENT = "state of an optimizer"
+    OTHER = "state"  # of schedulers, and of what the user keeps
     OUTSIDE = "parameter of an optimizer only"
+    BUFFER = "buffer"
+    PARAMETER = "parameter"
+    MOMENT = "state of an optimizer"
+    STATISTICS = "running statistics"  # of BatchNorm, which differ between processes by design
     STREAM = "position in a stream"  # each process has read as far as its own share
-    OTHER = "state"
 
 
 @dataclass(frozen=True)

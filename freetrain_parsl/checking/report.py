@@ -8,15 +8,21 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckReport", "Finding", "Row", "Verdict", "short_place"]
+__all__ = ["CheckReport", "Finding", "Row", "Verdict", "percent", "short_place"]
 
 _WIDTH = 100
+_PERCENT = 0.01
 
 
 def short_place(where: str) -> str:
     """Return ``file:line`` without the directories."""
     file, colon, line = where.rpartition(":")
     return f"{Path(file).name}:{line}" if colon else where
+
+
+def percent(share: float) -> str:
+    """Return a share as it is written in sentences; one below a per cent as a number."""
+    return f"{share:.0%}" if share >= _PERCENT else f"{share:.1g}"
 
 
 class Verdict(Enum):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # torch's optimizers import it: once here, not in each process  # noqa: F401
+import torch._dynamo  # torch's optimizers import it: once here, not in each process
 
 from freetrain_parsl.checking.findings import Judge
 from freetrain_parsl.checking.member import Call
@@ -106,7 +106,7 @@ class Checker:
         UsageError
             This process has used a GPU already.
         """
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
             raise UsageError(
                 "check: this process has used a GPU, so that it cannot be forked; check before that, or in a shell: "
                 "freetrain check FILE.py:FUNCTION"
@@ -135,7 +135,7 @@ class Checker:
         self._check_resume(judge, at)
         two = self._check_members(judge, plain)
         if two is not None and not judge.hangs:
-            judge.joined(*self._run({"grow_at": at}, {"rank": 1, "size": 2, "joins": True}), two)
+            judge.joined(self._run({"grow_at": at}, {"rank": 1, "size": 2, "joins": True}), two)
         if not judge.hangs:
             self._check_failure(judge, plain, at)
         (fused,) = self._run({"fused": True})

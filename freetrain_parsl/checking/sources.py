@@ -1,5 +1,6 @@
-"""What the source of a function says about a variable: where it is assigned, whether a round of the loop needs the value
-of the last one, and what it reaches.
+"""What the source of a function says about a variable.
+
+Where it is assigned, whether a round of the loop needs the value that the last one left, and what it reaches.
 """
 
 from __future__ import annotations

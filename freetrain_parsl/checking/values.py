@@ -21,7 +21,7 @@ from freetrain_parsl.checking.ownership import is_users_file, is_users_type
 from freetrain_parsl.checking.records import Leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
 __all__ = ["Flattener", "digest", "flat", "globals_of", "leaf_of_plain", "leaf_of_tensor"]
 
@@ -142,6 +142,23 @@ class Flattener:
         self.leaves: dict[str, Leaf] = {}
         self._known = known
         self._seen: set[int] = set()
+        # Types -> how their values are added; the first that fits.
+        self._adders: tuple[tuple[Any, Callable[[str, Any, int, str], None]], ...] = (
+            (torch.Tensor, self._add_tensor),
+            (np.ndarray, self._add_array),
+            (np.generic, self._add_number),
+            (nn.Module, self._add_module),
+            ((torch.Generator, np.random.Generator, random.Random), self._add_generator),
+            (dict, self._add_dict),
+            ((list, tuple, deque), self._add_sequence),
+            ((set, frozenset), self._add_set),
+            ((Dataset, DataLoader), self._add_data),
+            (types.FunctionType, self._add_function),
+            (types.MethodType, self._add_method),
+            (type, self._add_class),
+            (types.ModuleType, self._add_python_module),
+            (types.GeneratorType, self._add_running_generator),
+        )
 
     def add(self, path: str, value: object, depth: int = _DEPTH, of: str = "") -> None:
         """Add a value and what it contains, `depth` levels deep; `of` is the type of the object that contains it."""
@@ -153,62 +170,72 @@ class Flattener:
         if id(value) in self._known and not isinstance(value, nn.Module):
             return
         self._seen.add(id(value))
-        kind = type(value)
-        match value:
-            case torch.Tensor():
-                self._add_tensor(path, value, of or kind.__name__)
-            case np.ndarray():
-                if value.dtype.kind in "biufc":
-                    self.leaves[path] = leaf_of_tensor(torch.from_numpy(np.ascontiguousarray(value)), of or "array")
-            case np.generic():
-                self.leaves[path] = leaf_of_plain(value.item(), of)
-            case nn.Module():
-                self._add_module(path, value, depth)
-            case torch.Generator():
-                self.leaves[path] = leaf_of_tensor(value.get_state(), "generator")
-            case np.random.Generator():
-                self.leaves[path] = leaf_of_plain(str(value.bit_generator.state), "generator")
-            case random.Random():
-                self.leaves[path] = leaf_of_plain(hash(value.getstate()), "generator")
-            case dict():
-                for key in list(value)[:_ITEMS]:
-                    if isinstance(key, (str, int, float, bool, tuple)):
-                        self.add(f"{path}[{key!r}]", value[key], depth - 1, of or "dict")
-                self.leaves[f"len({path})"] = leaf_of_plain(len(value), of or "dict")
-            case list() | tuple() | deque():
-                for index, each in enumerate(list(value)[:_ITEMS]):
-                    self.add(f"{path}[{index}]", each, depth - 1, of or kind.__name__)
-                self.leaves[f"len({path})"] = leaf_of_plain(len(value), of or kind.__name__)
-            case set() | frozenset():
-                self.leaves[path] = leaf_of_plain(sorted(map(repr, value)), "set")
-            case Dataset() | DataLoader():
-                self._add_attributes(path, value, _PLAIN, 1)
-            case types.FunctionType():
-                self._add_function(path, value, depth)
-            case types.MethodType():
-                self.add(path, value.__self__, depth - 1, of)
-            case type():
-                if is_users_type(value):
-                    self._add_attributes(path, value, (*_PLAIN, list, dict), 2)
-            case types.ModuleType():
-                if is_users_file(getattr(value, "__file__", None) or "<frozen"):
-                    self._add_attributes(path, value, _PLAIN, 1)
-            case types.GeneratorType():
-                if value.gi_frame is not None and is_users_file(value.gi_code.co_filename):
-                    for name, each in value.gi_frame.f_locals.items():
-                        self.add(f"{path}:{name}", each, depth - 1, "iterator")
-            case _:
-                self._add_object(path, value, depth)
+        for kinds, add in self._adders:
+            if isinstance(value, kinds):
+                add(path, value, depth, of)
+                return
+        self._add_object(path, value, depth)
 
-    def _add_tensor(self, path: str, value: torch.Tensor, of: str) -> None:
-        if id(value) in self._known:
-            return
+    def _add_tensor(self, path: str, value: torch.Tensor, _depth: int, of: str) -> None:
         try:
-            self.leaves[path] = _kept.of(value, of)
+            self.leaves[path] = _kept.of(value, of or type(value).__name__)
         except (RuntimeError, TypeError, NotImplementedError):  # without elements that can be read: meta, nested, …
             return
 
-    def _add_module(self, path: str, module: nn.Module, depth: int) -> None:
+    def _add_array(self, path: str, value: np.ndarray[Any, Any], _depth: int, of: str) -> None:
+        if value.dtype.kind in "biufc":
+            self.leaves[path] = leaf_of_tensor(torch.from_numpy(np.ascontiguousarray(value)), of or "array")
+
+    def _add_number(self, path: str, value: np.generic, _depth: int, of: str) -> None:
+        self.leaves[path] = leaf_of_plain(value.item(), of)
+
+    def _add_generator(
+        self, path: str, value: torch.Generator | np.random.Generator | random.Random, _depth: int, _of: str
+    ) -> None:
+        if isinstance(value, torch.Generator):
+            self.leaves[path] = leaf_of_tensor(value.get_state(), "generator")
+        elif isinstance(value, random.Random):
+            self.leaves[path] = leaf_of_plain(hash(value.getstate()), "generator")
+        else:
+            self.leaves[path] = leaf_of_plain(str(value.bit_generator.state), "generator")
+
+    def _add_dict(self, path: str, value: dict[Any, Any], depth: int, of: str) -> None:
+        for key in list(value)[:_ITEMS]:
+            if isinstance(key, (str, int, float, bool, tuple)):
+                self.add(f"{path}[{key!r}]", value[key], depth - 1, of or "dict")
+        self.leaves[f"len({path})"] = leaf_of_plain(len(value), of or "dict")
+
+    def _add_sequence(self, path: str, value: list[Any] | tuple[Any, ...] | deque[Any], depth: int, of: str) -> None:
+        of = of or type(value).__name__
+        for index, each in enumerate(list(value)[:_ITEMS]):
+            self.add(f"{path}[{index}]", each, depth - 1, of)
+        self.leaves[f"len({path})"] = leaf_of_plain(len(value), of)
+
+    def _add_set(self, path: str, value: set[Any] | frozenset[Any], _depth: int, _of: str) -> None:
+        self.leaves[path] = leaf_of_plain(sorted(map(repr, value)), "set")
+
+    def _add_data(self, path: str, value: object, _depth: int, _of: str) -> None:
+        self._add_attributes(path, value, _PLAIN, 1)
+
+    def _add_method(self, path: str, value: types.MethodType, depth: int, of: str) -> None:
+        self.add(path, value.__self__, depth - 1, of)
+
+    def _add_class(self, path: str, value: type, _depth: int, _of: str) -> None:
+        if is_users_type(value):
+            self._add_attributes(path, value, (*_PLAIN, list, dict), 2)
+
+    def _add_python_module(self, path: str, value: types.ModuleType, _depth: int, _of: str) -> None:
+        if is_users_file(getattr(value, "__file__", None) or "<frozen"):
+            self._add_attributes(path, value, _PLAIN, 1)
+
+    def _add_running_generator(
+        self, path: str, value: types.GeneratorType[Any, Any, Any], depth: int, _of: str
+    ) -> None:
+        if value.gi_frame is not None and is_users_file(value.gi_code.co_filename):
+            for name, each in value.gi_frame.f_locals.items():
+                self.add(f"{path}:{name}", each, depth - 1, "iterator")
+
+    def _add_module(self, path: str, module: nn.Module, depth: int, _of: str) -> None:
         of = type(module).__name__
         if id(module) not in self._known:
             for name, each in module.state_dict().items():
@@ -219,14 +246,12 @@ class Flattener:
                 if not key.startswith("_") and key != "training" and not isinstance(each, (nn.Module, type)):
                     self.add(f"{where}.{key}", each, 2, of)
 
-    def _add_function(self, path: str, function: types.FunctionType, depth: int) -> None:
+    def _add_function(self, path: str, function: types.FunctionType, depth: int, _of: str) -> None:
         if not is_users_file(function.__code__.co_filename):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
+            if cell != types.CellType():  # otherwise its variable has no value yet
                 self.add(f"{path}:{name}", cell.cell_contents, depth - 1)
-            except ValueError:  # its variable has no value yet
-                continue
         for name, each in vars(function).items():
             if name != "__wrapped__":
                 self.add(f"{path}.{name}", each, 2)
@@ -239,7 +264,7 @@ class Flattener:
         if kind.__module__ == "itertools" and kind.__name__ == "count":
             self.leaves[path] = leaf_of_plain(repr(value), "iterator")
         elif kind.__module__ == "builtins" and kind.__name__.endswith("_iterator"):
-            left = operator.length_hint(value, -1)  # type: ignore[arg-type]  # it has one
+            left = operator.length_hint(value, -1)
             self.leaves[path] = leaf_of_plain(f"{left} items left" if left >= 0 else "an iterator", "iterator")
         elif is_users_type(kind):
             for name, each in _attributes(value):

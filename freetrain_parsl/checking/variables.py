@@ -218,8 +218,8 @@ class VariableCauses:
     def _mend(self, suspect: Suspect, *, counts: bool, by_share: bool) -> str:
         if counts:
             return (
-                'session.position.samples // batch_size is the number of the batch in its epoch, session.metrics["steps"] '
-                "that of the step"
+                "session.position.samples // batch_size is the number of the batch in its epoch, "
+                'session.metrics["steps"] that of the step'
             )
         of = suspect.one.of
         if of == "generator":

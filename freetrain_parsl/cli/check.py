@@ -1,7 +1,8 @@
-"""``freetrain check``: does a training function give the same results wherever and however it runs?"""
+"""``freetrain check``: whether a training function has the same results wherever and however it runs."""
 
 from __future__ import annotations
 
+import inspect
 import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +37,7 @@ def check(
         arguments = _arguments(settings)
         function = load_function(reference, Path())
 
-        from freetrain_parsl.checking.run import Checker, call_of  # now, with torch
-
-        import inspect
+        from freetrain_parsl.checking.run import Checker, call_of  # it imports torch
 
         plain = getattr(function, "training_function", function)
         check_call(inspect.signature(plain), arguments, lambda **given: call_of(function, **given))

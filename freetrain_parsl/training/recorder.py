@@ -31,10 +31,10 @@ class Recorder(Protocol):
     def epochs(self, count: int) -> int:
         """Return the number of epochs to train instead; called by ``session.epochs``."""
 
-    def prepared(self, runtime: Runtime, objects: Mapping[str, Stateful]) -> None:
+    def prepared(self, objects: Mapping[str, Stateful]) -> None:
         """See the objects given to ``session.prepare``, before they are restored; may convert their parameters."""
 
-    def started(self, runtime: Runtime) -> None:
+    def started(self) -> None:
         """See that the loop begins, after a newcomer has received its state."""
 
     def boundary(self, runtime: Runtime) -> None:
@@ -49,5 +49,5 @@ class Recorder(Protocol):
     def gradients(self, runtime: Runtime) -> None:
         """See that the gradients of a piece are there; of the last one, that they are those of the whole batch."""
 
-    def step(self, runtime: Runtime) -> None:
+    def step(self) -> None:
         """See that an optimizer step was made."""

@@ -155,7 +155,7 @@ class Runtime:
         if self.state.objects:
             raise UsageError("call session.prepare once, before the loop, with everything that has a state")
         if self.recorder is not None:
-            self.recorder.prepared(self, objects)
+            self.recorder.prepared(objects)
         self.state.objects = dict(objects)
         self.checkpoint_manager.choose_saver(objects)
         sharded = self.checkpoint_manager.sharded
@@ -168,6 +168,10 @@ class Runtime:
         if self._restored is None:
             return
         load_into(self.state.objects, self._restored)
+
+    def planned(self, order: Order) -> Order:
+        """Return the order of the data to use: a shorter one in a check of the function."""
+        return order if self.recorder is None else self.recorder.order(order)
 
     def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> BatchRunner:
         """Train on a dataset in this order; return what the loader gives its batches to.
@@ -260,7 +264,7 @@ class Runtime:
         self.seed()
         self.reporter.send(at_once=True)
         if self.recorder is not None:
-            self.recorder.started(self)
+            self.recorder.started()
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
@@ -390,7 +394,7 @@ class Runtime:
         if cursor.steps == 1:
             self.state.training_metrics.count_step(batch_runner.batch, batch_runner.tally)
         if self.recorder is not None:
-            self.recorder.step(self)
+            self.recorder.step()
 
     def together(self, operation: Callable[[Group], Any], *, name: str, of_parts: bool) -> Any:
         """Return the result of a collective operation of user code, the same on all members.

@@ -380,8 +380,7 @@ class TrainingSession:
             drawn=None if sampler is None else len(sampler),
             batch_range=batch_range,
         )
-        if self._runtime.recorder is not None:
-            plan = self._runtime.recorder.order(plan)
+        plan = self._runtime.planned(plan)
         batch_runner = self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
         return SessionLoader(
             self._runtime,
