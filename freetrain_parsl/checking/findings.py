@@ -27,6 +27,8 @@ __all__ = ["Judge"]
 _EXACT = 1e-7  # of float64, after some steps
 _COARSE = 2e-3  # of float32, in the first step
 _CASTS = 3e-2  # with bfloat16
+_DIFFER = "ReplicasDiffer"
+_USUALLY = "; usually "  # between what differs and what to do about it
 _LOST = ("PeerFailed", CRASHED)
 _BY_SHARE = (Kind.STATISTICS, Kind.STREAM)  # differ between processes by design
 
@@ -353,10 +355,7 @@ class Judge:
     def failed(self, survivor: Record, reference: Record) -> None:
         """Judge the process that repeats a batch after another one has failed in it."""
         name = f"a process that fails in step {self._at + 1}"
-        if survivor.error:
-            self._row(name, f"the other fails, too: {_first_line(survivor.error)}", holds=False)
-            if not self._report.causes:
-                self._error(survivor, f"When another process fails in step {self._at + 1}")
+        if self._failed(name, [survivor], f"When another process fails in step {self._at + 1}"):
             return
         effect = first_difference(reference, survivor, self._tolerance(reference), without=_BY_SHARE)
         if not self._double:
@@ -406,10 +405,7 @@ class Judge:
         if reason:
             self._row(name, f"not fused: {reason}", holds=None)
             return
-        if member.error:
-            self._row(name, f"fails: {_first_line(member.error)}", holds=False)
-            if not self._report.causes:
-                self._error(member, "In an array")
+        if self._failed(name, [member], "In an array"):
             return
         effect = first_difference(reference, member, _EXACT) if self._double else None
         self._row(name, "as one" if effect is None else effect.sentence(), holds=effect is None)
@@ -448,10 +444,12 @@ class Judge:
                 "processes: session.agree(value)",
             )
             return True
-        worst = next((record for record in bad if not record.error.startswith("PeerFailed")), bad[0])
-        self._row(row, f"fails: {_first_line(worst.error)}", holds=False)
-        if not (worst.error.startswith("PeerFailed") and self._report.causes):
-            self._error(worst, when)
+        worst = next((record for record in bad if not record.error.startswith(_LOST)), bad[0])
+        if worst.error.startswith(_DIFFER):
+            self._row(row, f"they differ from each other: {_first_line(_what_differs(worst.error))}", holds=False)
+        else:
+            self._row(row, f"fails: {_first_line(worst.error)}", holds=False)
+        self._error(worst, when, first_difference(records[0], records[-1], without=_BY_SHARE))
         return True
 
     @staticmethod
@@ -463,11 +461,19 @@ class Judge:
             return f"process {number} lost the others{place}"
         return f"process {number} " + (f"{record.error}{place}" if record.error else "came to its end")
 
-    def _error(self, record: Record, when: str) -> None:
-        """Report an error of the function, in its own words."""
-        kind = "replicas" if record.error.startswith("ReplicasDiffer") else "error"
+    def _error(self, record: Record, when: str, difference: Difference | None = None) -> None:
+        """Report an error of the function, in its own words; once, if the processes differ from each other."""
         place = f" ({short_place(record.trace)})" if record.trace else ""
-        self._find(kind, f"{when}: {record.error}{place}", where=record.trace)
+        if not record.error.startswith(_DIFFER):
+            self._find("error", f"{when}: {record.error}{place}", where=record.trace)
+        elif not self._has("replicas", "buffer"):
+            self._find(
+                "replicas",
+                f"{when}{place} {_what_differs(record.error)}.",
+                "" if difference is None else difference.name,
+                record.trace,
+                mend=record.error.partition(_USUALLY)[2],
+            )
 
     def _has(self, *kinds: str) -> bool:
         return any(finding.kind in kinds for finding in self._report.causes)
@@ -483,6 +489,11 @@ class Judge:
     def _add(self, findings: Sequence[Finding]) -> None:
         texts = {finding.text for finding in self._report.findings}
         self._report.findings.extend(finding for finding in findings if finding.text not in texts)
+
+
+def _what_differs(error: str) -> str:
+    """Return what is not the same on all processes, without who says so."""
+    return error.partition(_USUALLY)[0].rpartition("agree: ")[2]
 
 
 def _first_line(error: str) -> str:

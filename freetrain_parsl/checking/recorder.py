@@ -211,8 +211,11 @@ class TrainingRecorder:
 
     def step(self) -> None:
         """Note that a step was made."""
-        if self.record.steps:  # members of an array have none
-            self.record.steps[-1].made = True
+        if not self.record.steps or self.record.steps[-1].made:  # of an array, or by a closure
+            assert self.runtime is not None, "its loop has begun"
+            place = self.runtime.state.cursor.place
+            self.record.steps.append(Step(place, self._users_line(), math.nan, 1.0, draws=False))
+        self.record.steps[-1].made = True
 
     def _interrupt_if_due(self, runtime: Runtime) -> None:
         """Fail as the last member, in the middle of a batch, which the first one will repeat alone."""
