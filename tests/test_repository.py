@@ -40,7 +40,7 @@ ROOMS = {
     "storage": {"globus_sdk"},
     "cluster": {"planning", "windows"},
     "executor": {"protocol", "planning", "windows", "training", "storage", "cluster", "trackers"},
-    "checking": {"protocol", "training"},
+    "checking": {"protocol", "storage", "training"},
     "integrations": {"cluster", "executor", "trackers", "training"},
     "sweeps": set(),
     "trackers": set(),

@@ -446,7 +446,8 @@ class Judge:
             return True
         worst = next((record for record in bad if not record.error.startswith(_LOST)), bad[0])
         if worst.error.startswith(_DIFFER):
-            self._row(row, f"they differ from each other: {_first_line(_what_differs(worst.error))}", holds=False)
+            first = _what_differs(worst.error).partition(";")[0].partition(" (after")[0]
+            self._row(row, f"they differ from each other: {first}", holds=False)
         else:
             self._row(row, f"fails: {_first_line(worst.error)}", holds=False)
         self._error(worst, when, first_difference(records[0], records[-1], without=_BY_SHARE))
@@ -467,12 +468,14 @@ class Judge:
         if not record.error.startswith(_DIFFER):
             self._find("error", f"{when}: {record.error}{place}", where=record.trace)
         elif not self._has("replicas", "buffer"):
+            cause, _, mend = record.error.partition(_USUALLY)[2].partition(": ")
             self._find(
                 "replicas",
                 f"{when}{place} {_what_differs(record.error)}.",
                 "" if difference is None else difference.name,
                 record.trace,
-                mend=record.error.partition(_USUALLY)[2],
+                details=(f"Usually {cause}.",) if cause else (),
+                mend=mend,
             )
 
     def _has(self, *kinds: str) -> bool:

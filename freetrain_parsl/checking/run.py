@@ -19,6 +19,8 @@ from freetrain_parsl.checking.recorder import BATCHES
 from freetrain_parsl.checking.records import Record, Variant
 from freetrain_parsl.checking.report import CheckReport, short_place
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.storage.checked_code import note_checked
+from freetrain_parsl.training.checkpoints.code_identity import code_of
 from freetrain_parsl.training.signature import bind_call, check_signature
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ class Checker:
             self._processes = Processes(self._call, Path(scratch))
             self._check()
         self.report.seconds = time.monotonic() - began
+        note_checked(code_of(self._call.function))
         return self.report
 
     def _check(self) -> None:
