@@ -321,9 +321,9 @@ class Judge:
         """Judge a process and one that joins it; `two` began together."""
         veteran, newcomer = pair
         name = f"a process that joins after step {self._at}"
-        if self._failed(name, [newcomer, veteran], f"When a process joins after step {self._at}"):
-            return
         explained = self._has("variable", "parameter", "hyperparameter", "replicas", "buffer")
+        if self._failed(name, [newcomer, veteran], f"When a process joins after step {self._at}", explained=explained):
+            return
         difference = first_difference(veteran, newcomer, without=_BY_SHARE)
         if difference is None:
             self._row(name, "as the others", holds=True)
@@ -427,8 +427,8 @@ class Judge:
 
     # ── common ────────────────────────────────────────────────────────────────────────────────────
 
-    def _failed(self, row: str, records: Sequence[Record], when: str) -> bool:
-        """Judge the errors of a group; return whether there are any."""
+    def _failed(self, row: str, records: Sequence[Record], when: str, *, explained: bool = False) -> bool:
+        """Judge the errors of a group; return whether there are any. `explained`: why they differ is known."""
         bad = [record for record in records if record.error]
         if not bad:
             return False
@@ -448,6 +448,8 @@ class Judge:
         if worst.error.startswith(_DIFFER):
             first = _what_differs(worst.error).partition(";")[0].partition(" (after")[0]
             self._row(row, f"they differ from each other: {first}", holds=False)
+            if explained:
+                return True
         else:
             self._row(row, f"fails: {_first_line(worst.error)}", holds=False)
         self._error(worst, when, first_difference(records[0], records[-1], without=_BY_SHARE))

@@ -101,6 +101,7 @@ def _fork(call: Call, variant: Variant, directory: Path, output: Path) -> int:
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        warnings.simplefilter("ignore")  # nobody sees them, and as errors they would end the function
         with (output / "where").open("w") as where:
             faulthandler.enable(where)  # members that expect different messages abort in gloo
             faulthandler.register(signal.SIGUSR1, file=where)  # written at once, also while it waits in gloo
