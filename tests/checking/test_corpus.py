@@ -6,11 +6,11 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import corpus
 import pytest
 
 from freetrain_parsl.checking.report import Verdict
 from freetrain_parsl.checking.run import Checker, call_of
+from tests.checking import corpus
 
 if TYPE_CHECKING:
     from freetrain_parsl.checking.report import CheckReport, Finding
