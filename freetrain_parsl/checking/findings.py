@@ -54,25 +54,12 @@ class Judge:
         self._at = at
         self._variables = VariableCauses(plain.frames, file)
         self._double = plain.variant.double
-        self._foreign: set[str] = set()  # variables whose parameters belong to nothing prepared
 
     # ── one process ───────────────────────────────────────────────────────────────────────────────
 
     def look_at_plain(self) -> None:
         """Look at what one process shows by itself."""
         plain = self._plain
-        foreign = sorted({name for step in plain.steps[:3] for name in step.graph.foreign})
-        self._foreign = {name.partition(".")[0] for name in foreign}
-        if foreign:
-            names = ", ".join(f"`{name}`" for name in foreign[:4]) + (", …" if len(foreign) > len(foreign[:4]) else "")
-            self._find(
-                "parameter",
-                f"{names}: the loss depends on {len(foreign)} parameters that belong to no prepared model, so the "
-                "session does not sum their gradients, send or save them.",
-                foreign[0],
-                plain.steps[0].line,
-                mend="pass their module, and its optimizer, to session.prepare",
-            )
         for kind, name in plain.events:
             if kind == "buffer assigned":
                 self._find(
@@ -147,13 +134,17 @@ class Judge:
             self._row(name, "nothing was left to do", holds=None)
             return
         effect = first_difference(plain, second)
-        self._row(name, "same" if effect is None else effect.sentence(), holds=effect is None)
-        if effect is not None and effect.kind is Kind.OUTSIDE:
-            self._outside(effect)
-            return
         suspects = suspects_between(plain, second, after=min(second.states), without=unsteady)
-        self._add(self._variables.findings(suspects, effect, self._at, known=self._foreign))
-        if effect is not None and not self._has("variable", "parameter", "buffer"):
+        causes = self._variables.findings(suspects, effect, self._at)
+        begins_anew = ", ".join(dict.fromkeys(f"`{cause.name}`" for cause in causes if not cause.note))
+        if effect is not None:
+            self._row(name, effect.sentence(), holds=False)
+        elif begins_anew:
+            self._row(name, f"the same steps, but {begins_anew} begins anew", holds=False)
+        else:
+            self._row(name, "same", holds=True)
+        self._add(causes)
+        if effect is not None and not self._has("variable", "buffer"):
             self._find(
                 "resume",
                 f"After a resume {effect.sentence()}; no variable of the function explains it.",
@@ -170,16 +161,6 @@ class Judge:
             if path in other and other[path].bits != leaf.bits and "loss" not in path:
                 self._find("result", f"After a resume {path} is {other[path].text} instead of {leaf.text}.", path)
                 return
-
-    def _outside(self, effect: Difference) -> None:
-        self._find(
-            "parameter",
-            f"`{effect.name}` is in an optimizer, but in no model given to session.prepare: a process that joins or "
-            f"resumes begins with its first value.",
-            effect.name,
-            details=(f"Then {effect.sentence()}.",),
-            mend=f"put it into a module that is prepared: model.{effect.name} = nn.Parameter(…), before the optimizer",
-        )
 
     # ── members ───────────────────────────────────────────────────────────────────────────────────
 
@@ -227,7 +208,7 @@ class Judge:
             self._row(name, alike, holds=True)
             return None
         self._row(name, f"as one in the gradients, but {difference.sentence()}", holds=False)
-        if not self._has("variable", "hyperparameter", "buffer", "replicas", "parameter"):
+        if not self._has("variable", "hyperparameter", "buffer", "replicas"):
             self._find(
                 "members",
                 f"With {size} processes {difference.sentence()}, although the gradients are equal.",
@@ -307,7 +288,7 @@ class Judge:
         """Return whether a difference of gradients is not explained by what was found before."""
         if self._has("hyperparameter", "replicas", "buffer", "hang", "loss", "not repeatable"):
             return False
-        return not (gap.number and self._has("variable", "parameter"))
+        return not (gap.number and self._has("variable"))
 
     def loss(
         self, gap: GradientGap, reference: Record, group: Sequence[Record], alone: Record, again: Sequence[Record]
@@ -321,7 +302,7 @@ class Judge:
         """Judge a process and one that joins it; `two` began together."""
         veteran, newcomer = pair
         name = f"a process that joins after step {self._at}"
-        explained = self._has("variable", "parameter", "hyperparameter", "replicas", "buffer")
+        explained = self._has("variable", "hyperparameter", "replicas", "buffer")
         if self._failed(name, [newcomer, veteran], f"When a process joins after step {self._at}", explained=explained):
             return
         difference = first_difference(veteran, newcomer, without=_BY_SHARE)
@@ -329,8 +310,6 @@ class Judge:
             self._row(name, "as the others", holds=True)
         else:
             self._row(name, f"it differs from the other: {difference.sentence()}", holds=False)
-            if difference.kind is Kind.OUTSIDE and not self._has("parameter"):
-                self._outside(difference)
         if not newcomer.held or self._has("hyperparameter", "replicas", "buffer"):
             return
         by_share = {
@@ -340,7 +319,7 @@ class Judge:
             if two[0].held[place][path].bits != two[1].held[place][path].bits
         }
         suspects = suspects_between(veteran, newcomer, after=min(newcomer.held), without=())
-        known = {finding.name for finding in self._report.findings} | self._foreign
+        known = {finding.name for finding in self._report.findings}
         own = {
             base: suspect for base, suspect in suspects.items() if base not in by_share and suspect.name not in known
         }
@@ -361,7 +340,7 @@ class Judge:
         if not self._double:
             effect = None
         self._row(name, "as without" if effect is None else effect.sentence(), holds=effect is None)
-        if self._has("hyperparameter", "replicas", "buffer", "loss", "parameter"):
+        if self._has("hyperparameter", "replicas", "buffer", "loss"):
             return
         known = {finding.name for finding in self._report.findings}
         repeated = [each for each in self._counted_twice(survivor, reference) if each.name not in known]
@@ -468,7 +447,11 @@ class Judge:
         """Report an error of the function, in its own words; once, if the processes differ from each other."""
         place = f" ({short_place(record.trace)})" if record.trace else ""
         if not record.error.startswith(_DIFFER):
-            self._find("error", f"{when}: {record.error}{place}", where=record.trace)
+            interrupted = record.variant.fail_at is not None
+            mend = (
+                "put what needs the gradients or a step under `if session.backward(loss):` or `if session.step(loss):`"
+            )
+            self._find("error", f"{when}: {record.error}{place}", where=record.trace, mend=mend if interrupted else "")
         elif not self._has("replicas", "buffer"):
             cause, _, mend = record.error.partition(_USUALLY)[2].partition(": ")
             self._find(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from freetrain_parsl.checking.records import Graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     import torch
 
@@ -31,22 +29,9 @@ def nodes_of(loss: torch.Tensor) -> set[Any]:
     return nodes
 
 
-def facts_of(nodes: Collection[Any], name_of_foreign: Callable[[torch.Tensor], str | None]) -> Graph:
-    """Look at the nodes of a graph.
-
-    Parameters
-    ----------
-    nodes
-        See `nodes_of`.
-    name_of_foreign
-        Returns the name of a parameter; ``None`` if the session knows it.
-    """
+def facts_of(nodes: Collection[Any]) -> Graph:
+    """Look at the nodes of a graph; see `nodes_of`."""
     names = [node.name() for node in nodes]
-    foreign = set()
-    for node in nodes:
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter) and (name := name_of_foreign(variable)) is not None:
-            foreign.add(name)
     return Graph(
         sums=any(getattr(node, "_saved_reduction", None) == _SUM for node in nodes),
         weighted=any(
@@ -55,5 +40,4 @@ def facts_of(nodes: Collection[Any], name_of_foreign: Callable[[torch.Tensor], s
         ),
         casts=any(name.startswith("ToCopy") for name in names),
         checkpoint=any("CheckpointFunction" in name for name in names),
-        foreign=tuple(sorted(foreign)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import re
@@ -68,6 +69,8 @@ class Processes:
         """
         directory = directory or self.directory()
         outputs = [Path(tempfile.mkdtemp(dir=self._scratch)) for _ in variants]
+        gc.collect()
+        gc.freeze()  # otherwise the first collection in each process copies all pages
         running: dict[int, Path] = {}
         codes: dict[Path, int] = {}
         try:
@@ -77,6 +80,7 @@ class Processes:
             for pid, output in running.items():
                 _ask_where(pid, output)
         finally:
+            gc.unfreeze()
             for pid in running:
                 _kill(pid)
         return [_result(variant, output, codes.get(output)) for variant, output in zip(variants, outputs, strict=True)]

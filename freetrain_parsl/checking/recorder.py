@@ -175,7 +175,6 @@ class TrainingRecorder:
         nodes = nodes_of(loss)
         runner = runtime.batch_runner
         assert runner is not None, "there is a batch"
-        prepared = {id(parameter) for parameter in runner.parameters}
         scalars: tuple[Scalar, ...] = ()
         if self._scalars is not None:
             scalars = tuple(
@@ -191,7 +190,7 @@ class TrainingRecorder:
                 float(loss.detach()),
                 1.0 if piece is None else piece.weight / runner.batch.samples,
                 draws=self._generator_states() != self._generators,
-                graph=facts_of(nodes, lambda each: None if id(each) in prepared else self._name_of(each)),
+                graph=facts_of(nodes),
                 scalars=scalars,
             )
         )

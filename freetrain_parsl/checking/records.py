@@ -169,15 +169,12 @@ class Graph:
         Whether numbers are converted to a type of lower precision.
     checkpoint
         Whether it contains reentrant activation checkpointing.
-    foreign
-        Names of parameters that belong to no prepared model or optimizer.
     """
 
     sums: bool = False
     weighted: bool = False
     casts: bool = False
     checkpoint: bool = False
-    foreign: tuple[str, ...] = ()
 
 
 @dataclass

@@ -40,7 +40,7 @@ class Finding:
     Parameters
     ----------
     kind
-        ``"variable"``, ``"parameter"``, ``"loss"``, ``"buffer"``, ``"replicas"``, ``"error"``, …
+        ``"variable"``, ``"loss"``, ``"buffer"``, ``"replicas"``, ``"error"``, …
     text
         What is wrong, in one sentence; it contains the name, the place and the value.
     name

@@ -125,7 +125,7 @@ def averaged_mended(session: Any) -> list[float]:
 
 
 def global_variable(session: Any) -> None:
-    global STEPS
+    global STEPS  # noqa: PLW0603 - it is what is wrong
     model, _, loader = begin(session)
     for _ in session.epochs(4):
         for x, y in loader:
@@ -153,7 +153,7 @@ def global_of_a_helper(session: Any) -> None:
 
 
 class Annealed(nn.Linear):
-    """Counts its calls in an attribute, or in a buffer."""
+    """Counts its calls in an attribute."""
 
     calls: Any = 0
 
@@ -170,10 +170,21 @@ def attribute_of_the_model(session: Any) -> None:
             session.step(cross_entropy(model(x), y))
 
 
+class AnnealedByBuffer(nn.Linear):
+    """Counts its calls in a buffer."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x) * (1 + 1 / (1 + self.calls))
+
+
 def attribute_of_the_model_mended(session: Any) -> None:
-    model = Annealed(6, 3)
-    model.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-    model, _, loader = begin(session, model)
+    model, _, loader = begin(session, AnnealedByBuffer(6, 3))
     for _ in session.epochs(4):
         for x, y in loader:
             session.step(cross_entropy(model(x), y))
@@ -308,8 +319,7 @@ def recent(session: Any) -> None:
 
 def recent_mended(session: Any) -> None:
     model, optimizer, loader = begin(session)
-    losses: list[float] = []
-    state = session.state(losses=losses)
+    state = session.state(losses=[])
     for _ in session.epochs(4):
         for x, y in loader:
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + sum(state.losses))
@@ -380,9 +390,27 @@ def noise(session: Any) -> None:
     model, _, loader = begin(session)
     for _ in session.epochs(4):
         for x, y in loader:
+            if session.backward(cross_entropy(model(x), y)):
+                for p in model.parameters():
+                    p.grad.add_(torch.randn_like(p) * 0.1)
+            session.step()
+
+
+def unguarded_gradients(session: Any) -> None:
+    model, _, loader = begin(session)
+    for _ in session.epochs(4):
+        for x, y in loader:
             session.backward(cross_entropy(model(x), y))
-            for p in model.parameters():
-                p.grad.add_(torch.randn_like(p) * 0.1)
+            model.weight.grad.mul_(0.5)  # the cause
+            session.step()
+
+
+def unguarded_gradients_mended(session: Any) -> None:
+    model, _, loader = begin(session)
+    for _ in session.epochs(4):
+        for x, y in loader:
+            if session.backward(cross_entropy(model(x), y)):
+                model.weight.grad.mul_(0.5)
             session.step()
 
 
@@ -390,10 +418,10 @@ def noise_mended(session: Any) -> None:
     model, _, loader = begin(session)
     for _ in session.epochs(4):
         for x, y in loader:
-            session.backward(cross_entropy(model(x), y))
             generator = torch.Generator().manual_seed(session.metrics["steps"])
-            for p in model.parameters():
-                p.grad.add_(torch.randn(p.shape, generator=generator) * 0.1)
+            if session.backward(cross_entropy(model(x), y)):
+                for p in model.parameters():
+                    p.grad.add_(torch.randn(p.shape, generator=generator) * 0.1)
             session.step()
 
 
@@ -419,26 +447,6 @@ def mean_buffer_mended(session: Any) -> None:
 
 
 # ── what the session does not know, or cannot repeat ──────────────────────────────────────────────
-
-
-def second_model(session: Any) -> None:
-    model, _, loader = begin(session)
-    head = nn.Linear(3, 3)
-    own = SGD(head.parameters(), lr=0.1)
-    for _ in session.epochs(4):
-        for x, y in loader:
-            session.step(cross_entropy(head(model(x)), y))
-            own.step()
-            own.zero_grad()
-
-
-def second_model_mended(session: Any) -> None:
-    model, head = nn.Linear(6, 3), nn.Linear(3, 3)
-    session.prepare(model, SGD(model.parameters(), lr=0.1), head, SGD(head.parameters(), lr=0.1))
-    loader = session.loader(data(), batch_size=16)
-    for _ in session.epochs(4):
-        for x, y in loader:
-            session.step(cross_entropy(head(model(x)), y))
 
 
 def unseeded(session: Any) -> None:
@@ -525,7 +533,7 @@ def endless(session: Any) -> None:
 
 
 def regression(session: Any, width: int = 8, rates: tuple[float, ...] = (0.1,)) -> Any:
-    """Takes arguments."""
+    """Have arguments."""
     net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
     session.prepare(net, SGD(net.parameters(), lr=rates[0]))
     loader = session.loader(TensorDataset(data().tensors[0], data().tensors[0].sum(1, keepdim=True)), batch_size=16)
