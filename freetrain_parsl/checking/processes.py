@@ -69,7 +69,6 @@ class Processes:
         """
         directory = directory or self.directory()
         outputs = [Path(tempfile.mkdtemp(dir=self._scratch)) for _ in variants]
-        gc.collect()
         gc.freeze()  # otherwise the first collection in each process copies all pages
         running: dict[int, Path] = {}
         codes: dict[Path, int] = {}

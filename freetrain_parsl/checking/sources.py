@@ -194,15 +194,21 @@ class _Flow:
             self.tainted |= _bases(node.func) - _NO_OWNERS
 
 
-def last_assignment(files: Iterable[str], attribute: str, bases: Iterable[str]) -> str:
-    """Return ``file:line`` of the last assignment to an attribute of one of these variables; empty if there is none."""
-    found = ""
+def last_assignment(files: Iterable[str], attribute: str, bases: Iterable[str], owner: str) -> str:
+    """Return ``file:line`` of the last assignment to an attribute of one of these variables; empty if there is none.
+
+    Those in the class `owner` count first.
+    """
+    found = {True: "", False: ""}
     for file in sorted(set(files)):
-        for node in ast.walk(_tree(file)):
+        tree = _tree(file)
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner]
+        inside = {id(each) for node in classes for each in ast.walk(node)}
+        for node in ast.walk(tree):
             for target in _targets(node):
                 if isinstance(target, ast.Attribute) and target.attr == attribute and _bases(target) <= set(bases):
-                    found = f"{file}:{target.lineno}"
-    return found
+                    found[id(node) in inside] = f"{file}:{target.lineno}"
+    return found[True] or found[False]
 
 
 def last_assignment_of_global(files: Iterable[str], name: str) -> str:

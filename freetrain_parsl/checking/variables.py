@@ -173,7 +173,7 @@ class VariableCauses:
         shown = shown_path(suspect.path).removeprefix("len(").rstrip(")")
         owner, _, attribute = shown.partition(".")
         if attribute.isidentifier():
-            found = last_assignment(self._files, attribute, {owner, "self"})
+            found = last_assignment(self._files, attribute, {owner, "self"}, suspect.one.of)
             if found:
                 return found
         if suspect.frame == "global":
