@@ -159,6 +159,8 @@ class BatchRunner:
         return self._parts.link(
             self._bypass, gathers=gathers, one_piece=not self.one_step, is_current=lambda: self.batch is batch
         )
+
+    @property
     def piece(self) -> Piece | None:
         """The piece that the user's code trains on."""
         return self._piece
