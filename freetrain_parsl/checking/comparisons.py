@@ -11,16 +11,16 @@ from freetrain_parsl.checking.records import Kind, Leaf, Place, distance
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from freetrain_parsl.checking.records import Record, Scalar, Value
+    from freetrain_parsl.checking.records import ProcessRecord, Scalar, Value
 
-__all__ = ["Difference", "GradientGap", "first_culprit", "first_difference", "gradient_gap", "place_text"]
+__all__ = ["GradientGap", "StateDifference", "first_culprit", "first_difference", "gradient_gap", "place_text"]
 
 _ORDER = tuple(Kind)
 _ZERO = 1e-12  # norms below it are those of rounding
 
 
 @dataclass(frozen=True)
-class Difference:
+class StateDifference:
     """The first part of the states of two processes that differs.
 
     Parameters
@@ -57,13 +57,13 @@ def place_text(place: Place) -> str:
 
 
 def first_difference(
-    one: Record,
-    other: Record,
+    one: ProcessRecord,
+    other: ProcessRecord,
     tolerance: float = 0.0,
     *,
     without: Collection[Kind] = (),
     kinds: Collection[Kind] = _ORDER,
-) -> Difference | None:
+) -> StateDifference | None:
     """Return the first part of the session's state that differs, at places that both have come to.
 
     Parameters
@@ -81,7 +81,7 @@ def first_difference(
         ours, theirs = one.states[place], other.states[place]
         scales = _scales(ours)
         found = [
-            Difference(place, name, value.kind, value.leaf, theirs[name].leaf)
+            StateDifference(place, name, value.kind, value.leaf, theirs[name].leaf)
             for name, value in ours.items()
             if name in theirs
             and value.kind in kinds
@@ -120,7 +120,9 @@ class GradientGap:
     ratio: float
 
 
-def gradient_gap(one: Record, many: Record, tolerance: float, *, steps: int | None = None) -> GradientGap | None:
+def gradient_gap(
+    one: ProcessRecord, many: ProcessRecord, tolerance: float, *, steps: int | None = None
+) -> GradientGap | None:
     """Compare the gradients of one process with those of several, in the first `steps` or in all."""
     for number, (ours, theirs) in enumerate(zip(one.steps[:steps], many.steps[:steps], strict=False)):
         if not ours.gradients or ours.place != theirs.place:
@@ -142,7 +144,9 @@ def gradient_gap(one: Record, many: Record, tolerance: float, *, steps: int | No
     return None
 
 
-def first_culprit(alone: Record, members: list[Record], number: int, tolerance: float) -> tuple[Scalar, float] | None:
+def first_culprit(
+    alone: ProcessRecord, members: list[ProcessRecord], number: int, tolerance: float
+) -> tuple[Scalar, float] | None:
     """Return the first number on the way to a loss that is not the mean of the members', and that mean."""
     if alone.error or any(record.error for record in members):
         return None

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.checking.comparisons import (
-    Difference,
+    StateDifference,
     first_difference,
     gradient_gap,
     place_text,
 )
 from freetrain_parsl.checking.losses import reason_for_gap
 from freetrain_parsl.checking.records import CRASHED, Kind
-from freetrain_parsl.checking.report import Finding, Row, percent, short_place
+from freetrain_parsl.checking.report import Comparison, Finding, percent, short_place
 from freetrain_parsl.checking.variables import VariableCauses, base_of, shown_path, suspects_between
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from freetrain_parsl.checking.comparisons import GradientGap
-    from freetrain_parsl.checking.records import Record
+    from freetrain_parsl.checking.records import ProcessRecord
     from freetrain_parsl.checking.report import CheckReport
 
 __all__ = ["Judge"]
@@ -48,7 +48,7 @@ class Judge:
         Steps after which processes are stopped, join or fail.
     """
 
-    def __init__(self, report: CheckReport, plain: Record, file: str, at: int) -> None:
+    def __init__(self, report: CheckReport, plain: ProcessRecord, file: str, at: int) -> None:
         self._report = report
         self._plain = plain
         self._at = at
@@ -102,7 +102,7 @@ class Judge:
 
     # ── resume ────────────────────────────────────────────────────────────────────────────────────
 
-    def resumed(self, first: Record, second: Record) -> None:
+    def resumed(self, first: ProcessRecord, second: ProcessRecord) -> None:
         """Judge a process that was stopped and the one that resumed: all bits must be those of the plain run."""
         name = f"one process, stopped after step {self._at} and resumed"
         for record, when in ((first, "Stopped with a checkpoint"), (second, "After a resume")):
@@ -154,7 +154,7 @@ class Judge:
         elif effect is None and not self._report.causes:
             self._compare_results(second)
 
-    def _compare_results(self, second: Record) -> None:
+    def _compare_results(self, second: ProcessRecord) -> None:
         one = {**self._plain.metrics, **self._plain.returned}
         other = {**second.metrics, **second.returned}
         for path, leaf in one.items():
@@ -165,7 +165,7 @@ class Judge:
     # ── members ───────────────────────────────────────────────────────────────────────────────────
 
     def members(
-        self, size: int, group: Sequence[Record], reference: Record, steady: Sequence[Record]
+        self, size: int, group: Sequence[ProcessRecord], reference: ProcessRecord, steady: Sequence[ProcessRecord]
     ) -> GradientGap | None:
         """Judge a group that was together from the start.
 
@@ -216,7 +216,7 @@ class Judge:
             )
         return None
 
-    def _replicas(self, group: Sequence[Record]) -> Difference | None:
+    def _replicas(self, group: Sequence[ProcessRecord]) -> StateDifference | None:
         """Compare processes with each other; return the first difference."""
         first = group[0]
         found = [first_difference(first, other, without=_BY_SHARE) for other in group[1:]]
@@ -277,7 +277,7 @@ class Judge:
             )
         return difference
 
-    def _tolerance(self, reference: Record) -> float:
+    def _tolerance(self, reference: ProcessRecord) -> float:
         if self._double:
             return _EXACT
         return _CASTS if any(step.graph.casts for step in reference.steps[:1]) else _COARSE
@@ -291,14 +291,19 @@ class Judge:
         return not (gap.number and self._has("variable"))
 
     def loss(
-        self, gap: GradientGap, reference: Record, group: Sequence[Record], alone: Record, again: Sequence[Record]
+        self,
+        gap: GradientGap,
+        reference: ProcessRecord,
+        group: Sequence[ProcessRecord],
+        alone: ProcessRecord,
+        again: Sequence[ProcessRecord],
     ) -> None:
         """Tell why the gradient of a group is not that of one process; see `reason_for_gap`."""
         self._add([reason_for_gap(gap, reference, group, alone, again)])
 
     # ── changes of the group ──────────────────────────────────────────────────────────────────────
 
-    def joined(self, pair: Sequence[Record], two: Sequence[Record]) -> None:
+    def joined(self, pair: Sequence[ProcessRecord], two: Sequence[ProcessRecord]) -> None:
         """Judge a process and one that joins it; `two` began together."""
         veteran, newcomer = pair
         name = f"a process that joins after step {self._at}"
@@ -331,7 +336,7 @@ class Judge:
                 difference.name,
             )
 
-    def failed(self, survivor: Record, reference: Record) -> None:
+    def failed(self, survivor: ProcessRecord, reference: ProcessRecord) -> None:
         """Judge the process that repeats a batch after another one has failed in it."""
         name = f"a process that fails in step {self._at + 1}"
         if self._failed(name, [survivor], f"When another process fails in step {self._at + 1}"):
@@ -353,7 +358,7 @@ class Judge:
                 mend="put what must run once per step under `if session.step(loss):`",
             )
 
-    def _counted_twice(self, survivor: Record, reference: Record) -> list[Finding]:
+    def _counted_twice(self, survivor: ProcessRecord, reference: ProcessRecord) -> list[Finding]:
         """Find whole numbers that count a repeated batch twice."""
         made = reference.made
         after = made[min(self._at, len(made) - 1)].place
@@ -377,7 +382,7 @@ class Judge:
             for base, (path, ours, theirs) in found.items()
         ]
 
-    def fused(self, member: Record, reference: Record) -> None:
+    def fused(self, member: ProcessRecord, reference: ProcessRecord) -> None:
         """Judge a member of an array whose other member has the same arguments."""
         name = "two members of one array"
         reason = next(iter(member.notes), "")
@@ -406,7 +411,7 @@ class Judge:
 
     # ── common ────────────────────────────────────────────────────────────────────────────────────
 
-    def _failed(self, row: str, records: Sequence[Record], when: str, *, explained: bool = False) -> bool:
+    def _failed(self, row: str, records: Sequence[ProcessRecord], when: str, *, explained: bool = False) -> bool:
         """Judge the errors of a group; return whether there are any. `explained`: why they differ is known."""
         bad = [record for record in records if record.error]
         if not bad:
@@ -435,7 +440,7 @@ class Judge:
         return True
 
     @staticmethod
-    def _end_of(number: int, record: Record) -> str:
+    def _end_of(number: int, record: ProcessRecord) -> str:
         place = f" at {short_place(record.trace)}" if record.trace else ""
         if record.hangs:
             return f"process {number} waits{place}"
@@ -443,7 +448,7 @@ class Judge:
             return f"process {number} lost the others{place}"
         return f"process {number} " + (f"{record.error}{place}" if record.error else "came to its end")
 
-    def _error(self, record: Record, when: str, difference: Difference | None = None) -> None:
+    def _error(self, record: ProcessRecord, when: str, difference: StateDifference | None = None) -> None:
         """Report an error of the function, in its own words; once, if the processes differ from each other."""
         place = f" ({short_place(record.trace)})" if record.trace else ""
         if not record.error.startswith(_DIFFER):
@@ -467,7 +472,7 @@ class Judge:
         return any(finding.kind in kinds for finding in self._report.causes)
 
     def _row(self, name: str, text: str, *, holds: bool | None) -> None:
-        self._report.rows.append(Row(name, text, holds))
+        self._report.rows.append(Comparison(name, text, holds))
 
     def _find(
         self, kind: str, text: str, name: str = "", where: str = "", *, details: tuple[str, ...] = (), mend: str = ""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from freetrain_parsl.checking.comparisons import GradientGap
-    from freetrain_parsl.checking.records import Record, Scalar, Step
+    from freetrain_parsl.checking.records import ProcessRecord, RecordedStep, Scalar
 
 __all__ = ["reason_for_gap"]
 
@@ -27,7 +27,11 @@ _NO_MEAN = (
 
 
 def reason_for_gap(
-    gap: GradientGap, reference: Record, group: Sequence[Record], alone: Record, again: Sequence[Record]
+    gap: GradientGap,
+    reference: ProcessRecord,
+    group: Sequence[ProcessRecord],
+    alone: ProcessRecord,
+    again: Sequence[ProcessRecord],
 ) -> Finding:
     """Tell why the gradient of a group is not that of one process.
 
@@ -60,7 +64,7 @@ def reason_for_gap(
     )
 
 
-def _checkpoint(step: Step, gap: GradientGap, size: int) -> Finding:
+def _checkpoint(step: RecordedStep, gap: GradientGap, size: int) -> Finding:
     return Finding(
         "loss",
         f"{short_place(step.line)}: the loss of {size} processes is that of one, but their gradient differs by "
@@ -70,7 +74,7 @@ def _checkpoint(step: Step, gap: GradientGap, size: int) -> Finding:
     )
 
 
-def _weighted(step: Step, gap: GradientGap, size: int) -> Finding:
+def _weighted(step: RecordedStep, gap: GradientGap, size: int) -> Finding:
     return Finding(
         "loss",
         f"{short_place(step.line)}: the gradient of {size} processes differs by {percent(gap.share)} from that of one: "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
-    from freetrain_parsl.checking.records import Record, Variant
+    from freetrain_parsl.checking.records import ProcessRecord, Variant
     from freetrain_parsl.protocol.reports import Report
 
 __all__ = ["Call", "run_variant"]
@@ -50,7 +50,7 @@ class Call:
     """Default number of epochs of ``session.epochs()``."""
 
 
-def run_variant(call: Call, variant: Variant, directory: Path) -> Record:
+def run_variant(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
     """Run the function in this process, which ends with it: settings of torch are not restored.
 
     Parameters
@@ -71,7 +71,7 @@ def run_variant(call: Call, variant: Variant, directory: Path) -> Record:
     return record
 
 
-def _run_member(call: Call, variant: Variant, directory: Path) -> Record:
+def _run_member(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
     mailbox = ControlMailbox()
     membership: Membership | None = Membership(NAME, 1, variant.rank, variant.size, interface=_LOCAL)
     if variant.joins:
@@ -101,7 +101,7 @@ def _run_member(call: Call, variant: Variant, directory: Path) -> Record:
     return recorder.record
 
 
-def _run_array(call: Call, variant: Variant, directory: Path) -> Record:
+def _run_array(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
     """Run two members with the same arguments; return what the first has recorded."""
     recorders = [TrainingRecorder(variant, call.function, ControlMailbox()) for _ in range(2)]
     names = [f"{NAME}-{number}" for number in range(len(recorders))]
@@ -135,16 +135,16 @@ def _options(call: Call, directory: Path, name: str = NAME) -> SessionOptions:
 
 
 def _note_end(recorder: TrainingRecorder, end: object) -> None:
-    record, runtime = recorder.record, recorder.runtime
+    record, training = recorder.record, recorder.training
     if isinstance(end, Finished):
         record.returned = flat(end.value, "the returned value")
-    if runtime is not None:
-        record.metrics = flat(runtime.state.training_metrics.metrics, "session.metrics")
-        audit = runtime.state.training_metrics.audit
+    if training is not None:
+        record.metrics = flat(training.state.training_metrics.metrics, "session.metrics")
+        audit = training.state.training_metrics.audit
         record.seen, record.lost = audit.samples_seen, audit.samples_lost
 
 
-def _note_failure(record: Record, error: BaseException) -> None:
+def _note_failure(record: ProcessRecord, error: BaseException) -> None:
     lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
     lines = [line for line in lines if is_users_file(line.rpartition(":")[0])]
     text = str(error).strip()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.checking.member import run_variant
 from freetrain_parsl.checking.ownership import is_users_file
-from freetrain_parsl.checking.records import CRASHED, Record
+from freetrain_parsl.checking.records import CRASHED, ProcessRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,7 +55,7 @@ class Processes:
         """Return a new directory for the processes of a group, or of several after another."""
         return Path(tempfile.mkdtemp(dir=self._scratch))
 
-    def run(self, variants: Sequence[Variant], limit: float, directory: Path | None = None) -> list[Record]:
+    def run(self, variants: Sequence[Variant], limit: float, directory: Path | None = None) -> list[ProcessRecord]:
         """Run processes together, each at most `limit` seconds; return what they have recorded.
 
         Parameters
@@ -147,12 +147,12 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _result(variant: Variant, output: Path, code: int | None) -> Record:
+def _result(variant: Variant, output: Path, code: int | None) -> ProcessRecord:
     """Return the record of a process, or how it ended without one; `code` is ``None`` if it was killed here."""
     if (output / "record").exists():
-        record: Record = pickle.loads((output / "record").read_bytes())  # noqa: S301 - from a private directory
+        record: ProcessRecord = pickle.loads((output / "record").read_bytes())  # noqa: S301 - from a private directory
         return record
-    record = Record(variant, hangs=code is None)
+    record = ProcessRecord(variant, hangs=code is None)
     where = next(_users_lines(_text(output / "where")), "")
     if code is None:
         record.failed("it did not end", where)

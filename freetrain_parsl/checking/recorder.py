@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from freetrain_parsl.checking.graphs import facts_of, nodes_of
 from freetrain_parsl.checking.modes import Constants, Scalars, SteadyNorm, enter
 from freetrain_parsl.checking.ownership import is_users_file
-from freetrain_parsl.checking.records import Frame, Kind, Leaf, Place, Record, Scalar, Step, Value
+from freetrain_parsl.checking.records import Frame, Kind, Leaf, Place, ProcessRecord, RecordedStep, Scalar, Value
 from freetrain_parsl.checking.values import Flattener, globals_of, leaf_of_plain, leaf_of_tensor
 from freetrain_parsl.training.data.random_streams import host_places
 from freetrain_parsl.training.data.stream import Stream
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.mailbox import ControlMailbox
-    from freetrain_parsl.training.runtime import Runtime
+    from freetrain_parsl.training.recorder import RecordedTraining
 
 __all__ = ["BATCHES", "EPOCHS", "NAME", "TrainingRecorder"]
 
@@ -59,8 +59,8 @@ class TrainingRecorder:
     """
 
     def __init__(self, variant: Variant, function: Callable[..., Any], mailbox: ControlMailbox) -> None:
-        self.record = Record(variant)
-        self.runtime: Runtime | None = None
+        self.record = ProcessRecord(variant)
+        self.training: RecordedTraining | None = None
         """The last one that made a call."""
         self._variant = variant
         self._function = inspect.unwrap(function)
@@ -148,15 +148,15 @@ class TrainingRecorder:
         if self._variant.scalars:
             self._scalars = enter(Scalars, self._users_line)
 
-    def boundary(self, runtime: Runtime) -> None:
-        """Record the state, and post the command that is due."""
-        self.runtime = runtime
-        place = runtime.state.cursor.place
-        if not runtime.members.is_newcomer and place not in self.record.states:
-            self._record(runtime, place)
-        done = runtime.state.training_metrics.step
+    def boundary(self, training: RecordedTraining) -> None:
+        """ProcessRecord the state, and post the command that is due."""
+        self.training = training
+        place = training.state.cursor.place
+        if not training.members.is_newcomer and place not in self.record.states:
+            self._record(training, place)
+        done = training.state.training_metrics.step
         variant = self._variant
-        if self._commanded or runtime.members.is_newcomer:
+        if self._commanded or training.members.is_newcomer:
             return
         if variant.pause_at is not None and done >= variant.pause_at:
             self._commanded = True
@@ -168,12 +168,12 @@ class TrainingRecorder:
             self._commanded = True
             self._mailbox.post(Regroup(None))
 
-    def loss(self, runtime: Runtime, loss: torch.Tensor) -> None:
-        """Record a loss and its graph."""
-        self._interrupt_if_due(runtime)
-        place = runtime.state.cursor.place
+    def loss(self, training: RecordedTraining, loss: torch.Tensor) -> None:
+        """ProcessRecord a loss and its graph."""
+        self._interrupt_if_due(training)
+        place = training.state.cursor.place
         nodes = nodes_of(loss)
-        runner = runtime.batch_runner
+        runner = training.batch_runner
         assert runner is not None, "there is a batch"
         scalars: tuple[Scalar, ...] = ()
         if self._scalars is not None:
@@ -184,7 +184,7 @@ class TrainingRecorder:
             )
         piece = runner.piece
         self.record.steps.append(
-            Step(
+            RecordedStep(
                 place,
                 self._users_line(),
                 float(loss.detach()),
@@ -195,9 +195,9 @@ class TrainingRecorder:
             )
         )
 
-    def gradients(self, runtime: Runtime) -> None:
-        """Record the gradients of a whole batch."""
-        runner = runtime.batch_runner
+    def gradients(self, training: RecordedTraining) -> None:
+        """ProcessRecord the gradients of a whole batch."""
+        runner = training.batch_runner
         assert runner is not None, "there is a batch"
         if not (runner.is_complete and self.record.steps):
             return
@@ -211,15 +211,15 @@ class TrainingRecorder:
     def step(self) -> None:
         """Note that a step was made."""
         if not self.record.steps or self.record.steps[-1].made:  # of an array, or by a closure
-            assert self.runtime is not None, "its loop has begun"
-            place = self.runtime.state.cursor.place
-            self.record.steps.append(Step(place, self._users_line(), math.nan, 1.0, draws=False))
+            assert self.training is not None, "its loop has begun"
+            place = self.training.state.cursor.place
+            self.record.steps.append(RecordedStep(place, self._users_line(), math.nan, 1.0, draws=False))
         self.record.steps[-1].made = True
 
-    def _interrupt_if_due(self, runtime: Runtime) -> None:
+    def _interrupt_if_due(self, training: RecordedTraining) -> None:
         """Fail as the last member, in the middle of a batch, which the first one will repeat alone."""
-        fail_at, group = self._variant.fail_at, runtime.members.group
-        if fail_at is None or group.size == 1 or runtime.state.training_metrics.step < fail_at:
+        fail_at, group = self._variant.fail_at, training.members.group
+        if fail_at is None or group.size == 1 or training.state.training_metrics.step < fail_at:
             return
         if group.rank:
             self._mailbox.end()
@@ -229,9 +229,9 @@ class TrainingRecorder:
 
     # ── records ───────────────────────────────────────────────────────────────────────────────────
 
-    def _record(self, runtime: Runtime, place: Place) -> None:
+    def _record(self, training: RecordedTraining, place: Place) -> None:
         states: dict[str, Value] = {}
-        for name, thing in runtime.state.objects.items():
+        for name, thing in training.state.objects.items():
             states |= self._parts(name, thing)
         for name, parameter in self._outside.items():
             states[name] = Value(self._leaf(parameter), Kind.OUTSIDE, "parameters")
@@ -240,7 +240,7 @@ class TrainingRecorder:
             if id(module._buffers.get(key)) != identity:  # noqa: SLF001 - as above
                 self.record.events.append(("buffer assigned", name))
                 del self._buffers[name]
-        self.record.held[place] = self._held(runtime)
+        self.record.held[place] = self._held(training)
 
     def _parts(self, name: str, thing: Stateful) -> dict[str, Value]:
         """Return the parts of the state of a prepared object, with names for people."""
@@ -294,9 +294,9 @@ class TrainingRecorder:
     def _is_sketched(self) -> bool:
         return self._elements <= _SKETCHED
 
-    def _held(self, runtime: Runtime) -> dict[str, Leaf]:
+    def _held(self, training: RecordedTraining) -> dict[str, Leaf]:
         """Return the digests of what the user's frames hold."""
-        flattener = Flattener(set(self._known(runtime)))
+        flattener = Flattener(set(self._known(training)))
         visited: set[object] = set()
         found: dict[str, object] = {}
         frames = list(_users_frames())
@@ -315,8 +315,8 @@ class TrainingRecorder:
             flattener.add(f"global|{name}", value)
         return flattener.leaves
 
-    def _known(self, runtime: Runtime) -> Iterator[int]:
-        for thing in (*runtime.state.objects.values(), *self._outside.values()):
+    def _known(self, training: RecordedTraining) -> Iterator[int]:
+        for thing in (*training.state.objects.values(), *self._outside.values()):
             yield id(thing)
             if isinstance(thing, nn.Module):
                 yield from (id(each) for each in (*thing.modules(), *thing.parameters(), *thing.buffers()))

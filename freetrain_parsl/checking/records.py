@@ -14,9 +14,9 @@ __all__ = [
     "Kind",
     "Leaf",
     "Place",
-    "Record",
+    "ProcessRecord",
+    "RecordedStep",
     "Scalar",
-    "Step",
     "Value",
     "Variant",
     "distance",
@@ -178,7 +178,7 @@ class Graph:
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """One loss of one process.
 
     Parameters
@@ -213,7 +213,7 @@ class Step:
 
 
 @dataclass
-class Record:
+class ProcessRecord:
     """What one process of a check has recorded.
 
     Parameters
@@ -247,7 +247,7 @@ class Record:
     variant: Variant = Variant()
     states: dict[Place, dict[str, Value]] = field(default_factory=dict)
     held: dict[Place, dict[str, Leaf]] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
     events: list[tuple[str, str]] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
     batch_norm: list[str] = field(default_factory=list)
@@ -263,7 +263,7 @@ class Record:
     seconds: float = 0.0
 
     @property
-    def made(self) -> list[Step]:
+    def made(self) -> list[RecordedStep]:
         """The optimizer steps."""
         return [step for step in self.steps if step.made]
 
@@ -271,6 +271,6 @@ class Record:
         """Note how the function failed."""
         self.error, self.trace, self.refused = error, trace, refused
 
-    def of(self, **changes: object) -> Record:
+    def of(self, **changes: object) -> ProcessRecord:
         """Return a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]  # the caller's

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CheckReport", "Finding", "Row", "Verdict", "percent", "short_place"]
+__all__ = ["CheckReport", "CheckVerdict", "Comparison", "Finding", "percent", "short_place"]
 
 _WIDTH = 100
 _PERCENT = 0.01
@@ -25,7 +25,7 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= _PERCENT else f"{share:.1g}"
 
 
-class Verdict(Enum):
+class CheckVerdict(Enum):
     """The outcome of a check."""
 
     HOLDS = "holds"
@@ -65,7 +65,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One comparison: its name, what came out, and whether it holds; ``None``: it was not made."""
 
     name: str
@@ -95,7 +95,7 @@ class CheckReport:
 
     function: str
     where: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Comparison] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failure: str = ""
@@ -107,17 +107,17 @@ class CheckReport:
         return [finding for finding in self.findings if not finding.note]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         """Whether the function holds."""
         if self.failure:
-            return Verdict.DOES_NOT_RUN
+            return CheckVerdict.DOES_NOT_RUN
         differs = self.causes or any(row.holds is False for row in self.rows)
-        return Verdict.DIFFERS if differs else Verdict.HOLDS
+        return CheckVerdict.DIFFERS if differs else CheckVerdict.HOLDS
 
     @property
     def holds(self) -> bool:
         """Whether the results of the function do not depend on how it is moved."""
-        return self.verdict is Verdict.HOLDS
+        return self.verdict is CheckVerdict.HOLDS
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""

@@ -16,7 +16,7 @@ from freetrain_parsl.checking.findings import Judge
 from freetrain_parsl.checking.member import Call
 from freetrain_parsl.checking.processes import Processes
 from freetrain_parsl.checking.recorder import BATCHES
-from freetrain_parsl.checking.records import Record, Variant
+from freetrain_parsl.checking.records import ProcessRecord, Variant
 from freetrain_parsl.checking.report import CheckReport, short_place
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.storage.checked_code import note_checked
@@ -118,7 +118,8 @@ class Checker:
             self._processes = Processes(self._call, Path(scratch))
             self._check()
         self.report.seconds = time.monotonic() - began
-        note_checked(code_of(self._call.function))
+        code = code_of(self._call.function)
+        note_checked(code.digest, code.name)
         return self.report
 
     def _check(self) -> None:
@@ -144,9 +145,9 @@ class Checker:
         (fused,) = self._run({"fused": True})
         judge.fused(fused, plain)
 
-    def _run_plain(self) -> Record:
+    def _run_plain(self) -> ProcessRecord:
         """Run one process: in float64 and cut short if the function allows it."""
-        first: Record | None = None
+        first: ProcessRecord | None = None
         for double in (True, False) if self._double else (False,):
             for whole in (False, True):  # the function may check how far it has come
                 self._base = Variant(double=double, whole=whole)
@@ -165,7 +166,7 @@ class Checker:
         (second,) = self._run({}, directory=directory)
         judge.resumed(first, second)
 
-    def _check_members(self, judge: Judge, plain: Record) -> list[Record] | None:
+    def _check_members(self, judge: Judge, plain: ProcessRecord) -> list[ProcessRecord] | None:
         """Run groups of two and three; return that of two."""
         reference = plain
         if judge.depends_on_share:
@@ -184,16 +185,16 @@ class Checker:
                 return None
         return two
 
-    def _check_failure(self, judge: Judge, plain: Record, at: int) -> None:
+    def _check_failure(self, judge: Judge, plain: ProcessRecord, at: int) -> None:
         reference = plain
         if judge.depends_on_share:
             (reference,) = self._run({"steady": True})
         survivor, _ = self._group(2, fail_at=at, steady=judge.depends_on_share)
         judge.failed(survivor, reference)
 
-    def _group(self, size: int, **options: Any) -> list[Record]:
+    def _group(self, size: int, **options: Any) -> list[ProcessRecord]:
         return self._run(*({"rank": rank, "size": size, **options} for rank in range(size)))
 
-    def _run(self, *options: dict[str, Any], directory: Path | None = None) -> list[Record]:
+    def _run(self, *options: dict[str, Any], directory: Path | None = None) -> list[ProcessRecord]:
         variants = [replace(self._base, **each) for each in options]
         return self._processes.run(variants, self._limit, directory)

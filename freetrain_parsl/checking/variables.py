@@ -12,8 +12,8 @@ from freetrain_parsl.checking.sources import Source, Use, last_assignment, last_
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from freetrain_parsl.checking.comparisons import Difference
-    from freetrain_parsl.checking.records import Frame, Leaf, Place, Record
+    from freetrain_parsl.checking.comparisons import StateDifference
+    from freetrain_parsl.checking.records import Frame, Leaf, Place, ProcessRecord
 
 __all__ = ["Suspect", "VariableCauses", "base_of", "shown_path", "suspects_between"]
 
@@ -59,7 +59,9 @@ def base_of(path: str) -> str:
     return f"{frame}|{re.split(r'[].:)[]', rest, maxsplit=1)[0]}"
 
 
-def suspects_between(one: Record, other: Record, *, after: Place, without: Collection[str]) -> dict[str, Suspect]:
+def suspects_between(
+    one: ProcessRecord, other: ProcessRecord, *, after: Place, without: Collection[str]
+) -> dict[str, Suspect]:
     """Return what differs between the frames of two processes, the first difference of each variable.
 
     Parameters
@@ -102,7 +104,7 @@ class VariableCauses:
     def findings(
         self,
         suspects: Mapping[str, Suspect],
-        effect: Difference | None,
+        effect: StateDifference | None,
         at: int,
         *,
         by_share: Collection[str] = (),
@@ -184,7 +186,9 @@ class VariableCauses:
         line = self._sources[suspect.frame].look_up(suspect.name).line
         return f"{frame.file}:{line}" if line else ""
 
-    def _finding(self, suspect: Suspect, effect: Difference | None, at: int, *, sure: bool, by_share: bool) -> Finding:
+    def _finding(
+        self, suspect: Suspect, effect: StateDifference | None, at: int, *, sure: bool, by_share: bool
+    ) -> Finding:
         shown, uses, where = shown_path(suspect.path), self._uses(suspect), self._where(suspect)
         source = self._sources.get(suspect.frame)
         counts = source is not None and source.look_up(suspect.name).counts

@@ -31,10 +31,10 @@ def check_suggestion(functions: Sequence[tuple[Callable[..., Any], Code | None]]
         Empty if all were checked, or if a check was suggested before.
     """
     codes = {code.digest: function for function, code in functions if code is not None}
-    new = take_unchecked([code for _, code in functions if code is not None])
+    new = take_unchecked({code.digest: code.name for _, code in functions if code is not None})
     if not new:
         return ""
-    commands = [f"freetrain check {_reference(codes[code.digest])}" for code in new]
+    commands = [f"freetrain check {_reference(codes[digest])}" for digest in new]
     more = f" (and {len(commands) - 1} more)" if len(commands) > 1 else ""
     return f"never checked whether it survives being moved: {commands[0]}{more}"
 

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from freetrain_parsl.protocol.options import Code
+    from collections.abc import Mapping
 
 __all__ = ["note_checked", "state_directory", "take_unchecked"]
 
@@ -30,23 +28,28 @@ def state_directory() -> Path:
     return root / "freetrain"
 
 
-def note_checked(code: Code) -> None:
+def note_checked(digest: str, name: str) -> None:
     """Remember that code was checked, so that a check is not suggested any more."""
-    take_unchecked([code])
+    take_unchecked({digest: name})
 
 
-def take_unchecked(codes: Iterable[Code]) -> list[Code]:
-    """Return those for which a check is to be suggested, once: they were never given to this function before."""
-    wanted = {code.digest: code for code in codes if code.parts}
+def take_unchecked(codes: Mapping[str, str]) -> list[str]:
+    """Return the digests for which a check is to be suggested, once: they were never given to this function before.
+
+    Parameters
+    ----------
+    codes
+        Digest -> name of the function, for people who read the file.
+    """
     try:
         lines = (state_directory() / _FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):  # not there yet, unreadable, or no text
         lines = []
     known = {line.partition(" ")[0] for line in lines} | _noted
-    new = [code for digest, code in wanted.items() if digest not in known]
+    new = [digest for digest in codes if digest not in known]
     if new:
-        _noted.update(code.digest for code in new)
-        _write([*lines, *(f"{code.digest} {code.name}" for code in new)][-_MOST:])
+        _noted.update(new)
+        _write([*lines, *(f"{digest} {codes[digest]}" for digest in new)][-_MOST:])
     return new
 
 

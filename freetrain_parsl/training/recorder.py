@@ -12,17 +12,26 @@ if TYPE_CHECKING:
 
     import torch
 
-    from freetrain_parsl.training.checkpoints.state import Stateful
+    from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
     from freetrain_parsl.training.data.order import Order
-    from freetrain_parsl.training.runtime import Runtime
+    from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.step.batch_runner import BatchRunner
 
-__all__ = ["Recorder"]
+__all__ = ["RecordedTraining", "Recorder"]
+
+
+class RecordedTraining(Protocol):
+    """What a recorder sees of the runtime."""
+
+    state: SessionState
+    members: GroupMember
+    batch_runner: BatchRunner | None
 
 
 class Recorder(Protocol):
     """Sees the batches, losses, gradients and boundaries of one process, and may shorten and convert what it trains on.
 
-    A call gets the runtime that makes it. None may communicate with other members.
+    A call gets the training that makes it. None may communicate with other members.
     """
 
     def order(self, order: Order) -> Order:
@@ -37,16 +46,16 @@ class Recorder(Protocol):
     def started(self) -> None:
         """See that the loop begins, after a newcomer has received its state."""
 
-    def boundary(self, runtime: Runtime) -> None:
+    def boundary(self, training: RecordedTraining) -> None:
         """See a boundary before it is decided there how to go on."""
 
     def batch(self, data: Any) -> Any:
         """Return what the user's loop gets instead of a batch, after its random numbers were seeded."""
 
-    def loss(self, runtime: Runtime, loss: torch.Tensor) -> None:
+    def loss(self, training: RecordedTraining, loss: torch.Tensor) -> None:
         """See a loss before its gradients are computed."""
 
-    def gradients(self, runtime: Runtime) -> None:
+    def gradients(self, training: RecordedTraining) -> None:
         """See that the gradients of a piece are there; of the last one, that they are those of the whole batch."""
 
     def step(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from freetrain_parsl.checking.report import Verdict
+from freetrain_parsl.checking.report import CheckVerdict
 from freetrain_parsl.checking.run import Checker, call_of
 from tests.checking import corpus
 
@@ -70,7 +70,7 @@ def marked_line(thing: Any) -> str:
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.function)
 def test_what_is_broken_is_named_with_its_line(broken: Broken) -> None:
     report = checked(broken.function)
-    assert report.verdict is Verdict.DIFFERS, str(report)
+    assert report.verdict is CheckVerdict.DIFFERS, str(report)
     found: Finding = report.causes[0]
     assert (found.kind, found.name) == (broken.kind, broken.name), str(report)
     if where := marked_line(broken.marked or getattr(corpus, broken.function)):
@@ -85,14 +85,14 @@ def test_what_is_mended_holds(name: str) -> None:
     """What a message says to do is enough; each mended function has a broken twin in the list."""
     assert name in {broken.function for broken in BROKEN}
     report = checked(f"{name}_mended")
-    assert report.verdict is Verdict.HOLDS, str(report)
+    assert report.verdict is CheckVerdict.HOLDS, str(report)
     assert report.causes == []
 
 
 @pytest.mark.parametrize("name", HOLDS)
 def test_what_is_right_is_not_accused(name: str) -> None:
     report = checked(name)
-    assert report.verdict is Verdict.HOLDS, str(report)
+    assert report.verdict is CheckVerdict.HOLDS, str(report)
 
 
 def test_a_counter_that_is_only_printed_is_a_note() -> None:
