@@ -149,7 +149,7 @@ class TrainingRecorder:
             self._scalars = enter(Scalars, self._users_line)
 
     def boundary(self, training: RecordedTraining) -> None:
-        """ProcessRecord the state, and post the command that is due."""
+        """Record the state, and post the command that is due."""
         self.training = training
         place = training.state.cursor.place
         if not training.members.is_newcomer and place not in self.record.states:
@@ -169,7 +169,7 @@ class TrainingRecorder:
             self._mailbox.post(Regroup(None))
 
     def loss(self, training: RecordedTraining, loss: torch.Tensor) -> None:
-        """ProcessRecord a loss and its graph."""
+        """Record a loss and its graph."""
         self._interrupt_if_due(training)
         place = training.state.cursor.place
         nodes = nodes_of(loss)
@@ -196,7 +196,7 @@ class TrainingRecorder:
         )
 
     def gradients(self, training: RecordedTraining) -> None:
-        """ProcessRecord the gradients of a whole batch."""
+        """Record the gradients of a whole batch."""
         runner = training.batch_runner
         assert runner is not None, "there is a batch"
         if not (runner.is_complete and self.record.steps):
