@@ -156,10 +156,10 @@ def of_pair(gradient: float, loss: float = 1.0, scalar: float = math.nan) -> lis
     return pair
 
 
-def of_one(graph: Graph = Graph(), scalar: float = math.nan) -> ProcessRecord:
+def of_one(graph: Graph | None = None, scalar: float = math.nan) -> ProcessRecord:
     one = training()
     for step in one.steps:
-        step.graph, step.scalars = graph, (Scalar("train.py:19", "norm", scalar),)
+        step.graph, step.scalars = graph or Graph(), (Scalar("train.py:19", "norm", scalar),)
     return one
 
 
@@ -198,8 +198,8 @@ def test_processes_that_wait_for_each_other_are_told_apart() -> None:
     assert judge.hangs
     (found,) = report.causes
     assert found.text == (
-        "On 2 processes, they do not make the same calls: process 0 waits at train.py:7; process 1 was ended by SIGABRT "
-        "at train.py:9."
+        "On 2 processes, they do not make the same calls: process 0 waits at train.py:7; process 1 was ended by "
+        "SIGABRT at train.py:9."
     )
 
 

@@ -19,7 +19,7 @@ from freetrain_parsl.checking.values import Flattener, digest, flat, leaf_of_ten
 class Meter:
     """A class of the user."""
 
-    __slots__ = ("sum", "__dict__")
+    __slots__ = ("__dict__", "sum")
 
     def __init__(self) -> None:
         self.sum, self.values = 0.0, [1]
