@@ -24,6 +24,7 @@ __all__ = [
     "check_call",
     "import_failure",
     "load_app",
+    "load_function",
     "no_such_app",
     "no_training_app",
     "parse_reference",
@@ -66,6 +67,40 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
     """
     from freetrain_parsl.app import TrainingApp
 
+    app, module, import_path = _find_in_module(reference, directory)
+    if app is None:
+        place, function, _ = parse_reference(reference, directory)
+        there = [name for name, value in vars(module).items() if isinstance(value, TrainingApp)]
+        raise no_such_app(place, function, there)
+    if not isinstance(app, TrainingApp):
+        raise no_training_app(reference)
+    return LoadedApp(reference, app, import_path)
+
+
+def load_function(reference: str, directory: Path) -> Callable[..., Any]:
+    """Import a training function, decorated or not.
+
+    Parameters
+    ----------
+    reference, directory
+        As of `load_app`.
+
+    Raises
+    ------
+    InvalidInput
+        The module or function does not exist, or cannot be imported.
+    """
+    function, module, _ = _find_in_module(reference, directory)
+    if not callable(function):
+        place, name, _ = parse_reference(reference, directory)
+        there = [key for key, value in vars(module).items() if inspect.isfunction(getattr(value, "func", value))]
+        raise InvalidInput(f"{place} has no function {name!r}{did_you_mean(name, there)}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _find_in_module(reference: str, directory: Path) -> tuple[Any, ModuleType, Path]:
+    """Return what a reference names, ``None`` if there is nothing, its module, and where that was imported from."""
     place, function, file = parse_reference(reference, directory)
     import_path = directory.resolve() if file is None else file.parent
     module = _import(place if file is None else file.stem, import_path)
@@ -73,13 +108,7 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
         loaded = getattr(module, "__file__", None)  # a built-in module has none
         if loaded is None or Path(loaded).resolve() != file:
             raise another_module(file, file.stem, loaded or "built in")
-    app = getattr(module, function, None)
-    if app is None:
-        there = [name for name, value in vars(module).items() if isinstance(value, TrainingApp)]
-        raise no_such_app(place, function, there)
-    if not isinstance(app, TrainingApp):
-        raise no_training_app(reference)
-    return LoadedApp(reference, app, import_path)
+    return getattr(module, function, None), module, import_path
 
 
 def parse_reference(reference: str, directory: Path) -> tuple[str, str, Path | None]:
