@@ -47,7 +47,7 @@ def occupy(work: Callable[[_T | None], _T | None]) -> None:
     Exception
         The one that `work` has raised; this process can take the next task of the pool.
     """
-    title, action = _COMM.read_text(encoding="utf-8"), signal.getsignal(signal.SIGTERM)
+    title, action = _COMM.read_text(encoding="utf-8").rstrip("\n"), signal.getsignal(signal.SIGTERM)
     mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     set_process_title(PLACE)
     received: set[int] = set()

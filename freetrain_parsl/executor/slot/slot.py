@@ -113,7 +113,7 @@ class SlotSettings:
 
 @dataclass(frozen=True)
 class _Handover:
-    """What a process of a slot leaves to the next one, which the driver does not tell from it."""
+    """What a process of a slot leaves to the next one, which continues it under its name."""
 
     name: str
     url: str
@@ -151,7 +151,6 @@ class _Slot:
         self._run: TrainingRun | ArrayRun | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
-        self._is_new = before is None
         if before is not None:
             self._name, self._closes = before.name, before.closes
             for message in before.inbox:
@@ -176,8 +175,7 @@ class _Slot:
         """Connect, and carry out commands; return what the next process has to know, or ``None`` if the slot ends."""
         self._signals.install()
         self._channel.start()
-        if self._is_new:
-            self._channel.send(self._introduction())
+        self._channel.send(self._introduction())
         first = self._work()
         if self._leaving:
             self._channel.close()
@@ -201,7 +199,7 @@ class _Slot:
             token=self._token,
             node=self._node,
             block=os.environ.get("PARSL_WORKER_BLOCK_ID", ""),
-            pid=os.getppid(),  # of its place: this process is the first of several
+            pid=os.getpid(),
             versions=describe_environment(),
             fault=fault,
         )
