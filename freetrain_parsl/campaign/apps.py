@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
-from freetrain_parsl.trackers.settings import importable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -197,9 +195,10 @@ def _find(path: Path) -> Path:
 
 
 def _import(name: str, path: Path) -> ModuleType:
-    importable(path)
+    from freetrain_parsl.executor.app_modules import import_app_module
+
     try:
-        return importlib.import_module(name)
+        return import_app_module(name, str(path))
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything, or exit
         raise import_failure(name, path, error) from error
 
