@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import difflib
 import re
+import runpy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from habits import HELD, PORTS, assert_close, blocks_of, practise_port, run_plain
+from naive_ports import NAIVE
 from training_crew import run_member
 
+from freetrain_parsl.checking.run import check
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from crew import Crew
     from training_crew import Outcome
+
+    from freetrain_parsl.checking.report import CheckReport
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("port", PORTS)]
 
@@ -96,6 +102,30 @@ def test_paused_on_two_processes_and_resumed_on_three_the_port_is_the_script(
     for outcome in crew.run(3, tmp_path, practise_port, port=port):
         value, _ = finished(outcome)
         assert_close(value, plain(port), TOLERANCE)
+
+
+def checked(port: str, file: Path, edits: Sequence[tuple[str, str]] = ()) -> CheckReport:
+    """Check the port of a page as a file, as its readers would."""
+    blocks = blocks_of(PORTS[port])
+    code = blocks["session"]
+    for before, after in edits:
+        assert before in code, before
+        code = code.replace(before, after)
+    file.write_text(f"{blocks['common']}\n\n{code}", encoding="utf-8")
+    names = runpy.run_path(str(file))
+    return check(names["train"])
+
+
+def test_a_check_finds_nothing_in_the_port(tmp_path: Path, port: str) -> None:
+    report = checked(port, tmp_path / "ported.py")
+    assert report.holds, str(report)
+
+
+def test_a_check_names_what_the_page_warns_of(tmp_path: Path, port: str) -> None:
+    report = checked(port, tmp_path / "naive.py", NAIVE[port].edits)
+    assert not report.holds
+    said = " ".join(str(report).split())
+    assert [part for part in NAIVE[port].named if part not in said] == []
 
 
 def without_new_bodies(code: str, plain_code: str) -> list[str]:
