@@ -1,4 +1,4 @@
-"""Scripts of the documentation as they are ported without reading it: what their pages warn of, by edits of the ports."""
+"""Scripts of the documentation, ported without reading it: what their pages warn of, as edits of the ports."""
 
 from __future__ import annotations
 
@@ -65,10 +65,12 @@ NAIVE = {
         (
             (
                 "                return mse_loss(model(inputs), targets)\n",
-                "                optimizer.zero_grad()\n"
-                "                loss = mse_loss(model(inputs), targets)\n"
-                "                loss.backward()\n"
-                "                return loss\n",
+                (
+                    "                optimizer.zero_grad()\n"
+                    "                loss = mse_loss(model(inputs), targets)\n"
+                    "                loss.backward()\n"
+                    "                return loss\n"
+                ),
             ),
             ("session.step(closure)", "optimizer.step(closure)"),
         ),
@@ -78,9 +80,11 @@ NAIVE = {
         (
             (
                 "    state = session.state(best=0.0)\n",
-                "    best, file = 0.0, session.directory / 'checkpoint.pt'\n"
-                "    if file.exists():\n"
-                "        best = torch.load(file)['best']\n",
+                (
+                    "    best, file = 0.0, session.directory / 'checkpoint.pt'\n"
+                    "    if file.exists():\n"
+                    "        best = torch.load(file)['best']\n"
+                ),
             ),
             ("state.best", "best"),
             ("    return model", "        torch.save({'best': best}, file)\n    return model"),

@@ -9,7 +9,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from habits import HELD, PORTS, assert_close, blocks_of, practise_port, run_plain
 from naive_ports import NAIVE
 from training_crew import run_member
@@ -36,7 +35,7 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(autouse=True)
 def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain script writes its files where it is run."""
+    """Run the plain scripts where they may write their files."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -85,9 +84,7 @@ def test_in_a_group_that_changes_the_port_is_the_script(crew: Crew, tmp_path: Pa
         assert_close(other, value, 0.0)
 
 
-def test_after_the_failure_of_a_process_in_a_step_the_port_is_the_script(
-    crew: Crew, tmp_path: Path, port: str
-) -> None:
+def test_after_the_failure_of_a_process_in_a_step_the_port_is_the_script(crew: Crew, tmp_path: Path, port: str) -> None:
     outcomes = crew.start(2, tmp_path, practise_port, port=port, die_at=AT).outcomes()
     value, sizes = finished(outcomes[0])
     assert_close(value, plain(port), TOLERANCE)
@@ -147,8 +144,8 @@ def test_the_page_names_every_line_that_changes(port: str) -> None:
     rows = re.findall(r"^\| (.*?) ?\| (.*?) ?\| .*\|$", text.split("## What changes")[1], re.MULTILINE)[1:]
     named = [[span.rstrip("…") for row in rows for span in re.findall(r"`([^`]+)`", row[side])] for side in (0, 1)]
     before, after = blocks["plain"].splitlines(), without_new_bodies(blocks["session"], blocks["plain"])
-    changes = [line for line in difflib.ndiff(*([line.strip() for line in each] for each in (before, after)))]
-    changes = [line for line in changes if line[0] in "-+" and line[2:]]
+    differences = difflib.ndiff(*([line.strip() for line in lines] for lines in (before, after)))
+    changes = [line for line in differences if line[0] in "-+" and line[2:]]
     unnamed = [line for line in changes if not any(span in line for span in named[line[0] == "+"])]
     assert unnamed == []
     for side, code in ((0, blocks["plain"]), (1, blocks["session"])):
