@@ -106,9 +106,16 @@ def assert_close(one: Any, other: Any, tolerance: float, where: str = "state") -
 
 
 def hold(
-    session: Any, hold_at: int | None = None, die_at: int | None = None, *, pause_at: frozenset[int] = frozenset()
+    session: Any,
+    hold_at: int | None = None,
+    die_at: int | None = None,
+    *,
+    die_between: bool = False,
+    pause_at: frozenset[int] = frozenset(),
 ) -> list[tuple[int, int]]:
     """After step `hold_at`, wait for a command; kill the second process in the step after `die_at`; pause after steps.
+
+    With `die_between` it is killed in the second step of a batch.
 
     Returns
     -------
@@ -119,7 +126,8 @@ def hold(
     step, backward = session.step, session.backward
 
     def die_if_asked() -> None:
-        if session.metrics["steps"] == die_at and session.rank == 1:
+        is_asked = session.metrics["steps"] == die_at and session._runtime.batch_runner.has_stepped == die_between
+        if is_asked and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # while the others wait for its gradients, or soon will
 
     def backward_or_die(loss: Any, **options: Any) -> bool:

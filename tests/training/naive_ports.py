@@ -54,7 +54,11 @@ NAIVE = {
         ("`latent`",),
     ),
     "gradient-penalty": Naive(
-        (("state = session.state(iteration=0)", "iteration = 0"), ("state.iteration", "iteration")),
+        (
+            ("    for epoch in session", "    iteration = 0\n    for epoch in session"),
+            ("            iteration = epoch * len(data) + session.position.samples // BATCH\n", ""),
+            ("            if iteration % 3", "            iteration += 1\n            if iteration % 3"),
+        ),
         ("`iteration`", "whether a step is made"),
     ),
     "iteration-loop": Naive(

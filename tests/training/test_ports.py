@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.checking.report import CheckReport
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("port", PORTS)]
+pytestmark = pytest.mark.slow
+of_each_port = pytest.mark.parametrize("port", PORTS)
 
 AT = 9
 """A step in the middle of an epoch of every script."""
@@ -53,12 +54,14 @@ def alone(root: Path, port: str, **disturbance: Any) -> Outcome:
     return run_member(practise_port, {"port": port, **disturbance}, root=root, membership=Membership("net"))
 
 
+@of_each_port
 def test_on_one_process_the_port_is_the_script_bit_by_bit(tmp_path: Path, port: str) -> None:
     value, sizes = finished(alone(tmp_path, port))
     assert_close(value, plain(port), 0.0)
     assert max(step for step, _ in sizes) > AT
 
 
+@of_each_port
 def test_paused_and_resumed_after_every_step_it_is_still_the_script_bit_by_bit(tmp_path: Path, port: str) -> None:
     """Nothing that the loop needs is in local variables."""
     every_step = frozenset(range(1, 1000))
@@ -70,6 +73,7 @@ def test_paused_and_resumed_after_every_step_it_is_still_the_script_bit_by_bit(t
     assert len(fragments) > AT
 
 
+@of_each_port
 @pytest.mark.parametrize("size", [3, 1])
 def test_in_a_group_that_changes_the_port_is_the_script(crew: Crew, tmp_path: Path, port: str, size: int) -> None:
     run = crew.start(2, tmp_path, practise_port, port=port, hold_at=AT)
@@ -84,6 +88,7 @@ def test_in_a_group_that_changes_the_port_is_the_script(crew: Crew, tmp_path: Pa
         assert_close(other, value, 0.0)
 
 
+@of_each_port
 def test_after_the_failure_of_a_process_in_a_step_the_port_is_the_script(crew: Crew, tmp_path: Path, port: str) -> None:
     outcomes = crew.start(2, tmp_path, practise_port, port=port, die_at=AT).outcomes()
     value, sizes = finished(outcomes[0])
@@ -91,6 +96,15 @@ def test_after_the_failure_of_a_process_in_a_step_the_port_is_the_script(crew: C
     assert {size for _, size in sizes} == {2, 1}
 
 
+def test_after_a_failure_between_the_steps_of_a_batch_only_the_second_one_is_made(crew: Crew, tmp_path: Path) -> None:
+    port = "gradient-penalty"
+    outcomes = crew.start(2, tmp_path, practise_port, port=port, die_at=AT, die_between=True).outcomes()
+    value, sizes = finished(outcomes[0])
+    assert_close(value, plain(port), TOLERANCE)
+    assert [size for step, size in sizes if step == AT] == [2, 1]
+
+
+@of_each_port
 def test_paused_on_two_processes_and_resumed_on_three_the_port_is_the_script(
     crew: Crew, tmp_path: Path, port: str
 ) -> None:
@@ -113,11 +127,13 @@ def checked(port: str, file: Path, edits: Sequence[tuple[str, str]] = ()) -> Che
     return check(names["train"])
 
 
+@of_each_port
 def test_a_check_finds_nothing_in_the_port(tmp_path: Path, port: str) -> None:
     report = checked(port, tmp_path / "ported.py")
     assert report.holds, str(report)
 
 
+@of_each_port
 def test_a_check_names_what_the_page_warns_of(tmp_path: Path, port: str) -> None:
     report = checked(port, tmp_path / "naive.py", NAIVE[port].edits)
     assert not report.holds
@@ -137,6 +153,7 @@ def without_new_bodies(code: str, plain_code: str) -> list[str]:
     return lines
 
 
+@of_each_port
 def test_the_page_names_every_line_that_changes(port: str) -> None:
     """In its table, on the side of the script or on that of the port; a "…" stands for the rest of a line."""
     text = PORTS[port].read_text(encoding="utf-8")
