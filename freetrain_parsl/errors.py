@@ -23,6 +23,7 @@
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
     │   ├── PeerFailed          another member of the process group has failed          (retry helps)
     │   ├── NonFiniteLoss       the loss is NaN or infinite
+    │   ├── ReplicasDiffer      the processes no longer have the same parameters, buffers or hyperparameters
     │   └── TooManyRestarts     members keep crashing without reaching a new step
     ├── RemoteError             Globus Compute or an endpoint failed or did not answer (retry may help)
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
@@ -62,6 +63,7 @@ __all__ = [
     "PeerFailed",
     "PlanningError",
     "RemoteError",
+    "ReplicasDiffer",
     "StorageUnavailable",
     "TooManyRestarts",
     "TrainingCancelled",
@@ -211,6 +213,13 @@ class PeerFailed(TrainingError):
 
 class NonFiniteLoss(TrainingError):
     """The loss of a training is NaN or infinite, so that continuing is pointless."""
+
+
+class ReplicasDiffer(TrainingError):
+    """The processes of a training no longer have the same model; the message names what differs, where and since when.
+
+    Its function has made them differ, so that running it again helps only after a change.
+    """
 
 
 class TooManyRestarts(TrainingError):

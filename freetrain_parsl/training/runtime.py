@@ -30,6 +30,7 @@ from freetrain_parsl.training.group.shared_gradients import Link
 from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.preparation import parameters_of, size_of
 from freetrain_parsl.training.progress import ProgressReporter
+from freetrain_parsl.training.replicas.check import ReplicaCheck
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
 from freetrain_parsl.training.step.closure import needs_closure
@@ -99,6 +100,8 @@ class Runtime:
         self.checkpoint_manager = manager = CheckpointManager(options, lambda: members.group)
         self.state = SessionState(options.seed, lambda: manager.newest.path if manager.newest else manager.path)
         self.reporter = ProgressReporter(self.state, manager, members, report, clock)
+        self.replicas = ReplicaCheck(options.name, self.state)
+        self.replicas.loop = self.state.loop.shared
         self.batch_runner: BatchRunner | None = None
         """Set by `start`."""
         self.at_start: list[Callable[[], None]] = []
@@ -273,12 +276,15 @@ class Runtime:
         check_schedulers(self.state.objects.values())
         if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
+        self.state.trainable.watch(self.state.objects)
         if self._restored is not None:
             self._restored.load_again(self.state.objects)
+            self.state.take_trainable(self._restored.state)
             self.state.take_loop(self._restored.state, rank=self.members.group.rank)
             self._restored = None
         self.members.state = self.state.whole
         self.members.adopt = self._adopt
+        self.members.meet_replicas = self.replicas.meet
         if self.members.is_newcomer:
             self._change_group(self.members.await_command, began=None)
         else:
@@ -545,8 +551,11 @@ class Runtime:
         if group.size > 1:
             # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if group.is_first else 0.0
-            votes = torch.tensor([requested, closing, save_due, commanded, ready, batch, estimate], dtype=torch.float64)
-            requested, closing, save_due, commands, ready, batch, self._write_seconds = group.sum(votes).tolist()
+            own = [requested, closing, save_due, commanded, ready, batch, estimate]
+            votes = torch.tensor([*own, *self.replicas.votes(whole=self._is_last_boundary)], dtype=torch.float64)
+            *counts, self._write_seconds, hashes, squares = group.sum(votes).tolist()
+            requested, closing, save_due, commands, ready, batch = counts
+            self.replicas.judge(group, hashes, squares)
             commanded = commands == group.size
         if ready == group.size:
             self._look_after_writing(manager.advance)
@@ -555,6 +564,8 @@ class Runtime:
         assert self.batch_runner is not None, "checked by start"
         if commanded or closing or requested or save_due or self.state.cursor.pass_ended:
             self.batch_runner.average_statistics(group)
+        if commanded or closing or requested or save_due:
+            self.replicas.compare_all(group)
         if commanded:
             began = self._clock()
             self._change_group(self.members.take_command, began)
@@ -562,6 +573,12 @@ class Runtime:
             self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
         elif save_due:
             self._save("periodic", mark=self._mark)
+
+    @property
+    def _is_last_boundary(self) -> bool:
+        """Whether all batches of the last epoch are done."""
+        cursor, epochs = self.state.cursor, self.reporter.total_epochs
+        return cursor.pass_ended and epochs is not None and cursor.epoch + 1 >= epochs
 
     def _has_to_decide(self) -> bool:
         """Return whether there may be something to decide, for a group of one: the time is looked at now and then."""
@@ -652,6 +669,7 @@ class Runtime:
         if left:
             self._unwind(PauseReason.LEFT)
         self._regrouped = True
+        self.replicas.have_met()
         self.checkpoint_manager.rejoin()
         paused = 0.0 if began is None else self._clock() - began
         self.reporter.pace.restart()
@@ -659,12 +677,11 @@ class Runtime:
         self.reporter.send(at_once=True)
 
     def _place(self) -> tuple[int, ...]:
-        """Return this member's position and a fingerprint of its parameters; a newcomer has no position yet."""
-        assert self.batch_runner is not None, "groups change only in the loop"
+        """Return this member's position and the standing of its replica; a newcomer has no position yet."""
         begun = not self.members.is_newcomer
         changes = 0 if self.state.batch is None else self.state.batch.changes
         place = (int(value) for value in self.state.cursor.place)
-        return (int(begun), *place, changes, self.state.results.number, self.batch_runner.fingerprint())
+        return (int(begun), *place, changes, self.state.results.number, *self.replicas.standing())
 
     def _adopt(self, state: dict[str, Any]) -> None:
         """Load the state of a member that is ahead."""

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from training_runs import Run
 
 from freetrain_parsl.errors import CheckpointMismatch, UsageError
+from freetrain_parsl.training.checkpoints.state import SessionState
 from freetrain_parsl.training.fragment import Finished, Paused, run_alone
 
 if TYPE_CHECKING:
@@ -125,12 +126,22 @@ def test_parameters_of_an_optimizer_alone_are_saved_and_restored(tmp_path: Path)
     assert torch.equal(end.value, expected.value)
 
 
-def test_a_checkpoint_without_them_is_loaded_and_one_with_others_is_not(tmp_path: Path) -> None:
+def test_they_have_to_have_the_same_shape(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    end = run(tempered, run=run, pause_after=5)
-    assert end.checkpoint is not None
+    assert isinstance(run(tempered, run=run, pause_after=5), Paused)
     with pytest.raises(CheckpointMismatch, match=r"optimizer, group 0, parameter 6 has shape \(\), now \(3,\)"):
         run(tempered, run=run, shape=(3,))
+
+
+def test_a_checkpoint_of_an_earlier_version_does_not_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    whole = SessionState.whole
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionState, "whole", lambda self: {k: v for k, v in whole(self).items() if k != "outside"})
+        assert isinstance(run(tempered, run=run, pause_after=5), Paused)
+    end = run(tempered, run=run)
+    assert isinstance(end, Finished)
+    assert end.progress.resumed_from == 5
 
 
 # ── closures ──────────────────────────────────────────────────────────────────────────────────────

@@ -49,7 +49,6 @@ MEANS: list[Callable[[], torch.Tensor]] = [
     lambda: 1 - net(x).mean(),
     lambda: torch.stack([net(x).mean(), F.mse_loss(net(x), target)]).sum(),
     lambda: torch.sum(torch.tensor([1.0, 2.0]) * torch.stack([classes(), net(x).mean()])),
-    lambda: (-net[2].bias[0]).exp() * classes() + net[2].bias[0],
     lambda: F.mse_loss(net(x), target) + 0.1 * sum(p.pow(2).sum() for p in net.parameters()),  # type: ignore[return-value]
     lambda: F.mse_loss(net(x), target) + 0.1 * sum(p.abs().sum() for p in net.parameters()),  # type: ignore[return-value]
     lambda: F.mse_loss(net(x), target) + (torch.ones_like(weight) * (weight - weight.detach()) ** 2).sum(),
@@ -71,6 +70,7 @@ def test_means_and_penalties_on_parameters_are_weighed_by_samples(loss: Callable
         (lambda: classes(weight=weights), 32),
         (lambda: classes(ignore_index=1), 3),
         (tokens, 15),
+        (lambda: (-net[2].bias[0]).exp() * tokens() + net[2].bias[0], 15),
         (lambda: -0.5 * tokens(), 15),
         (lambda: tokens() + 0.1 * weight.pow(2).sum(), 15),
         (lambda: tokens() + 0.1 * weight.norm(), 15),

@@ -11,6 +11,7 @@ from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
 from freetrain_parsl.training.checkpoints.outside import load_outside, outside_state
 from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups, names_of_groups
+from freetrain_parsl.training.checkpoints.trainable import TrainableFlags
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
 from freetrain_parsl.training.loop_state import LoopStates
@@ -54,6 +55,7 @@ class SessionState:
         self.cursor = Cursor()
         self.objects: dict[str, Stateful] = {}
         """The user's objects by name, in the order in which they are restored."""
+        self.trainable = TrainableFlags()
         self.loop = LoopStates()
         """The values of ``session.state``."""
         self.best_epochs = BestEpochs()
@@ -116,6 +118,7 @@ class SessionState:
             "order": asdict(self.order) if self.order else None,
             "best": self.best_epochs.state(),
             "results": self.results.state(),
+            "trainable": self.trainable.changes(),
             "loop": self.loop.state(own),
         }
 
@@ -129,7 +132,12 @@ class SessionState:
                 add_missing_groups(target, state["objects"][name], state["groups"][name], self.objects)
             target.load_state_dict(state["objects"][name])
         load_outside(self.objects, state["outside"])
+        self.take_trainable(state)
         self.take_loop(state)
+
+    def take_trainable(self, state: Mapping[str, Any]) -> None:
+        """Freeze and unfreeze parameters as in a state; checkpoints of earlier versions do not have this."""
+        self.trainable.load(state.get("trainable", {}))
 
     def take_loop(self, state: Mapping[str, Any], *, rank: int | None = None, names: set[str] | None = None) -> None:
         """Load the loop state, see `LoopStates.load`; checkpoints of earlier versions do not have it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +11,18 @@ from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
 from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.state_transfer import pass_on
+from freetrain_parsl.training.replicas.check import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
     from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Regroup
 
-logger = logging.getLogger(__name__)
-
-_FINGERPRINT = -1  # index in a place: not part of a member's progress
 _BEGUN = 0  # index in a place: whether the member has a state
+_STANDING = len(Standing._fields)  # numbers at the end of a place that are not part of a member's progress
 
 
 class GroupMember:
@@ -59,6 +57,8 @@ class GroupMember:
         """Set by the runtime: returns the whole state."""
         self.adopt: Callable[[dict[str, Any]], None] = lambda _state: None
         """Set by the runtime: loads a whole state."""
+        self.meet_replicas: Callable[[Group, Sequence[Standing], Sequence[int]], None] = lambda *_: None
+        """Set by the runtime: compares the replicas in a new group, see `ReplicaCheck.meet`."""
         self._transferred = 0.0
         self._generation = 0  # of the group, or of the one being formed
         if membership is not None:
@@ -159,6 +159,8 @@ class GroupMember:
         ------
         PeerFailed
             No command will come, or this member cannot take over the others' state.
+        ReplicasDiffer
+            Members at the same position have other parameters.
         """
         command = first_command()
         while True:
@@ -183,12 +185,14 @@ class GroupMember:
         Parameters
         ----------
         place
-            Returns this member's position, later ones greater, followed by a fingerprint of its parameters.
+            Returns this member's position, later ones greater, followed by its `Standing`.
 
         Raises
         ------
         PeerFailed
             A member has failed.
+        ReplicasDiffer
+            Members at the same position have other parameters.
         """
         self._follow(self._agree_on_state(place()))
 
@@ -206,12 +210,21 @@ class GroupMember:
     def _agree_on_state(self, place: tuple[int, ...]) -> dict[str, Any] | None:
         """Compare positions, and send the state of the members that are ahead to the others; return it if received."""
         places = [tuple(other.tolist()) for other in self.group.gather(torch.tensor(place))]
-        foremost = max(other[:_FINGERPRINT] for other in places)
-        first = next(other for other in places if other[:_FINGERPRINT] == foremost)
-        sources = [rank for rank, other in enumerate(places) if other == first]
-        receivers = [rank for rank, other in enumerate(places) if other != first]
-        if first[_BEGUN] and any(p[:_FINGERPRINT] == foremost for p in places if p != first):
-            logger.warning("the members' parameters differed; all members take those of rank %d", sources[0])
+        progress = [other[:-_STANDING] for other in places]
+        standings = [Standing(*other[-_STANDING:]) for other in places]
+        foremost = max(progress)
+        ahead = [rank for rank, its_progress in enumerate(progress) if its_progress == foremost]
+        # Of these some may have run user code that follows the boundary at this position, and others not yet: what it
+        # changes is compared when all have run it. A receiver will run it, too.
+        turn = min(standings[rank].turn for rank in ahead)
+        peers = [rank for rank in ahead if standings[rank].turn == turn]
+        self.meet_replicas(self.group, standings, peers if foremost[_BEGUN] else [])
+        # On processors of different kinds the replicas of peers may have other bits; here they become equal again.
+        fingerprint = standings[peers[0]].fingerprint
+        sources = [rank for rank in peers if standings[rank].fingerprint == fingerprint]
+        receivers = [
+            rank for rank in range(len(places)) if rank not in ahead or (rank in peers and rank not in sources)
+        ]
         if not receivers:
             return None
         state = self.state() if self.group.rank in sources else None

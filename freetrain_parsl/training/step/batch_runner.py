@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.step.learning_rate import RateScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
 
-_WORD = (1 << 63) - 1
-
 # Methods that users call once per step.
 _CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
     (LRScheduler, "step"),
@@ -427,17 +425,6 @@ class BatchRunner:
     def average_statistics(self, group: Group) -> None:
         """Average the model's running statistics over the members; raises PeerFailed if one has failed."""
         self._statistics.average(group)
-
-    def fingerprint(self) -> int:
-        """Return a hash of the parameters, to detect differences between members; equal bits give equal hashes."""
-        if self._sharded:
-            return 0
-        total = 0
-        for parameter in self.parameters:
-            bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-            words, rest = torch.split(bits, [len(bits) // 8 * 8, len(bits) % 8])
-            total += int(words.view(torch.int64).sum()) + int(rest.sum())
-        return total & _WORD
 
     def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> dist.Work | None:
         """Add the loss to the tally; with the last piece, start to sum the tally over the members.

@@ -81,21 +81,32 @@ class _Term(NamedTuple):
         Its node of the graph.
     times
         Whether it is multiplied by a constant.
+    path
+        Where the node is.
     """
 
     kind: _Kind
     node: Any
     times: bool
+    path: _Path
+
+
+class _Path(NamedTuple):
+    """How to reach a node from the end of a graph: from the node before, over its input number `place`."""
+
+    before: _Path | None
+    place: int
 
 
 class LossReader:
     """Returns how losses are weighed: as the user says, or as their graphs show.
 
-    Graphs of losses with several terms are looked at in the first batches, and now and then.
+    Graphs of losses with several terms are looked at in the first batches, and now and then; items are read in each.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], Weighing] = {}  # by number of the step in its batch, and last operation
+        # By number of the step in its batch, and last operation; with the place of a loss that knows its items.
+        self._known: dict[tuple[int, str], tuple[Weighing, _Path | None]] = {}
         self._looks = 0
         self._gives_items: bool | None = None  # whether the user gives items; None: before the first loss
 
@@ -137,16 +148,16 @@ class LossReader:
         name = type(loss.grad_fn).__name__
         if name in _MEANS:
             return Weighing("mean", None)
-        known = self._known.get((step, name))
         self._looks += 1
-        if known is not None and self._looks > _FIRST and self._looks % _EVERY and name in _TERMS:
-            return known
-        weighing = weighing_of(loss, samples, gathered=gathered)
-        if weighing.items is None:
-            self._known[step, name] = weighing
-        else:
-            self._known.pop((step, name), None)
-        return weighing
+        if (step, name) in self._known and name in _TERMS and self._looks > _FIRST and self._looks % _EVERY:
+            weighing, path = self._known[step, name]
+            if path is None:
+                return weighing
+            node = _follow(loss.grad_fn, path)
+            if type(node).__name__ in _NEGATIVE_LOG_LIKELIHOODS and _is_readable(node):
+                return _items_of(node)
+        self._known[step, name] = _look(loss, samples, gathered=gathered)
+        return self._known[step, name][0]
 
 
 def check_weighing(weighing: Weighing, *, one_piece: bool, measured: bool) -> None:
@@ -186,11 +197,16 @@ def weighing_of(loss: torch.Tensor, samples: int, *, gathered: bool = False) -> 
     UsageError
         It cannot be known.
     """
+    return _look(loss, samples, gathered=gathered)[0]
+
+
+def _look(loss: torch.Tensor, samples: int, *, gathered: bool) -> tuple[Weighing, _Path | None]:
+    """Return how a loss is to be weighed, and where in its graph the number of items is, if it is there."""
     summands = list(_terms(loss.grad_fn))
     terms = [term for term in summands if term.kind != "constant"]
     kinds = {term.kind for term in terms}
     if kinds <= {"mean"}:
-        return Weighing("batch", None) if gathered else _by_items(terms, samples)
+        return (Weighing("batch", None), None) if gathered else _by_items(terms, samples)
     if gathered:
         raise UsageError(
             "session.step: a sum is part of a loss with session.gather: if the loss is that of the whole batch, the "
@@ -203,14 +219,14 @@ def weighing_of(loss: torch.Tensor, samples: int, *, gathered: bool = False) -> 
             'if it does not grow with that, say so with session.step(loss, reduction="mean")'
         )
     if kinds == {"loss sum"} and not any(term.times for term in terms):
-        return Weighing("sum", None)
+        return Weighing("sum", None), None
     raise UsageError(
         "session.step: is the loss a sum over the samples, or a mean? Its graph contains a sum: say "
         'session.step(loss, reduction="sum") or reduction="mean", or divide it by the number of samples, len(x)'
     )
 
 
-def _by_items(terms: list[_Term], samples: int) -> Weighing:
+def _by_items(terms: list[_Term], samples: int) -> tuple[Weighing, _Path | None]:
     """Return how a sum of means is to be weighed, of which some may be means over tokens or class weights."""
     likelihoods = [term.node for term in terms if type(term.node).__name__ in _NEGATIVE_LOG_LIKELIHOODS]
     weighed = [node for node in likelihoods if _weighs_items(node, samples)]
@@ -218,15 +234,34 @@ def _by_items(terms: list[_Term], samples: int) -> Weighing:
         raise UsageError(
             "session.step: cross_entropy is a mean over targets or class weights here, not over samples, and only a "
             "part of the loss: say over how many with session.step(loss, items=…), such as "
-            "items=(y != ignore_index).sum() or items=weight[y].sum()"
+            'items=(y != ignore_index).sum() or items=weight[y].sum(); or, if samples are to count, reduction="mean"'
         )
     if len(terms) == 1 and likelihoods and _is_readable(likelihoods[0]):
-        items = likelihoods[0]._saved_total_weight  # noqa: SLF001 - torch has no other way
-        if items.device.type == "cpu":  # free: then targets of -100 among one per sample do not count, either
-            return Weighing("mean", items.item())
-        if weighed:
-            return Weighing("mean", items.detach())
-    return Weighing("mean", None)
+        weighing = _items_of(likelihoods[0])
+        # On a CPU they are free: then targets of -100 among one per sample do not count, either.
+        if weighed or not isinstance(weighing.items, torch.Tensor):
+            return weighing, terms[0].path
+    return Weighing("mean", None), None
+
+
+def _items_of(node: Any) -> Weighing:
+    items = node._saved_total_weight  # noqa: SLF001 - torch has no other way
+    return Weighing("mean", items.item() if items.device.type == "cpu" else items.detach())
+
+
+def _follow(node: Any, path: _Path) -> Any:
+    """Return the node at a place; ``None`` if there is none."""
+    indices = []
+    step: _Path | None = path
+    while step is not None:
+        indices.append(step.place)
+        step = step.before
+    for index in reversed(indices[:-1]):  # the last one is that of the end of the graph itself
+        inputs = _inputs(node)
+        if index >= len(inputs):
+            return None
+        node = inputs[index]
+    return node
 
 
 def _weighs_items(node: Any, samples: int) -> bool:
@@ -237,12 +272,12 @@ def _weighs_items(node: Any, samples: int) -> bool:
 
 
 def _has(node: Any, name: str) -> bool:
-    return getattr(node, f"_raw_saved_{name}").data is not None or not _is_unpacked(node, name)
+    return not _is_unpacked(node, name) or getattr(node, f"_saved_{name}") is not None
 
 
 def _is_unpacked(node: Any, name: str) -> bool:
     """Return whether a saved tensor can be read: activation checkpointing would compute it again, and only once."""
-    return getattr(node, f"_raw_saved_{name}").unpack_hook is None
+    return getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is None
 
 
 def _is_readable(node: Any) -> bool:
@@ -251,25 +286,26 @@ def _is_readable(node: Any) -> bool:
 
 def _terms(root: Any) -> Iterator[_Term]:
     """Yield the summands of a loss."""
-    nodes = [(root, False, False)]  # node, whether it is summed over afterwards, whether it is multiplied by a constant
+    # Node, whether it is summed over afterwards, whether it is multiplied by a constant, where it is.
+    nodes = [(root, False, False, _Path(None, 0))]
     for _ in range(_MOST_NODES):
         if not nodes:
             return
-        node, summed, times = nodes.pop()
+        node, summed, times, path = nodes.pop()
         name = type(node).__name__
-        children = _inputs(node)
-        if name in _TERMS or name in _SAME:
-            nodes.extend((child, summed, times) for child in children)
+        children = [(child, _Path(path, index)) for index, child in enumerate(_inputs(node))]
+        if name in _PRODUCTS and len(children) > 1:  # a learned weight is no other than a constant one
+            children = [(child, place) for child, place in children if not _is_penalty(child)]
+        if name in _TERMS or name in _SAME or (name == "DivBackward0" and _divides_by_one(node)):
+            nodes.extend((child, summed, times, place) for child, place in children)
         elif name in _PRODUCTS and len(children) == 1:
-            nodes.append((children[0], summed, True))
-        elif name == "DivBackward0" and _divides_by_one(node):
-            nodes.extend((child, summed, times) for child in children)
+            nodes.append((children[0][0], summed, True, children[0][1]))
         elif not summed and name in _ON_PARAMETERS and _is_penalty(node):
-            yield _Term("constant", node, times)
+            yield _Term("constant", node, times, path)
         elif name in _SUMS and not summed:
-            nodes.extend((child, True, times) for child in children)
+            nodes.extend((child, True, times, place) for child, place in children)
         else:
-            yield _Term(_kind(node, name, summed=summed), node, times)
+            yield _Term(_kind(node, name, summed=summed), node, times, path)
 
 
 def _kind(node: Any, name: str, *, summed: bool) -> _Kind:
