@@ -17,7 +17,7 @@ import training_crew
 from habits import hold
 from torch import nn
 from torch.nn.functional import cross_entropy
-from training_crew import Data
+from training_crew import Data, fall_behind
 
 
 def data64(samples: int = 53) -> torch.utils.data.TensorDataset:
@@ -166,3 +166,40 @@ def normalize(session: Any, *, samples: int, hold_at: int | None = None, **loade
 def batches(session: Any, data: Any, epochs: int = 3) -> Any:
     for _ in session.epochs(epochs):
         yield from data
+
+
+def count_and_fall_behind(session: Any, *, at: int) -> tuple[int, int, int]:
+    """Count the steps together and in each process, while one member misses the end of a step that others make."""
+    fall_behind(session, at, 1)
+    model, _ = session.prepare(net64(), torch.optim.SGD, lr=0.1)
+    data = session.loader(data64(), 8)
+    state, own = session.state(it=0), session.state(per_process=True, mine=0)
+    for x, y in batches(session, data):
+        session.step(cross_entropy(model(x), y))
+        state.it += 1
+        own.mine += 1
+    return state.it, own.mine, session.metrics["steps"]
+
+
+def agree_and_die(session: Any, *, die_at: int, after_step: bool) -> tuple[int, int]:
+    """Count on both sides of a decision in which the second process dies, before or after the step."""
+    model, _ = session.prepare(net64(), torch.optim.SGD, lr=0.1)
+    data = session.loader(data64(), 8)
+    state = session.state(it=0, tensor=torch.zeros(1))
+
+    def decide() -> None:
+        state.it += 1
+        state.tensor += 1
+        if session.metrics["steps"] == die_at and session.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        session.agree(session.rank)
+        state.it += 1
+        state.tensor += 1
+
+    for x, y in batches(session, data):
+        if not after_step:
+            decide()
+        session.step(cross_entropy(model(x), y))
+        if after_step:
+            decide()
+    return state.it, int(state.tensor)

@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 import torch
 from habits import HELD
-from loop_trainings import carry, change_before_the_step, own, stop_by_count, two_steps
+from loop_trainings import (
+    agree_and_die,
+    carry,
+    change_before_the_step,
+    count_and_fall_behind,
+    own,
+    stop_by_count,
+    two_steps,
+)
 from torch import nn
 from training_crew import run_member
 from training_runs import Run, loop
 
 from freetrain_parsl.errors import CheckpointError, UsageError
+from freetrain_parsl.protocol.reports import GroupFailed
 from freetrain_parsl.training.fragment import Finished, Membership, Paused, run_alone
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.loop_state import LoopStates
@@ -84,6 +93,26 @@ def test_a_loop_that_ends_by_its_counter_makes_all_steps(crew: Crew, tmp_path: P
     """Although its last step was interrupted: the counter does not advance in a batch that is repeated."""
     outcomes = crew.start(2, tmp_path, stop_by_count, die_at=9, last=10).outcomes()
     assert value_of(outcomes[0]) == (10, 10)
+
+
+@pytest.mark.slow
+def test_a_member_that_missed_the_end_of_a_step_takes_the_others_values_and_keeps_its_own(
+    crew: Crew, tmp_path: Path
+) -> None:
+    """What follows the step in its loop has been done by the others; its own part of the batch counts."""
+    run = crew.start(2, tmp_path, count_and_fall_behind, at=4)
+    run.until(lambda: all(member.last(GroupFailed) for member in run.members))
+    run.order(run.members, [], abort=True)
+    assert [value_of(outcome) for outcome in run.outcomes()] == [(21, 21, 21)] * 2
+
+
+@pytest.mark.slow
+def test_a_failure_between_two_changes_of_a_batch_undoes_both(crew: Crew, tmp_path: Path) -> None:
+    """Before the step; after it, the training resumes from its checkpoint, as the step is not repeated."""
+    outcomes = crew.start(2, tmp_path / "before", agree_and_die, die_at=4, after_step=False).outcomes()
+    assert value_of(outcomes[0]) == (42, 42)
+    outcomes = crew.start(2, tmp_path / "after", agree_and_die, die_at=4, after_step=True).outcomes()
+    assert outcomes[0].error.startswith("PeerFailed")
 
 
 @pytest.mark.slow

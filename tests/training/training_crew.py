@@ -248,7 +248,13 @@ def diverge(session: Any) -> None:
 
 
 def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any]:
-    """Train; at a step, one member considers the others failed just after they received the gradients."""
+    """Train like `classify`, see `fall_behind`."""
+    fall_behind(session, at, rank)
+    return classify(session, **kwargs)
+
+
+def fall_behind(session: Any, at: int, rank: int) -> None:
+    """At a step, let one member consider the others failed just after they received the gradients."""
     make = session.step
 
     def step(loss: torch.Tensor) -> bool:
@@ -265,7 +271,6 @@ def lag(session: Any, *, at: int, rank: int = 1, **kwargs: Any) -> dict[str, Any
         return make(loss)
 
     session.step = step
-    return classify(session, **kwargs)
 
 
 def pass_states(session: Any) -> bool:
