@@ -136,8 +136,12 @@ def test_they_have_to_have_the_same_shape(tmp_path: Path) -> None:
 def test_a_checkpoint_of_an_earlier_version_does_not_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     whole = SessionState.whole
+
+    def without(*args: Any) -> dict[str, Any]:
+        return {name: value for name, value in whole(*args).items() if name != "outside"}
+
     with monkeypatch.context() as patch:
-        patch.setattr(SessionState, "whole", lambda self: {k: v for k, v in whole(self).items() if k != "outside"})
+        patch.setattr(SessionState, "whole", without)
         assert isinstance(run(tempered, run=run, pause_after=5), Paused)
     end = run(tempered, run=run)
     assert isinstance(end, Finished)
