@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections import deque
 from typing import Any
 
 import pytest
@@ -158,7 +159,8 @@ def test_equal_values_are_equal_however_they_are_kept(one: object, other: object
         (torch.tensor(0.1), torch.tensor(0.2)),
         (torch.zeros(2), torch.zeros(2, 1)),
         ({"a": 1}, {"a": 2}),
-        (nn.Linear(1, 1), nn.Linear(1, 1)),
+        (deque([1, 2]), deque([2, 1])),
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), torch.optim.SGD([torch.zeros(1)], lr=0.2)),
     ],
 )
 def test_other_values_are_not(one: object, other: object) -> None:
@@ -245,6 +247,19 @@ def test_a_buffer_that_is_assigned_anew_is_the_one_that_is_compared() -> None:
         replica.model.mean = torch.ones(3)
 
     assert found_after(assign) is not None
+
+
+def test_a_model_in_the_loop_state_is_compared_as_a_prepared_one() -> None:
+    """An average by hand: its parameters are, and the running statistics that it has copied are not."""
+    one, other = Replica(), Replica()
+    averages = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)]
+    averages[1].load_state_dict(averages[0].state_dict())
+    for replica, average in zip((one, other), averages, strict=True):
+        replica.check.loop = lambda average=average: [("ema", average)]
+    averages[1][1].running_mean.add_(1)
+    assert one.votes(1, whole=True) == other.votes(1, whole=True)
+    averages[1][0].bias.data.add_(1)
+    assert one.votes(1, whole=True) != other.votes(1, whole=True)
 
 
 def test_on_a_gpu_the_checksum_of_the_boundary_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ __all__ = ["Contents", "Fact", "plain"]
 
 _FEW = 32
 """Elements of a container that are compared at every step; of longer ones, as many at the end."""
+_QUICK = 10_000
+"""Elements of a tensor among plain values that is compared at every step."""
 _PLAIN = frozenset({float, str, bool, type(None)})
 """Types of most hyperparameters, which need no conversion."""
 _NOTHING = torch.empty(0)
@@ -64,7 +67,7 @@ class Contents:
         self._optimizers = [(name, thing) for name, thing in objects.items() if isinstance(thing, Optimizer)]
         self._parameters: dict[nn.Parameter, str] = {}
         self._buffers: dict[BufferPlace, str] = {}
-        for name, model in objects.items():
+        for name, model in (*objects.items(), *((f"session.state.{name}", value) for name, value in loop())):
             if not isinstance(model, nn.Module):
                 continue
             for inner, parameter in model.named_parameters():
@@ -178,24 +181,22 @@ def plain(value: object, *, whole: bool) -> object:
             return float(value) if abs(value) < 1 << 53 else repr(value)
         case torch.Tensor():
             return _plain_tensor(value, whole=whole)
-        case list() | tuple():
-            items = value if whole or len(value) <= _FEW else value[-_FEW:]
-            return len(value), [plain(item, whole=whole) for item in items]
-        case deque():
-            return plain(list(value), whole=whole)
+        case list() | tuple() | deque():
+            skipped = 0 if whole else max(0, len(value) - _FEW)
+            return len(value), [plain(item, whole=whole) for item in islice(value, skipped, None)]
         case dict():
             if not whole and len(value) > _FEW:
                 return len(value)
             return [(repr(key), plain(value[key], whole=whole)) for key in sorted(value, key=repr)]
     state = getattr(value, "state_dict", None)
-    if callable(state):
+    if callable(state) and not isinstance(value, nn.Module):  # whose parameters and buffers are among the tensors
         return plain(state(), whole=True) if whole else type(value).__name__
     number = getattr(value, "item", None)  # of numpy
     return plain(number(), whole=whole) if callable(number) and getattr(value, "size", 0) == 1 else type(value).__name__
 
 
 def _plain_tensor(tensor: torch.Tensor, *, whole: bool) -> object:
-    if not _is_compared(tensor) or (tensor.is_cuda and not whole):
+    if not _is_compared(tensor) or (not whole and (tensor.is_cuda or tensor.numel() > _QUICK)):
         return tuple(tensor.shape)
     return tuple(tensor.shape), Checksum([tensor]).read()
 
