@@ -189,9 +189,17 @@ def plain(value: object, *, whole: bool) -> object:
             return [(repr(key), plain(value[key], whole=whole)) for key in sorted(value, key=repr)]
     state = getattr(value, "state_dict", None)
     if callable(state):
-        return plain(state(), whole=True) if whole else type(value).__name__
+        return plain(_without_statistics(value, state()), whole=True) if whole else type(value).__name__
     number = getattr(value, "item", None)  # of numpy
     return plain(number(), whole=whole) if callable(number) and getattr(value, "size", 0) == 1 else type(value).__name__
+
+
+def _without_statistics(value: object, state: object) -> object:
+    """Return the state of an object without running statistics, which are local between two averagings."""
+    if not isinstance(value, nn.Module) or not isinstance(state, dict):
+        return state
+    local = {name for name, place in persistent_buffers(value) if place.is_statistic}
+    return {name: each for name, each in state.items() if name not in local}
 
 
 def _plain_tensor(tensor: torch.Tensor, *, whole: bool) -> object:
