@@ -9,6 +9,7 @@ from freetrain_parsl._version import __version__
 
 if TYPE_CHECKING:
     from freetrain_parsl.app import TrainingApp, training_app
+    from freetrain_parsl.checking.run import check
     from freetrain_parsl.cluster.client import EmbeddedCluster
     from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
     from freetrain_parsl.errors import FreeTrainError
@@ -52,6 +53,7 @@ __all__ = [
     "Window",
     "WindowPolicy",
     "__version__",
+    "check",
     "halving",
     "read_journal",
     "run_alone",
@@ -82,6 +84,7 @@ _HOMES = {
     "TrainingSettings": "freetrain_parsl.executor.settings",
     "Window": "freetrain_parsl.planning.model",
     "WindowPolicy": "freetrain_parsl.planning.policies.window",
+    "check": "freetrain_parsl.checking.run",
     "halving": "freetrain_parsl.sweeps.halving",
     "read_journal": "freetrain_parsl.executor.journal",
     "run_alone": "freetrain_parsl.training.fragment",

@@ -112,6 +112,7 @@ def runtime_of_the_tests() -> Iterator[None]:
     """Separate embedded clusters from the user's and those of other workers; short, because it contains sockets."""
     with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", directory)
+        patch.setenv("XDG_STATE_HOME", f"{directory}/state")  # which code was checked
         yield
 
 

@@ -40,6 +40,7 @@ ROOMS = {
     "storage": {"globus_sdk"},
     "cluster": {"planning", "windows"},
     "executor": {"protocol", "planning", "windows", "training", "storage", "cluster", "trackers"},
+    "checking": {"protocol", "storage", "training"},
     "integrations": {"cluster", "executor", "trackers", "training"},
     "sweeps": set(),
     "trackers": set(),
@@ -64,6 +65,7 @@ ROOMS = {
     "testing": {"protocol", "planning", "windows", "cluster", "training", "executor", "trackers"},
     "cli": {
         "protocol",
+        "checking",
         "executor",
         "campaign",
         "report",
@@ -86,6 +88,7 @@ OUTSIDE = {
     "windows": set(),
     "training": {"greenlet", "numpy", "psutil", "torch"},
     "storage": {"globus_sdk"},
+    "checking": {"numpy", "torch"},
     "testing": {
         "cryptography",
         "globus_compute_common",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput, did_you_mean
-from freetrain_parsl.trackers.settings import importable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +22,7 @@ __all__ = [
     "check_call",
     "import_failure",
     "load_app",
+    "load_function",
     "no_such_app",
     "no_training_app",
     "parse_reference",
@@ -66,6 +65,40 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
     """
     from freetrain_parsl.app import TrainingApp
 
+    app, module, import_path = _find_in_module(reference, directory)
+    if app is None:
+        place, function, _ = parse_reference(reference, directory)
+        there = [name for name, value in vars(module).items() if isinstance(value, TrainingApp)]
+        raise no_such_app(place, function, there)
+    if not isinstance(app, TrainingApp):
+        raise no_training_app(reference)
+    return LoadedApp(reference, app, import_path)
+
+
+def load_function(reference: str, directory: Path) -> Callable[..., Any]:
+    """Import a training function, decorated or not.
+
+    Parameters
+    ----------
+    reference, directory
+        As of `load_app`.
+
+    Raises
+    ------
+    InvalidInput
+        The module or function does not exist, or cannot be imported.
+    """
+    function, module, _ = _find_in_module(reference, directory)
+    if not callable(function):
+        place, name, _ = parse_reference(reference, directory)
+        there = [key for key, value in vars(module).items() if inspect.isfunction(getattr(value, "func", value))]
+        raise InvalidInput(f"{place} has no function {name!r}{did_you_mean(name, there)}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _find_in_module(reference: str, directory: Path) -> tuple[Any, ModuleType, Path]:
+    """Return what a reference names, ``None`` if there is nothing, its module, and where that was imported from."""
     place, function, file = parse_reference(reference, directory)
     import_path = directory.resolve() if file is None else file.parent
     module = _import(place if file is None else file.stem, import_path)
@@ -73,13 +106,7 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
         loaded = getattr(module, "__file__", None)  # a built-in module has none
         if loaded is None or Path(loaded).resolve() != file:
             raise another_module(file, file.stem, loaded or "built in")
-    app = getattr(module, function, None)
-    if app is None:
-        there = [name for name, value in vars(module).items() if isinstance(value, TrainingApp)]
-        raise no_such_app(place, function, there)
-    if not isinstance(app, TrainingApp):
-        raise no_training_app(reference)
-    return LoadedApp(reference, app, import_path)
+    return getattr(module, function, None), module, import_path
 
 
 def parse_reference(reference: str, directory: Path) -> tuple[str, str, Path | None]:
@@ -168,9 +195,10 @@ def _find(path: Path) -> Path:
 
 
 def _import(name: str, path: Path) -> ModuleType:
-    importable(path)
+    from freetrain_parsl.executor.app_modules import import_app_module
+
     try:
-        return importlib.import_module(name)
+        return import_app_module(name, str(path))
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything, or exit
         raise import_failure(name, path, error) from error
 

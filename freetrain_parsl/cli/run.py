@@ -14,8 +14,10 @@ from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.cli.campaign_view import drive_and_report, print_detached
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.executor.check_suggestion import check_suggestion
 from freetrain_parsl.executor.htex.steady import LEAN_PARSL
 from freetrain_parsl.remote.detached import drive_detached
+from freetrain_parsl.training.checkpoints.code_identity import code_of
 
 __all__ = ["run"]
 
@@ -54,11 +56,19 @@ def run(
         trainings = Campaign.load(campaign, variables)
         variables.refuse_unused()
         campaign_run = CampaignRun.create(trainings, site, run_dir, assignment=assigned)
+        _suggest_check(trainings)
         if detach:
             drive_detached(campaign_run.directory)
             print_detached(campaign_run.directory)
             return
     drive_and_report(campaign_run, as_json=json)
+
+
+def _suggest_check(campaign: Campaign) -> None:
+    """Print a line if functions of the campaign were never checked."""
+    apps = {id(training.app.func): training.app for training in campaign.trainings}
+    if line := check_suggestion([(app.func, code_of(app.func)) for app in apps.values()]):
+        typer.echo(line, err=True)
 
 
 def _run_at_sites(

@@ -14,6 +14,7 @@ __all__ = ["VERBS", "app_of"]
 VERBS: Final = (
     "demo",
     "init",
+    "check",
     "run",
     "status",
     "dashboard",

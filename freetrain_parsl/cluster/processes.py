@@ -24,6 +24,7 @@ MARK = "FREETRAIN_CLUSTER_MARK"
 """Environment variable that marks a process as ``directory of the cluster/job/node``."""
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -65,6 +66,13 @@ def adopt_orphans() -> bool:
     """
     refused: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return not refused
+
+
+def end_with_parent(parent: int) -> None:
+    """Let this process be killed when its parent ends, also if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def process_info(pid: int) -> ProcessInfo | None:

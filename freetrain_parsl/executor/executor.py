@@ -25,6 +25,7 @@ from freetrain_parsl.executor.addresses import check_interface, driver_addresses
 from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
 from freetrain_parsl.executor.batch.providers import refuse_provider, window_source_for
 from freetrain_parsl.executor.batch.submitter import JobSubmitter, SubmitterMessage
+from freetrain_parsl.executor.check_suggestion import check_suggestion
 from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop
 from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
@@ -433,6 +434,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if self._values is not None:
             self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
         training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs))
+        if line := check_suggestion([(func, request.options.code)]):
+            logger.info("training %s: %s", request.name, line)
         if request.likeness:
             threads = self.trainings.threads_per_slot
             training.curve_key = digest_of([request.likeness, str(self.slots_per_node), str(threads)])

@@ -16,6 +16,7 @@ from parsl.serialize import deserialize
 from parsl.serialize.errors import DeserializationError
 
 from freetrain_parsl.errors import TrainingError
+from freetrain_parsl.executor.app_modules import directory_of, own_modules, search_first
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -49,20 +50,34 @@ def _can_be_imported(thing: type | FunctionType) -> bool:
     return found is thing
 
 
+class _Directory:
+    """Becomes a call of `search_first`, before what follows it in a payload is imported."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return search_first, (self._path,)
+
+
 def pack_training(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Serialize a call of a training function.
 
     Unlike Parsl's serialization, this includes the globals that the function uses: a script or notebook may define its
-    network and data next to the function. Objects from importable modules go by reference.
+    network and data next to the function. Objects from importable modules go by reference; they are looked up in the
+    directory of the function's module first.
     """
+    directory = directory_of(function)
     buffer = io.BytesIO()
-    _Pickler(buffer, recurse=True).dump((function, args, kwargs))
+    with own_modules(directory):
+        _Pickler(buffer, recurse=True).dump((_Directory(directory), function, args, kwargs))
     return buffer.getvalue()
 
 
 def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the function, its arguments and its keyword arguments."""
-    function, args, kwargs = dill.loads(payload)  # noqa: S301 - from the driver, over the authenticated channel
+    """Return the function, its arguments and its keyword arguments; from now on, its directory is searched first."""
+    # Without the directory if an earlier version has written it.
+    *_, function, args, kwargs = dill.loads(payload)  # noqa: S301 - from the driver, over the authenticated channel
     return function, args, kwargs
 
 

@@ -34,13 +34,15 @@ class Delivery:
         """Number of the last message received."""
 
     def outgoing(self, message: ToDriver | ToSlot) -> Envelope:
-        """Prepare a message for sending: with its number, or with the number of the last message received."""
-        if isinstance(message, UNNUMBERED):
+        """Prepare a message for sending: with its number, or with the number of the last message received.
+
+        After `end` without a number: the other end may lack earlier ones, and would wait for them.
+        """
+        if isinstance(message, UNNUMBERED) or not self._keeps:
             return Envelope(message, seen=self.seen)
         self._last_sent += 1
         envelope = Envelope(message, number=self._last_sent)
-        if self._keeps:
-            self._kept.append(envelope)
+        self._kept.append(envelope)
         return envelope
 
     def end(self) -> None:

@@ -214,7 +214,7 @@ class EnvironmentDiffers(Record):
 
 @dataclass(frozen=True)
 class SlotJoined(Record):
-    """A slot has connected."""
+    """A slot has connected; again, with another process, after each training in it."""
 
     node: str
     block: str

@@ -197,7 +197,7 @@ class NodeTimeFold:
 
     def _take_node_record(self, entry: record.Record | None) -> None:
         match entry:
-            case record.SlotJoined(subject=slot):
+            case record.SlotJoined(subject=slot) if slot not in self._slots:
                 place = self._slots[slot] = (entry.block, entry.node)
                 self._connected[place] += 1
                 self._most_slots[place] = max(self._connected[place], self._most_slots.get(place, 0))

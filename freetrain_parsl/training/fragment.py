@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # torch.distributed does not export it
     from torch._C._distributed_c10d import Store
 
     from freetrain_parsl.protocol.options import OnCodeChange
+    from freetrain_parsl.training.recorder import Recorder
 
 __all__ = [
     "ControlMailbox",
@@ -63,6 +64,7 @@ def run_fragment(
     mailbox: ControlMailbox,
     report: Callable[[Report], None],
     clock: Clock = time.monotonic,
+    recorder: Recorder | None = None,
 ) -> Finished | Paused:
     """Run a training in this process until the training is done or this process has to leave.
 
@@ -83,6 +85,8 @@ def run_fragment(
         twice a second), and on all members the changes of their group. It must not block.
     clock
         Monotonic clock, in seconds.
+    recorder
+        Sees what happens, in a check of the function.
 
     Raises
     ------
@@ -96,7 +100,7 @@ def run_fragment(
     runtime = None
     members = GroupMember(membership, meet, mailbox, report)
     try:
-        runtime = Runtime(options, members, mailbox, report, clock)
+        runtime = Runtime(options, members, mailbox, report, clock, recorder)
         return train(runtime, function, args, kwargs or {})
     except Exception as error:
         if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerFailed):

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
 
@@ -77,6 +78,8 @@ class Runtime:
         Receives the progress on the first member, and the changes of the group on all; must not block.
     clock
         Monotonic clock, in seconds.
+    recorder
+        Sees what happens, in a check of the function.
 
     Raises
     ------
@@ -91,9 +94,11 @@ class Runtime:
         mailbox: ControlMailbox,
         report: Callable[[Report], None],
         clock: Clock,
+        recorder: Recorder | None = None,
     ) -> None:
         self.options = options
         self.members = members
+        self.recorder = recorder
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -155,6 +160,8 @@ class Runtime:
         """
         if self.started:
             raise UsageError("call session.prepare before the loop, with everything that has a state")
+        if self.recorder is not None:
+            self.recorder.prepared(objects)
         known = self.state.objects
         known |= objects
         self.checkpoint_manager.choose_saver(known)
@@ -167,6 +174,10 @@ class Runtime:
         self.checkpoint_manager.assume_size(size_of(known))
         if self._restored is not None:
             self._restored.load(known, objects)
+
+    def planned(self, order: Order) -> Order:
+        """Return the order of the data to use: a shorter one in a check of the function."""
+        return order if self.recorder is None else self.recorder.order(order)
 
     def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> None:
         """Train on a dataset in this order.
@@ -300,6 +311,8 @@ class Runtime:
         self.state.aim(self.members.group.size)
         self.seed()
         self.reporter.send(at_once=True)
+        if self.recorder is not None:
+            self.recorder.started()
 
     # ── in the loop ───────────────────────────────────────────────────────────────────────────────
 
@@ -319,6 +332,8 @@ class Runtime:
             A member has failed, and the training cannot continue in place.
         """
         self.check_running()
+        if self.recorder is not None:
+            self.recorder.boundary(self)
         if self.reporter.count_step():
             self._mailbox.underway.set()
         if not self._regrouped:  # otherwise the group has just been formed in this boundary
@@ -360,10 +375,14 @@ class Runtime:
             Whether it was the last piece.
         """
         batch_runner = self._batch_runner_in_hand()
+        if self.recorder is not None:
+            self.recorder.loss(self, loss)
         try:
             batch_runner.backward(loss, items, reduction)
         except PeerFailed as error:
             self._interrupt(error)
+        if self.recorder is not None:
+            self.recorder.gradients(self)
         return batch_runner.is_complete
 
     def step(
@@ -420,6 +439,8 @@ class Runtime:
         cursor.steps += 1
         if cursor.steps == 1:
             self.state.training_metrics.count_step(batch_runner.batch, batch_runner.tally)
+        if self.recorder is not None:
+            self.recorder.step()
 
     def together(self, operation: Callable[[Group], Any], *, name: str, of_parts: bool) -> Any:
         """Return the result of a collective operation of user code, the same on all members.

@@ -386,6 +386,7 @@ class TrainingSession:
             drawn=None if sampler is None else len(sampler),
             batch_range=batch_range,
         )
+        plan = self._runtime.planned(plan)
         if isinstance(sampler, TorchOrder):
             self._runtime.at_start.append(sampler.begin)
         self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
@@ -474,6 +475,8 @@ class TrainingSession:
         if count is None:
             raise UsageError("session.epochs needs a number: session.epochs(90), or @training_app(epochs=90)")
         check_whole("session.epochs: the number of epochs", count, least=0)
+        if self._runtime.recorder is not None:
+            count = self._runtime.recorder.epochs(count)
         self._runtime.start(count)
         return self._epochs(count)
 

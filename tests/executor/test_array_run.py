@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,24 @@ def test_each_member_ends_with_the_result_that_it_has_alone(tmp_path: Path) -> N
         assert distance(deserialize(ended.payload)["losses"], value["losses"]) < 1e-10
         assert ended.end.progress.samples == value["metrics"]["samples"]
     assert {m.member for m in slot.sent if isinstance(m, MemberReport)} == {"0", "1", "2"}
+
+
+def test_a_default_dtype_that_the_members_module_sets_is_that_of_each_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module is imported with the first member; the second computed in single precision."""
+    (tmp_path / "double_precision.py").write_text(
+        "import torch\ntorch.set_default_dtype(torch.float64)\ndef dtype():\n    return torch.ones(1).dtype\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "another"}
+    exec("from double_precision import dtype\ndef train(session):\n    return dtype()", namespace)
+    slot = Slot(tmp_path, [{}, {}], namespace["train"])
+    del sys.modules["double_precision"]  # as in a slot
+    torch.set_default_dtype(torch.float32)
+    slot.perform()
+    assert [deserialize(slot.end_of(str(number)).payload) for number in range(2)] == [torch.float64] * 2
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_the_driver_learns_how_many_members_an_array_can_have(tmp_path: Path) -> None:

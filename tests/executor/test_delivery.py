@@ -39,6 +39,14 @@ def test_only_what_has_not_been_seen_is_kept() -> None:
     assert near.unseen() == []
 
 
+def test_what_is_sent_to_a_peer_that_was_given_up_does_not_wait_for_what_it_lacks() -> None:
+    """It was told to end while its connection was broken: it would have waited for that message for ever."""
+    near, far = Delivery(), Delivery()
+    near.outgoing(pause(1))
+    near.end()
+    assert far.incoming(near.outgoing(pause(2))) == pause(2)
+
+
 def test_a_peer_that_does_not_number_is_heard() -> None:
     assert Delivery().incoming(Envelope(pause(1))) == pause(1)
 

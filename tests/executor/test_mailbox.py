@@ -51,10 +51,14 @@ class _Stage:
         slot._lock = threading.Lock()
         slot._leaving = False
         slot._channel = self.channel  # type: ignore[assignment]
-        self._main = threading.Thread(target=slot._work, daemon=True)
+        self._main = threading.Thread(target=self._work, daemon=True)
 
     def begin(self) -> None:
         self._main.start()
+
+    def _work(self) -> None:
+        while not self.slot._leaving:  # each of its processes runs one training
+            self.slot._work()
 
     def close(self) -> None:
         self.slot._leave()
@@ -86,7 +90,6 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
         return Paused(PauseReason.REQUESTED, Progress(step=regroup.membership.generation if regroup else 0))
 
     monkeypatch.setattr(fragment, "run_fragment", run_fragment)
-    monkeypatch.setattr("gc.collect", lambda: 0)  # takes a second each time, with all the imports of the tests
     stage = _Stage(tmp_path)
     yield stage
     stage.close()

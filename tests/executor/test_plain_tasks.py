@@ -50,7 +50,6 @@ def test_a_task_that_calls_exit_fails_and_its_slot_goes_on(monkeypatch: pytest.M
     sent: queue.SimpleQueue[TaskEnded] = queue.SimpleQueue()
     monkeypatch.setattr(slot_module, "Channel", lambda *_, **__: SimpleNamespace(send=sent.put))
     monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)
-    monkeypatch.setattr(slot_module, "set_process_title", lambda: None)
     slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0), "token")
     slot._run_task(StartTask(3, pack_task(sys.exit, (4,), {})))
     ended = sent.get_nowait()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pytest
 import torch
 
-from freetrain_parsl.executor.slot import process_state
 from freetrain_parsl.executor.slot import slot as slot_module
+from freetrain_parsl.executor.slot import training_run
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
 from freetrain_parsl.protocol.messages import (
@@ -81,17 +81,19 @@ class _Channel:
 
 
 class _RealSlot:
-    """A real slot; this thread is its channel's, another one its main thread."""
+    """A real slot; this thread is its channel's, another one the main thread of its processes, one after another."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(slot_module, "Channel", _Channel)
         monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)  # belongs to the process
-        monkeypatch.setattr(slot_module, "set_process_title", lambda: None)
-        monkeypatch.setattr(process_state, "unpack_training", lambda _: (train_until_stopped, (), {}))
-        monkeypatch.setattr("gc.collect", lambda: 0)  # takes a second each time, with all the imports of the tests
+        monkeypatch.setattr(training_run, "unpack_training", lambda _: (train_until_stopped, (), {}))
         self._slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo"), "token")
-        self._main = threading.Thread(target=self._slot._work, daemon=True)
+        self._main = threading.Thread(target=self._work, daemon=True)
         self._main.start()
+
+    def _work(self) -> None:
+        while not self._slot._leaving:
+            self._slot._work()
 
     def introduction(self) -> Hello:
         return self._slot._introduction()

@@ -1,4 +1,4 @@
-"""The code blocks of the documentation page on PyTorch habits, as trainings.
+"""The code blocks of the documentation pages on PyTorch habits and ports, as trainings.
 
 In a separate module because the processes of the crew import it.
 """
@@ -9,14 +9,29 @@ import os
 import re
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
+import torch
 import training_crew
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "pytorch-habits.md"
-_BLOCK = re.compile(r"<!-- habit: (\w+) -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-BLOCKS = dict(_BLOCK.findall(PAGE.read_text(encoding="utf-8")))
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_HOWTO = Path(__file__).parents[2] / "docs" / "howto"
+PAGE = _HOWTO / "pytorch-habits.md"
+PORTS = {page.stem: page for page in sorted((_HOWTO / "port").glob("*.md")) if page.stem != "index"}
+_BLOCK = re.compile(r"<!-- (?:habit|port): (\w+) -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks_of(page: Path) -> dict[str, str]:
+    """Return the marked code blocks of a page by name."""
+    return dict(_BLOCK.findall(page.read_text(encoding="utf-8")))
+
+
+BLOCKS = blocks_of(PAGE)
 COMMON = BLOCKS.pop("common")
 HELD = "held"
 
@@ -33,15 +48,74 @@ def practise(
     sizes
         (step, number of processes) for each step that this process made.
     """
-    names: dict[str, Any] = {"__name__": habit}
-    exec(compile(COMMON, PAGE, "exec"), names)  # trusted: part of this repository
-    exec(compile(BLOCKS[habit], PAGE, "exec"), names)
+    train = defined(PAGE, habit, COMMON, BLOCKS[habit])
     sizes = hold(session, hold_at, die_at)
-    return names["train"](session), sizes
+    return train(session), sizes
 
 
-def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[tuple[int, int]]:
-    """After step `hold_at`, wait for a command; or kill the second process in the step after `die_at`.
+def practise_port(session: Any, port: str, **disturbance: Any) -> tuple[Any, list[tuple[int, int]]]:
+    """Run the port of a script in float64; `disturbance` and results are those of `practise`."""
+    with float64():
+        blocks = blocks_of(PORTS[port])
+        train = defined(PORTS[port], port, blocks["common"], blocks["session"])
+        sizes = hold(session, **disturbance)
+        return train(session), sizes
+
+
+def run_plain(port: str) -> Any:
+    """Run the plain script of a page in float64, and return what it returns."""
+    with float64():
+        blocks = blocks_of(PORTS[port])
+        return defined(PORTS[port], port, blocks["common"], blocks["plain"])()
+
+
+def defined(page: Path, name: str, *blocks: str) -> Any:
+    """Return the function `train` that blocks of a page define."""
+    names: dict[str, Any] = {"__name__": name}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)  # trusted: part of this repository
+    return names["train"]
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Make float64 the default, so that rounding is below any difference that matters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def assert_close(one: Any, other: Any, tolerance: float, where: str = "state") -> None:
+    """Compare nested states."""
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_close(one[key], other[key], tolerance, f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for index, (mine, others) in enumerate(zip(one, other, strict=True)):
+            assert_close(mine, others, tolerance, f"{where}[{index}]")
+    elif isinstance(one, torch.Tensor):
+        assert torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance), where
+    else:
+        assert one == (pytest.approx(other, rel=tolerance, abs=tolerance) if isinstance(one, float) else other), where
+
+
+def hold(
+    session: Any,
+    hold_at: int | None = None,
+    die_at: int | None = None,
+    *,
+    die_between: bool = False,
+    pause_at: frozenset[int] = frozenset(),
+) -> list[tuple[int, int]]:
+    """After step `hold_at`, wait for a command; kill the second process in the step after `die_at`; pause after steps.
+
+    With `die_between` it is killed in the second step of a batch.
 
     Returns
     -------
@@ -52,7 +126,8 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
     step, backward = session.step, session.backward
 
     def die_if_asked() -> None:
-        if session.metrics["steps"] == die_at and session.rank == 1:
+        is_asked = session.metrics["steps"] == die_at and session._runtime.batch_runner.has_stepped == die_between
+        if is_asked and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # while the others wait for its gradients, or soon will
 
     def backward_or_die(loss: Any, **options: Any) -> bool:
@@ -69,6 +144,8 @@ def hold(session: Any, hold_at: int | None, die_at: int | None = None) -> list[t
             (session.directory / HELD).touch()
             while training_crew.NOTICE.pending is None:
                 time.sleep(0.005)
+        if made and session.metrics["steps"] in pause_at:
+            training_crew.NOTICE.pause_requested.set()
         return made
 
     session.step, session.backward = step_and_hold, backward_or_die

@@ -156,8 +156,16 @@ def with_a_loss(session: Any) -> None:
 
 
 def by_the_optimizer(session: Any) -> None:
+    by_this(session, lbfgs)
+
+
+def by_sgd(session: Any) -> None:
+    by_this(session, sgd)
+
+
+def by_this(session: Any, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     net = Net()
-    optimizer = lbfgs(net)
+    optimizer = make(net)
 
     for x, y in batches(session, net, optimizer):
 
@@ -198,7 +206,7 @@ def with_the_sessions_backward(session: Any) -> None:
         session.step(closure)
 
 
-@pytest.mark.parametrize("function", [with_a_loss, by_the_optimizer, with_backward, with_the_sessions_backward])
+@pytest.mark.parametrize("function", [with_a_loss, by_the_optimizer, by_sgd, with_backward, with_the_sessions_backward])
 def test_other_ways_to_use_a_closure_are_refused_with_the_right_one(function: Callable[[Any], None]) -> None:
     refused(function, CLOSURE)
 

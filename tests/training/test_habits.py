@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from habits import BLOCKS, HELD, PAGE, practise
+from habits import BLOCKS, HELD, PAGE, assert_close, practise
 from training_crew import run_member
 
 from freetrain_parsl.protocol.reports import Joined
@@ -34,23 +34,6 @@ def finished(outcome: Outcome | None) -> tuple[dict[str, Any], list[tuple[int, i
     metrics, sizes = outcome.end.value
     # The position in a stream may differ between members.
     return metrics, sizes, {name: thing for name, thing in state["objects"].items() if not name.startswith("Stream")}
-
-
-def assert_close(one: Any, other: Any, tolerance: float, where: str = "state") -> None:
-    """Compare nested states."""
-    assert type(one) is type(other), where
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_close(one[key], other[key], tolerance, f"{where}[{key!r}]")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for index, (mine, others) in enumerate(zip(one, other, strict=True)):
-            assert_close(mine, others, tolerance, f"{where}[{index}]")
-    elif isinstance(one, torch.Tensor):
-        assert torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance), where
-    else:
-        assert one == (pytest.approx(other, rel=tolerance, abs=tolerance) if isinstance(one, float) else other), where
 
 
 @pytest.mark.parametrize("size", [3, 1])

@@ -154,8 +154,9 @@ class SlotCycle:
 
     def on_hello(self, name: str, message: Hello) -> None:
         """Admit a slot that has connected, or end it."""
-        if name in self._registry.slots:
-            return  # repeated
+        if (known := self._registry.slots.get(name)) is not None:  # another process continues it
+            self._write(record.SlotJoined(name, known.node, known.block, message.pid))
+            return
         if name in self._known:
             self._server.send(name, Exit(now=True))  # dropped meanwhile
             return

@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CannotFuse, TrainingError
 from freetrain_parsl.executor.logs.lines import FIRST
+from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.result import serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
@@ -48,6 +49,8 @@ from freetrain_parsl.training.mailbox import Finished, Paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
@@ -88,6 +91,7 @@ class ArrayRun:
         self._options: SessionOptions | None = None  # of the first member
         self._sizing: ArraySizing | None = None
         self._too_large = False
+        self._dtype: torch.dtype | None = None  # that the import of the members' modules has set
         self._reported: dict[str, tuple[float, int | None]] = {}  # time and step of the checkpoint
 
     @property
@@ -103,10 +107,8 @@ class ArrayRun:
             case _ if message.run != self.number:
                 return False
             case AddMember():
-                from freetrain_parsl.executor.slot.process_state import unpack_with_settings  # imports torch
-
                 self._options = self._options or message.options
-                self.mailbox.add(Member(message.options, partial(unpack_with_settings, message.payload)))
+                self.mailbox.add(Member(message.options, partial(self._load, message.payload)))
                 self._missing.discard(message.options.name)
                 if not self._missing:
                     self._complete.set()
@@ -132,6 +134,21 @@ class ArrayRun:
             sys.stderr.write(lines.decode(errors="replace"))
 
     # The main thread.
+
+    def _load(self, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return a member's function with its arguments.
+
+        Its modules are imported with the first member. A default dtype that they set is that of each member.
+        """
+        import torch
+
+        before = torch.get_default_dtype()
+        loaded = unpack_training(payload)
+        if torch.get_default_dtype() != before:
+            self._dtype = torch.get_default_dtype()
+        elif self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
+        return loaded
 
     def perform(self) -> RunEnded:
         """Run the array until all members have ended; return the message that reports it."""

@@ -58,6 +58,8 @@ class Channel:
         Seconds between heartbeats, and without a message after which the driver counts as failed.
     signals
         Signals to handle in the channel's thread.
+    before
+        What an earlier process of this slot has left: the driver's address, and what `hand_over` has returned.
     """
 
     _PROBE_PERIOD = 3.0  # seconds
@@ -76,10 +78,11 @@ class Channel:
         beat: float,
         heartbeat_timeout: float,
         signals: SignalSocket | None = None,
+        before: tuple[str, Delivery] | None = None,
     ) -> None:
         self._thread = threading.Thread(target=self._run, name="freetrain-channel", daemon=True)
         self._context = curvezmq.ClientContext(cert_dir)
-        self.url = self._reachable(addresses, port)
+        self.url, self._delivery = before or (self._reachable(addresses, port), Delivery())
         self._slot = slot
         self._handle = handle
         self._on_lost = on_lost
@@ -88,11 +91,11 @@ class Channel:
         self._signals = signals
         self._beat = beat
         self._heartbeat_timeout = heartbeat_timeout
-        self._outbox: deque[ToDriver] = deque()
-        self._delivery = Delivery()
+        self._outbox: deque[ToDriver] = deque([] if before is None else [Reconnected()])
         self._waker = Waker()
         self._closing = threading.Event()
         self._ends_process = False
+        self._hands_over = False
 
     def start(self) -> None:
         """Start the thread."""
@@ -103,7 +106,13 @@ class Channel:
         self._outbox.append(message)
         self._waker.wake()
 
-    def close(self, timeout: float = 2.0) -> None:
+    def hand_over(self) -> Delivery:
+        """Send the queued messages and end the thread, so that another process can continue with the result."""
+        self._hands_over = True
+        self.close(timeout=None)
+        return self._delivery
+
+    def close(self, timeout: float | None = 2.0) -> None:
         """Send the queued messages and end the thread."""
         self._closing.set()
         self._waker.wake()
@@ -159,7 +168,7 @@ class Channel:
                 lost = True
                 self._on_lost()
         # A slot may be ended before it gives the driver up: whatever cancels the blocks of a driver that was killed.
-        silent = lost or time.monotonic() - heard > _SILENT_BEATS * self._beat
+        silent = not self._hands_over and (lost or time.monotonic() - heard > _SILENT_BEATS * self._beat)
         self._end(link, [envelope.message for envelope in self._delivery.unseen()] if silent else [])
 
     def _end(self, link: zmq.Socket[bytes], unsent: Sequence[ToDriver]) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from freetrain_parsl.cluster.processes import living
 from freetrain_parsl.executor.slot.pool_directory import POOL_DIRECTORY, PoolDirectory
@@ -25,23 +25,24 @@ from freetrain_parsl.executor.warm_start import ADDRESS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["end_node", "pilot_of_node", "set_process_title"]
+__all__ = ["PLACE", "end_node", "pilot_of_node", "set_process_title"]
 
 _PILOT = "FREETRAIN_PILOT"  # environment variable: process id of the node's pilot
 _SLOT = "freetrain-slot"  # at most 15 characters
+PLACE: Final = f"{_SLOT}s"  # the parent of a slot's processes, which lives while one succeeds another
 _PERIOD = 0.1  # seconds between checks for slots after a signal
 _LOOK = 5.0  # seconds between checks for slots before a signal
 _PATIENCE = "FREETRAIN_PILOT_PATIENCE"  # environment variable: seconds without a slot until the pool is ended
 _DEFAULT_PATIENCE = 600.0
 
 
-def set_process_title() -> None:
+def set_process_title(title: str = _SLOT) -> None:
     """Set this process's name in the process table, for `ps` and for the pilot, which waits for it.
 
     This also restores the default action of SIGTERM: a slot that is still starting has nothing to save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    Path("/proc/self/comm").write_text(_SLOT, encoding="ascii")
+    Path("/proc/self/comm").write_text(title, encoding="ascii")
 
 
 def pilot_of_node() -> int | None:
@@ -144,8 +145,8 @@ def _deaf() -> None:
 
 
 def _slots_in(group: int) -> set[int]:
-    """Return the process ids of the live slots in this process group."""
-    return {info.pid for info in living() if info.group == group and _name(info.pid) == _SLOT}
+    """Return the process ids of the live slots in this process group, and those of their places."""
+    return {info.pid for info in living() if info.group == group and _name(info.pid).startswith(_SLOT)}
 
 
 def _name(pid: int) -> str:

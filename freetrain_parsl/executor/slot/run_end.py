@@ -60,7 +60,10 @@ def serialized_exception(error: BaseException) -> bytes:
         stand_in = RuntimeError(
             f"{kind.__name__}: {text_of(error)} (the exception itself cannot be pickled: {text_of(refusal)})"
         )
-        return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
+        try:
+            return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
+        except Exception:  # noqa: BLE001 - dill imports the modules of a traceback, and may open no more files
+            return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, None)))
     return payload
 
 

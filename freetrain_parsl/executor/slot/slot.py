@@ -1,6 +1,7 @@
 """A slot: the long HTEX task that occupies one worker place on a node and runs what the driver assigns to it.
 
-The main thread runs the user's code, while a `Channel` thread communicates with the driver. A slot never returns while
+The main thread runs the user's code, while a `Channel` thread communicates with the driver. Each training has a process
+of its own (see `place`); the next one continues the slot with the same name and connection. A slot never returns while
 its block lives, because HTEX would give its place to another task on a node that is about to be reclaimed. Instead,
 its process exits, on a command, on the batch system's signal, or when the driver has failed.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import platform
 import queue
@@ -31,8 +33,9 @@ from freetrain_parsl.executor.logs.lines import as_text
 from freetrain_parsl.executor.logs.writer import leave_behind
 from freetrain_parsl.executor.slot.array_run import ArrayRun
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.slot.output import OutputCapture, flush_streams
-from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node, set_process_title
+from freetrain_parsl.executor.slot.output import OutputCapture
+from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
+from freetrain_parsl.executor.slot.place import occupy
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.signals import SignalSocket
 from freetrain_parsl.executor.slot.training_run import TrainingRun
@@ -60,6 +63,7 @@ from freetrain_parsl.texts import text_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from freetrain_parsl.protocol.delivery import Delivery
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
 
 logger = logging.getLogger(__name__)
@@ -107,16 +111,35 @@ class SlotSettings:
     log_dir: str | None = None
 
 
+@dataclass(frozen=True)
+class _Handover:
+    """What a process of a slot leaves to the next one, which continues it under its name."""
+
+    name: str
+    url: str
+    delivery: Delivery
+    closes: float | None
+    inbox: tuple[ToSlot, ...]
+
+
 def run_slot(settings: SlotSettings, token: str) -> None:
-    """Run a slot until the process ends; submitted by the executor as an HTEX task, identified by `token`."""
-    _Slot(settings, token).serve()
+    """Run a slot until the process ends; submitted by the executor as an HTEX task, identified by `token`.
+
+    Its processes connect once torch is imported, so that assignments never wait for imports.
+    """
+    import torch
+
+    import freetrain_parsl.training.fragment  # noqa: F401 - already imported by `executor.htex.worker_pool`
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
+    for name in _SECRETS:
+        os.environ.pop(name, None)
+    gc.freeze()  # garbage collections would copy the memory of all imported objects
+    occupy(lambda before: _Slot(settings, token, before).serve())
 
 
 class _Slot:
-    def __init__(self, settings: SlotSettings, token: str) -> None:
-        set_process_title()
-        for name in _SECRETS:
-            os.environ.pop(name, None)
+    def __init__(self, settings: SlotSettings, token: str, before: _Handover | None = None) -> None:
         self._pilot = pilot_of_node()
         self._settings = settings
         self._token = token
@@ -128,6 +151,10 @@ class _Slot:
         self._run: TrainingRun | ArrayRun | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
+        if before is not None:
+            self._name, self._closes = before.name, before.closes
+            for message in before.inbox:
+                self._receive(message)
         self._signals = SignalSocket((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
         self._channel = Channel(
             settings.addresses,
@@ -141,24 +168,25 @@ class _Slot:
             beat=settings.beat,
             heartbeat_timeout=settings.heartbeat_timeout,
             signals=self._signals,
+            before=None if before is None else (before.url, before.delivery),
         )
 
-    def serve(self) -> None:
-        """Connect once torch is imported, so that assignments never wait for imports; then carry out commands."""
-        import torch
-
-        import freetrain_parsl.training.fragment  # noqa: F401 - already imported by `executor.htex.worker_pool`
-
-        torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
-        gc.freeze()  # garbage collections between trainings skip the imported objects
-
+    def serve(self) -> _Handover | None:
+        """Connect, and carry out commands; return what the next process has to know, or ``None`` if the slot ends."""
         self._signals.install()
         self._channel.start()
         self._channel.send(self._introduction())
-        self._work()
-        self._channel.close()
-        flush_streams()
-        os._exit(0)  # not a return: see the module's docstring
+        first = self._work()
+        if self._leaving:
+            self._channel.close()
+            return None
+        for child in multiprocessing.active_children():
+            if child.daemon:  # data workers: as at the end of any interpreter
+                child.terminate()
+        delivery = self._channel.hand_over()
+        waiting = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
+        inbox = tuple(message for message in (first, *waiting) if message is not None)
+        return _Handover(self._name, self._channel.url, delivery, self._closes, inbox)
 
     def _introduction(self) -> Hello:
         fault = ""
@@ -188,6 +216,11 @@ class _Slot:
                 if message.now:
                     os._exit(1)
                 self._leave()
+            case _:
+                self._receive(message)
+
+    def _receive(self, message: ToSlot) -> None:
+        match message:
             case StartRun() | StartArray() | StartTask():
                 self._assigned = message
                 self._put(message)
@@ -288,20 +321,27 @@ class _Slot:
 
     # The main thread.
 
-    def _work(self) -> None:
-        """Run the assigned trainings and tasks, one at a time, until the slot leaves."""
-        from freetrain_parsl.executor.slot.process_state import ProcessState  # imports torch
+    def _work(self) -> StartRun | StartArray | None:
+        """Run what is assigned until the slot leaves, or needs another process; return what that one has to start.
 
-        initial = ProcessState()
+        A training runs in a process that has run nothing before, and nothing runs there after it, nor after an ordinary
+        task that has failed; other tasks share a process, as in Parsl's own workers.
+        """
+        is_fresh = True
         while not self._leaving:
             message = self._inbox.get()
             if isinstance(message, (StartRun, StartArray)):
-                initial.restore()
+                if not is_fresh:
+                    return message
                 self._train(message)
-            elif isinstance(message, StartTask):
-                self._run_task(message)
+                return None
+            if isinstance(message, StartTask):
+                is_fresh = False
+                if not self._run_task(message):
+                    return None
             elif message is not None:
                 logger.debug("a command for a run that is over: %s", message)
+        return None
 
     def _train(self, message: StartRun | StartArray) -> None:
         run: TrainingRun | ArrayRun
@@ -325,12 +365,9 @@ class _Slot:
             with self._lock:
                 self._run = None
             run.close()
-        if not self._leaving:
-            # The process may train another model next: free the memory, but only after reporting the end.
-            del run
-            gc.collect()
 
-    def _run_task(self, message: StartTask) -> None:
+    def _run_task(self, message: StartTask) -> bool:
+        """Run an ordinary task; return whether it has succeeded."""
         try:
             payload, failed = serialize(execute_task(message.payload)), False
         except Exception as error:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
@@ -342,3 +379,4 @@ class _Slot:
             payload, failed = serialized_exception(raised.with_traceback(error.__traceback__)), True
         self._assigned = None
         self._channel.send(TaskEnded(message.task, failed, payload))
+        return not failed

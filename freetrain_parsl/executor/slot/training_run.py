@@ -9,6 +9,7 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 from freetrain_parsl.executor.slot.result import serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
@@ -103,13 +104,12 @@ class TrainingRun:
 
     def perform(self) -> RunEnded:
         """Run the training until it ends in this slot; return the message that reports the end."""
-        from freetrain_parsl.executor.slot.process_state import unpack_with_settings  # imports torch
         from freetrain_parsl.training.fragment import run_fragment
 
         end: RunEnd
         payload = b""
         try:
-            function, args, kwargs = unpack_with_settings(self._command.payload)
+            function, args, kwargs = unpack_training(self._command.payload)
             ended = run_fragment(
                 function,
                 args,

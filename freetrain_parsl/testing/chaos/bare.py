@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed
 import zmq
 from parsl import curvezmq
 
+from freetrain_parsl.executor.slot.pilot import PLACE
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.protocol.codec import Envelope, encode
 from freetrain_parsl.protocol.messages import Hello, Probe, SlotHeartbeat
@@ -273,7 +275,7 @@ class BareScene(Scene):
     def _stacks_of(self, pids: Sequence[int | None]) -> str:
         """Return the stacks of processes that should have ended."""
         sizes = {out: out.stat().st_size for out in self.plan.directory.glob("*.out")}
-        for pid in filter(None, pids):
+        for pid in {one for place in filter(None, pids) for one in (place, _working(place))}:
             with suppress(ProcessLookupError):
                 os.kill(pid, _DUMP)
         time.sleep(1.0)
@@ -306,7 +308,7 @@ class BareScene(Scene):
         return f"{len(victims)} of {len(pids)} slots"
 
     def _stop(self) -> str | None:
-        pids = sorted(pid for pid in self._slots if not self.is_stopped(pid))
+        pids = sorted(pid for pid in map(_working, self._slots) if not self.is_stopped(pid))
         if not pids:
             return None
         pid, seconds = self.rng.choice(pids), self.rng.choice([0.5, 2, 4, 8, 11])
@@ -391,6 +393,15 @@ def _in_child(out: Path, function: Callable[..., None], *arguments: object) -> N
     random.seed()
     faulthandler.register(_DUMP)
     function(*arguments)
+
+
+def _working(pid: int) -> int:
+    """Return the process in which a slot works at the moment; `pid` is that of its place, or of another process."""
+    with suppress(psutil.Error):  # it has ended
+        place = psutil.Process(pid)
+        if place.name() == PLACE and (children := place.children()):
+            return children[0].pid
+    return pid
 
 
 def _slot(environment: Mapping[str, str], settings: SlotSettings, token: str) -> None:

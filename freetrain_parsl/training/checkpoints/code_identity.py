@@ -26,7 +26,7 @@ from freetrain_parsl.training.checkpoints.control_flow import NO_EFFECT, steps_o
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["code_of"]
+__all__ = ["code_of", "is_own"]
 
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -76,7 +76,7 @@ class _Walk:
         if not isinstance(value, (type, types.FunctionType)):
             return self._object(value)
         label = f"{value.__module__}.{value.__qualname__}"
-        if id(value) in self._seen or not _is_own(value.__module__):
+        if id(value) in self._seen or not is_own(value.__module__):
             return label
         self._seen[id(value)] = value
         digest = self._class(value) if isinstance(value, type) else self._function(value)
@@ -129,7 +129,7 @@ class _Walk:
             else:
                 owner = None
                 continue
-            owner = found if isinstance(found, types.ModuleType) and _is_own(found.__name__) else None
+            owner = found if isinstance(found, types.ModuleType) and is_own(found.__name__) else None
             if not isinstance(found, types.ModuleType):
                 self._global(f"{module}.{name}", found)
         for constant in code.co_consts:
@@ -184,7 +184,7 @@ class _Walk:
             return f"{label}:{_elements(value)}"
         if cls.__module__ in _BY_REPR or label in {"torch.dtype", "torch.device", "torch.Size"}:
             return f"{label}:{value!r}"
-        if _is_own(cls.__module__):
+        if is_own(cls.__module__):
             return f"{self.add(cls)}{self.value(getattr(value, '__dict__', None))}"
         if label in {"types.SimpleNamespace", "argparse.Namespace"}:
             return f"{label}{self.value(vars(value))}"
@@ -214,7 +214,7 @@ def _elements(array: Any) -> str:
 
 
 @functools.cache
-def _is_own(module: str | None) -> bool:
+def is_own(module: str | None) -> bool:
     """Return whether a module is the user's own: a script, a notebook, or a file outside the package directories."""
     if module in (None, "__main__", "__mp_main__"):
         return True

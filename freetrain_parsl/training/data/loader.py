@@ -158,6 +158,7 @@ class SessionLoader:
         """Yield this member's pieces of the current batch; stop at once if the batch is interrupted."""
         batch_runner, cursor, device = self._runtime.batch_runner, self._cursor, self._runtime.device
         assert batch_runner is not None, "the loop has begun"
+        recorder = self._runtime.recorder
         group, size = self._runtime.members.group, self._runtime.state.batch_size
         if self._watch is not None and not self._watch.is_same():
             self._shared = self._watch = None  # the dataset is this training's own now
@@ -176,7 +177,7 @@ class SessionLoader:
             batch_runner.hand_out(piece)
             seed_all(self.order.seed, cursor.epoch, cursor.position, piece.shard)
             try:
-                yield data
+                yield data if recorder is None else recorder.batch(data)
             finally:
                 loop.release()  # what user code has done in a batch that was interrupted; it may also have left it
             batch_runner.take_back()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.mailbox import Clock
+    from freetrain_parsl.training.recorder import Recorder
 
 __all__ = ["ArrayMailbox", "Member"]
 
@@ -31,10 +32,13 @@ class Member:
     load
         Returns the user's function, its arguments and its keyword arguments: called as
         ``function(session, *args, **kwargs)``.
+    recorder
+        Sees what happens, in a check of the function.
     """
 
     options: SessionOptions
     load: Callable[[], tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]]
+    recorder: Recorder | None = None
 
 
 class ArrayMailbox:

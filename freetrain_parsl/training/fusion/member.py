@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
 
@@ -41,7 +42,7 @@ class MemberRuntime(Runtime):
     ----------
     engine
         That of the array.
-    options, members, mailbox, report, clock
+    options, members, mailbox, report, clock, recorder
         See `Runtime`.
     """
 
@@ -53,13 +54,14 @@ class MemberRuntime(Runtime):
         mailbox: ControlMailbox,
         report: Callable[[Report], None],
         clock: Clock,
+        recorder: Recorder | None = None,
     ) -> None:
         self._engine = engine
         self._strand = engine.current_strand
         self._participant: ArrayMember | None = None
         self._number_of: dict[int, int] = {}  # id of an optimizer -> its place
         self._releases: list[Callable[[], None]] = []
-        super().__init__(options, members, mailbox, report, clock)
+        super().__init__(options, members, mailbox, report, clock, recorder)
 
     def close(self) -> None:
         """Leave the array and wait for a background checkpoint; the group stays."""

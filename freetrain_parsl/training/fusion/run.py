@@ -128,7 +128,7 @@ def _run(
         torch.set_num_threads(options.threads)
     function, args, kwargs = member.load()
     group = GroupMember(Membership(options.name), _nobody_to_meet, mailbox, report)
-    runtime = MemberRuntime(engine, options, group, mailbox, report, clock)
+    runtime = MemberRuntime(engine, options, group, mailbox, report, clock, member.recorder)
     try:
         return train(runtime, function, args, kwargs)
     finally:

@@ -158,6 +158,11 @@ class BatchRunner:
             self._bypass, gathers=gathers, one_piece=not self.one_step, is_current=lambda: self.batch is batch
         )
 
+    @property
+    def piece(self) -> Piece | None:
+        """The piece that the user's code trains on."""
+        return self._piece
+
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
         """Begin a batch, of which `done` steps have been made already."""
         self._group, self.batch = group, batch

@@ -29,8 +29,8 @@ def _needs_closure(kind: type[Optimizer]) -> bool:
 def usage(optimizer: Optimizer) -> str:
     """Return how to make a step of such an optimizer."""
     return (
-        f"{type(optimizer).__name__} evaluates the loss several times in a step: write `def closure(): return "
-        "loss_function(model(x), y)`, without zero_grad and backward in it, and then `session.step(closure)`"
+        f"{type(optimizer).__name__} gets a closure that computes the loss, and nothing else: write `def closure(): "
+        "return loss_function(model(x), y)`, without zero_grad and backward in it, and then `session.step(closure)`"
     )
 
 

@@ -1,0 +1,96 @@
+"""Modes of torch that make a training independent of how its batches are divided, or watch the way to a loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.nn.functional import batch_norm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Constants", "Scalars", "SteadyNorm", "enter"]
+
+_FILLED = {
+    "normal_": 0.5,
+    "uniform_": 0.5,
+    "exponential_": 0.5,
+    "log_normal_": 0.5,
+    "bernoulli_": 1,
+    "random_": 0,
+    "rand": 0.5,
+    "randn": 0.5,
+    "rand_like": 0.5,
+    "randn_like": 0.5,
+    "normal": 0.5,
+    "bernoulli": 1,
+    "randint": 1,
+    "randint_like": 1,
+    "multinomial": 1,
+}
+"""Operator -> the constant that it draws."""
+_Mode = TypeVar("_Mode")
+_TRAINING = 5  # place of the argument of this name
+
+
+def enter(mode: Callable[..., _Mode], *args: Any) -> _Mode:
+    """Make and enter a mode, for the rest of this process; return it."""
+    made = mode(*args)
+    made.__enter__()  # type: ignore[attr-defined]  # torch's modes have no common base
+    return made
+
+
+class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Makes torch's random numbers constants; those of dropout keep everything."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in _FILLED and name.endswith("_"):
+            return args[0].fill_(_FILLED[name])
+        result = function(*args, **(kwargs or {}))
+        return result.fill_(_FILLED[name]) if name in _FILLED else result
+
+
+class SteadyNorm(TorchFunctionMode):
+    """Makes BatchNorm normalize with its running statistics, which are those of all samples."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is batch_norm:
+            has_statistics = (args[1] if len(args) > 1 else kwargs.get("running_mean")) is not None
+            if has_statistics and len(args) > _TRAINING:
+                args = (*args[:_TRAINING], False, *args[_TRAINING + 1 :])
+            elif has_statistics:
+                kwargs = {**kwargs, "training": False}
+        return function(*args, **kwargs)
+
+
+class Scalars(TorchFunctionMode):
+    """Records each scalar with a graph, and the user's line that computed it.
+
+    Parameters
+    ----------
+    line
+        Returns that line as ``file:line``.
+    """
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        super().__init__()
+        self._line = line
+        self._seen: list[tuple[str, str, torch.Tensor]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == 1 and result.grad_fn is not None:
+            where = self._line()
+            if where:
+                self._seen.append((where, getattr(function, "__name__", str(function)), result))
+        return result
+
+    def take(self) -> list[tuple[str, str, torch.Tensor]]:
+        """Return what was recorded since the last call: line, function and scalar."""
+        seen, self._seen = self._seen, []
+        return seen

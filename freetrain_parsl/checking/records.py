@@ -1,0 +1,276 @@
+"""What the processes of a check are told, and what they record. Does not import torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TypeAlias
+
+__all__ = [
+    "CRASHED",
+    "Frame",
+    "Graph",
+    "Kind",
+    "Leaf",
+    "Place",
+    "ProcessRecord",
+    "RecordedStep",
+    "Scalar",
+    "Value",
+    "Variant",
+    "distance",
+]
+
+CRASHED = "was ended by"
+"""Begins the error of a process that a signal has ended."""
+
+Place: TypeAlias = tuple[int, bool, int, int]
+"""Epoch, whether its batches are done, samples of it, and steps on the current batch: see `Cursor.place`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one process of a check runs.
+
+    Parameters
+    ----------
+    rank, size
+        Its place in the first group.
+    pause_at
+        Steps after which it is paused with a checkpoint.
+    grow_at
+        Steps after which a second process joins it.
+    joins
+        Whether it is the one that joins.
+    fail_at
+        Steps after which the last process fails in the middle of a batch, which the others repeat.
+    fused
+        Whether two members of one array run the function, in one process.
+    leave_at
+        Steps after which it is over; ``None``: at the end of the function.
+    double
+        Whether numbers are float64.
+    steady
+        Whether random numbers in the loop are constants and BatchNorm uses its running statistics, so that nothing
+        depends by design on how a batch is divided.
+    scalars
+        Whether the scalars on the way to each loss are recorded.
+    whole
+        Whether epochs and the loop over them keep their length.
+    """
+
+    rank: int = 0
+    size: int = 1
+    pause_at: int | None = None
+    grow_at: int | None = None
+    joins: bool = False
+    fail_at: int | None = None
+    fused: bool = False
+    leave_at: int | None = None
+    double: bool = True
+    steady: bool = False
+    scalars: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The digest of a number, string or tensor.
+
+    Parameters
+    ----------
+    bits
+        Equal for equal bits, shape and type.
+    text
+        The value, shortened.
+    norm
+        Its Euclidean norm; ``None`` if it can be compared by its bits only.
+    sketch
+        Its projections on random signs, from which the norm of a difference is estimated; a short one is exact.
+    of
+        Name of its type or of that of the object that contains it.
+    """
+
+    bits: bytes
+    text: str = ""
+    norm: float | None = None
+    sketch: tuple[float, ...] = ()
+    of: str = ""
+
+    def differs(self, other: Leaf, tolerance: float = 0.0, scale: float = 0.0) -> bool:
+        """Return whether two values differ: by more than `tolerance`, relative to the larger norm or to `scale`."""
+        if self.bits == other.bits:
+            return False
+        if tolerance == 0.0 or self.norm is None or other.norm is None or len(self.sketch) != len(other.sketch):
+            return tolerance == 0.0 or (self.norm is None) != (other.norm is None) or self.norm is None
+        return not distance(self, other) <= tolerance * max(self.norm, other.norm, scale)
+
+
+def distance(one: Leaf, other: Leaf) -> float:
+    """Estimate the norm of the difference of two tensors; infinite if it is no number."""
+    squares = sum((a - b) ** 2 for a, b in zip(one.sketch, other.sketch, strict=True))
+    norm = math.sqrt(squares / max(1, len(one.sketch)))
+    return math.inf if math.isnan(norm) else norm
+
+
+class Kind(Enum):
+    """What a part of the session's state is; a difference of an earlier one is more probably the cause of others."""
+
+    RATE = "hyperparameter"
+    OTHER = "state"  # of schedulers, and of what the user keeps
+    OUTSIDE = "parameter of an optimizer only"
+    BUFFER = "buffer"
+    PARAMETER = "parameter"
+    MOMENT = "state of an optimizer"
+    STATISTICS = "running statistics"  # of BatchNorm, which differ between processes by design
+    STREAM = "position in a stream"  # each process has read as far as its own share
+
+
+@dataclass(frozen=True)
+class Value:
+    """A part of the session's state: its digest, and what it is."""
+
+    leaf: Leaf
+    kind: Kind
+    family: str = ""
+    """Parts whose differences are judged by the largest of their norms: rounding decides the direction of a zero."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A function of the user that was running: its qualified name, file and first line."""
+
+    name: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number on the way to the loss: the line and the function that computed it, and its value."""
+
+    where: str
+    function: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What the graph of a loss shows.
+
+    Parameters
+    ----------
+    sums
+        Whether one of torch's losses is a sum over samples.
+    weighted
+        Whether one is a mean over the weights of classes.
+    casts
+        Whether numbers are converted to a type of lower precision.
+    checkpoint
+        Whether it contains reentrant activation checkpointing.
+    """
+
+    sums: bool = False
+    weighted: bool = False
+    casts: bool = False
+    checkpoint: bool = False
+
+
+@dataclass
+class RecordedStep:
+    """One loss of one process.
+
+    Parameters
+    ----------
+    place
+        Where in the data.
+    line
+        ``file:line`` of the user's call.
+    loss, weight
+        The loss of its piece, and the share of the batch that the piece has.
+    draws
+        Whether random numbers were drawn since the batch was handed out.
+    graph
+        Of the loss.
+    scalars
+        On the way to the loss, in order.
+    gradients
+        Of the whole batch: parameter -> digest; empty before the last piece.
+    made
+        Whether the optimizer step was made.
+    """
+
+    place: Place
+    line: str
+    loss: float
+    weight: float
+    draws: bool
+    graph: Graph = Graph()
+    scalars: tuple[Scalar, ...] = ()
+    gradients: dict[str, Leaf] = field(default_factory=dict)
+    made: bool = False
+
+
+@dataclass
+class ProcessRecord:
+    """What one process of a check has recorded.
+
+    Parameters
+    ----------
+    states
+        At each boundary: name -> part of the session's state.
+    held
+        At each boundary: path -> what the user's frames, and the globals that they use, hold.
+    steps
+        In order.
+    events
+        (kind, where or what), such as a buffer that was assigned anew.
+    frames
+        The user's functions that were running at the last boundary, from the innermost.
+    batch_norm
+        Names of normalizations over the batch.
+    returned, metrics
+        What the function returned, and the session's metrics at the end.
+    lost, seen
+        Samples by the session's audit.
+    error, refused, trace
+        How the function failed: type and message, whether FreeTrain raised it, and the user's line.
+    hangs
+        Whether it was ended because it did not end.
+    notes
+        What could not be checked, and why.
+    seconds
+        Duration.
+    """
+
+    variant: Variant = Variant()
+    states: dict[Place, dict[str, Value]] = field(default_factory=dict)
+    held: dict[Place, dict[str, Leaf]] = field(default_factory=dict)
+    steps: list[RecordedStep] = field(default_factory=list)
+    events: list[tuple[str, str]] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
+    batch_norm: list[str] = field(default_factory=list)
+    returned: dict[str, Leaf] = field(default_factory=dict)
+    metrics: dict[str, Leaf] = field(default_factory=dict)
+    lost: int = 0
+    seen: int = 0
+    error: str = ""
+    refused: bool = False
+    trace: str = ""
+    hangs: bool = False
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def made(self) -> list[RecordedStep]:
+        """The optimizer steps."""
+        return [step for step in self.steps if step.made]
+
+    def failed(self, error: str, trace: str, *, refused: bool = False) -> None:
+        """Note how the function failed."""
+        self.error, self.trace, self.refused = error, trace, refused
+
+    def of(self, **changes: object) -> ProcessRecord:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]  # the caller's

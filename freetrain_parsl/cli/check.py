@@ -1,0 +1,57 @@
+"""``freetrain check``: whether a training function has the same results wherever and however it runs."""
+
+from __future__ import annotations
+
+import inspect
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from freetrain_parsl.campaign.apps import check_call, load_function
+from freetrain_parsl.campaign.yaml_file import Section, Variables
+from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["check"]
+
+_EXIT_CODES = {"holds": 0, "differs": 1, "does not run": 2}
+
+
+def check(
+    reference: str = typer.Argument(metavar="FILE.py:FUNCTION", help="The training function, or module:function."),
+    settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Argument of the function; repeatable."),
+    limit: float = typer.Option(120.0, min=1.0, help="Seconds that its steps may take in one process."),
+    float32: bool = typer.Option(False, "--float32", help="Compare in float32: only large differences are seen."),
+    json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+) -> None:
+    """Run a few steps of a training function in several ways, and tell what makes the results differ.
+
+    Exit code 0: it holds; 1: a cause was found; 2: the function does not run.
+    """
+    with errors_in_one_line("check"):
+        arguments = _arguments(settings)
+        function = load_function(reference, Path())
+
+        from freetrain_parsl.checking.run import Checker, call_of  # it imports torch
+
+        plain = getattr(function, "training_function", function)
+        check_call(inspect.signature(plain), arguments, lambda **given: call_of(function, **given))
+        report = Checker(call_of(function, **arguments), limit=limit, double=not float32).run()
+    typer.echo(json_format.dumps(report.as_json(), indent=2) if json else str(report))
+    raise typer.Exit(_EXIT_CODES[report.verdict.value])
+
+
+def _arguments(settings: Iterable[str]) -> dict[str, Any]:
+    """Read values as campaign files have them: numbers, truth values, texts, lists."""
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not (equals and name.isidentifier()):
+            raise InvalidInput(f"--set {setting}: write --set name=value")
+        found |= Section.parse(f"{name}: {value}", f"--set {name}", Variables(environment={})).values()
+    return found

@@ -1,0 +1,118 @@
+"""A slot's place in HTEX's worker pool: a process that forks those in which the slot works, one after another.
+
+What a training leaves in its process (hooks, caches, modules, modes of libraries, signal masks, open files, threads)
+cannot be listed, hence not be undone. So none of it reaches the place: it has imported everything, runs no code of the
+user, starts no thread and uses no accelerator, and each process that is forked from it is as new as the first one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+
+from freetrain_parsl.cluster.processes import end_with_parent
+from freetrain_parsl.executor.payloads import error_in
+from freetrain_parsl.executor.slot.output import flush_streams
+from freetrain_parsl.executor.slot.pilot import PLACE, set_process_title
+from freetrain_parsl.executor.slot.run_end import serialized_exception
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["occupy"]
+
+_T = TypeVar("_T")
+
+_PASSED_ON: Final = (signal.SIGTERM, signal.SIGUSR1)
+_AWAITED: Final = {signal.SIGCHLD, signal.SIGINT, *_PASSED_ON}
+_COMM: Final = Path("/proc/self/comm")
+
+
+def occupy(work: Callable[[_T | None], _T | None]) -> None:
+    """Call `work` in forked processes, until one of them ends without a successor; then this process ends likewise.
+
+    The batch system's signals are passed on to the process of the moment, and to those after it: they may arrive
+    between two of them. Its SIGINT reaches all processes by itself.
+
+    Parameters
+    ----------
+    work
+        Called with what it has returned in the process before, ``None`` in the first. ``None``: there is no successor.
+
+    Raises
+    ------
+    Exception
+        The one that `work` has raised; this process can take the next task of the pool.
+    """
+    title, action = _COMM.read_text(encoding="utf-8").rstrip("\n"), signal.getsignal(signal.SIGTERM)
+    mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    set_process_title(PLACE)
+    received: set[int] = set()
+    left: _T | None = None
+    try:
+        while True:
+            outcome = os.memfd_create("freetrain-slot")  # to be written even if no file can be opened any more
+            try:
+                code = _attend(_fork(work, left, outcome, mask), received)
+                said = os.pread(outcome, os.fstat(outcome).st_size, 0)
+            finally:
+                os.close(outcome)
+            if not said:
+                os._exit(code if code >= 0 else 128 - code)
+            left, failure = pickle.loads(said)  # noqa: S301 - of a process of ours
+            if failure:
+                raise error_in(failure)
+    finally:
+        _COMM.write_text(title, encoding="utf-8")
+        signal.signal(signal.SIGTERM, action)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _attend(pid: int, received: set[int]) -> int:
+    """Wait for the end of a process, and pass signals on to it; return its exit code, negative if a signal ended it."""
+    for number in received:
+        os.kill(pid, number)
+    while True:
+        number = signal.sigwait(_AWAITED)
+        if number in _PASSED_ON:
+            received.add(number)
+            os.kill(pid, number)
+        elif number == signal.SIGCHLD:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+
+
+def _fork(work: Callable[[_T | None], _T | None], left: _T | None, outcome: int, mask: set[int]) -> int:
+    """Fork a process that calls `work`; return its id."""
+    place = os.getpid()
+    flush_streams()
+    pid = os.fork()
+    if pid == 0:
+        _perform(work, left, outcome, mask, place)
+    return pid
+
+
+def _perform(
+    work: Callable[[_T | None], _T | None], left: _T | None, outcome: int, mask: set[int], place: int
+) -> NoReturn:
+    code = 1
+    try:
+        end_with_parent(place)
+        set_process_title()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        said: tuple[_T | None, bytes]
+        try:
+            said = work(left), b""
+        except Exception as error:  # noqa: BLE001 - it ends this process, and is raised in the place
+            said = None, serialized_exception(error)
+        if said != (None, b""):
+            with open(outcome, "wb", closefd=False) as file:
+                pickle.dump(said, file)
+        code = 0
+    finally:  # KeyboardInterrupt, too: as any signal that ends a process
+        flush_streams()
+        os._exit(code)

@@ -1,0 +1,62 @@
+"""What a check of a training function needs of a session: to see it train, and to shorten it.
+
+An ordinary training has no recorder.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
+    from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.step.batch_runner import BatchRunner
+
+__all__ = ["RecordedTraining", "Recorder"]
+
+
+class RecordedTraining(Protocol):
+    """What a recorder sees of the runtime."""
+
+    state: SessionState
+    members: GroupMember
+    batch_runner: BatchRunner | None
+
+
+class Recorder(Protocol):
+    """Sees the batches, losses, gradients and boundaries of one process, and may shorten and convert what it trains on.
+
+    A call gets the training that makes it. None may communicate with other members.
+    """
+
+    def order(self, order: Order) -> Order:
+        """Return the order of the data to use instead; called by ``session.loader``."""
+
+    def epochs(self, count: int) -> int:
+        """Return the number of epochs to train instead; called by ``session.epochs``."""
+
+    def prepared(self, objects: Mapping[str, Stateful]) -> None:
+        """See the objects given to ``session.prepare``, before they are restored; may convert their parameters."""
+
+    def started(self) -> None:
+        """See that the loop begins, after a newcomer has received its state."""
+
+    def boundary(self, training: RecordedTraining) -> None:
+        """See a boundary before it is decided there how to go on."""
+
+    def batch(self, data: Any) -> Any:
+        """Return what the user's loop gets instead of a batch, after its random numbers were seeded."""
+
+    def loss(self, training: RecordedTraining, loss: torch.Tensor) -> None:
+        """See a loss before its gradients are computed."""
+
+    def gradients(self, training: RecordedTraining) -> None:
+        """See that the gradients of a piece are there; of the last one, that they are those of the whole batch."""
+
+    def step(self) -> None:
+        """See that an optimizer step was made."""

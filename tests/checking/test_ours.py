@@ -1,0 +1,57 @@
+"""The example apps, those of the demo, and the functions of the documentation survive being moved."""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from freetrain_parsl.checking.run import Checker, call_of
+from freetrain_parsl.cli.demo import _CAMPAIGN
+from tests.training.habits import BLOCKS, COMMON
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+pytestmark = pytest.mark.slow
+
+APPS = Path(__file__).parents[2] / "apps"
+SMALL = {
+    "digits": {"epochs": 3, "width": 8},
+    "char_lm": {"epochs": 3, "width": 16, "characters": 10_000},
+    "hf_style": {"epochs": 3},
+}
+
+
+def load(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    linecache.checkcache(str(file))
+    return module
+
+
+def assert_holds(function: Any, **arguments: Any) -> None:
+    report = Checker(call_of(function, **arguments)).run()
+    assert report.holds, str(report)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in APPS.glob("*.py")))
+def test_an_app_holds(name: str) -> None:
+    assert_holds(load(name, APPS / f"{name}.py").train, **SMALL[name])
+
+
+def test_the_demo_trains_these_apps() -> None:
+    assert {entry.app for entry in _CAMPAIGN} <= SMALL.keys()
+
+
+@pytest.mark.parametrize("habit", sorted(BLOCKS))
+def test_a_habit_of_the_docs_holds(habit: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{habit}.py"
+    file.write_text(f"{COMMON}\n\n{BLOCKS[habit]}")
+    assert_holds(load(habit, file).train)
