@@ -203,3 +203,20 @@ def agree_and_die(session: Any, *, die_at: int, after_step: bool) -> tuple[int, 
         if after_step:
             decide()
     return state.it, int(state.tensor)
+
+
+def average_normed(session: Any, *, hold_at: int | None = None) -> dict[str, torch.Tensor]:
+    """Average a network with BatchNorm by hand, its running statistics included."""
+    hold(session, hold_at)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = session.loader(data64(), 16)
+    average = session.state(average=copy.deepcopy(model)).average
+    for x, y in batches(session, data):
+        session.step(cross_entropy(model(x), y))
+        with torch.no_grad():
+            for mine, new in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(new, 0.1)
+            for mine, new in zip(average.buffers(), model.buffers(), strict=True):
+                mine.copy_(new)
+    return {name: parameter.detach().clone() for name, parameter in average.named_parameters()}

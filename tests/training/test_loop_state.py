@@ -11,6 +11,7 @@ import torch
 from habits import HELD
 from loop_trainings import (
     agree_and_die,
+    average_normed,
     carry,
     change_before_the_step,
     count_and_fall_behind,
@@ -19,7 +20,7 @@ from loop_trainings import (
     two_steps,
 )
 from torch import nn
-from training_crew import run_member
+from training_crew import equal, run_member
 from training_runs import Run, loop
 
 from freetrain_parsl.errors import CheckpointError, UsageError
@@ -113,6 +114,17 @@ def test_a_failure_between_two_changes_of_a_batch_undoes_both(crew: Crew, tmp_pa
     assert value_of(outcomes[0]) == (42, 42)
     outcomes = crew.start(2, tmp_path / "after", agree_and_die, die_at=4, after_step=True).outcomes()
     assert outcomes[0].error.startswith("PeerFailed")
+
+
+@pytest.mark.slow
+def test_running_statistics_of_an_average_may_differ_as_those_of_its_model_do(crew: Crew, tmp_path: Path) -> None:
+    """Each process normalizes its own part of a batch; the parameters are compared."""
+    run = crew.start(2, tmp_path, average_normed, hold_at=4)
+    run.until(lambda: (tmp_path / "net" / "files" / HELD).exists() or run.ended)
+    run.regroup(3)
+    results = [value_of(outcome) for outcome in run.outcomes()]
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
 
 
 @pytest.mark.slow
