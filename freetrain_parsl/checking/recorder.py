@@ -241,6 +241,11 @@ class TrainingRecorder:
             states |= self._parts(name, thing)
         for name, parameter in self._outside.items():
             states[name] = Value(self._leaf(parameter), Kind.OUTSIDE, "parameters")
+        loop = training.state.loop
+        for kind, values in ((Kind.OTHER, loop.shared()), (Kind.OWN, loop.own())):
+            for name, value in values:
+                content = value.state_dict() if hasattr(value, "state_dict") else value
+                states |= {path: Value(leaf, kind, path) for path, leaf in self._flat(content, f"state.{name}")}
         self.record.states[place] = states
         for name, (module, key, identity) in list(self._buffers.items()):
             if id(module._buffers.get(key)) != identity:  # noqa: SLF001 - as above
@@ -322,7 +327,8 @@ class TrainingRecorder:
         return flattener.leaves
 
     def _known(self, training: RecordedTraining) -> Iterator[int]:
-        for thing in (*training.state.objects.values(), *self._outside.values()):
+        loop = training.state.loop.first_values()
+        for thing in (*training.state.objects.values(), *self._outside.values(), *loop):
             yield id(thing)
             if isinstance(thing, nn.Module):
                 yield from (id(each) for each in (*thing.modules(), *thing.parameters(), *thing.buffers()))
