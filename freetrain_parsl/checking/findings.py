@@ -30,7 +30,7 @@ _CASTS = 3e-2  # with bfloat16
 _DIFFER = "ReplicasDiffer"
 _USUALLY = "; usually "  # between what differs and what to do about it
 _LOST = ("PeerFailed", CRASHED)
-_BY_SHARE = (Kind.STATISTICS, Kind.STREAM)  # differ between processes by design
+_BY_SHARE = (Kind.STATISTICS, Kind.OWN)  # differ between processes by design
 
 
 class Judge:

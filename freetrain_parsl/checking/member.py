@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed does not e
 
 from freetrain_parsl.checking.ownership import is_users_file
 from freetrain_parsl.checking.recorder import NAME, TrainingRecorder
-from freetrain_parsl.checking.values import flat
+from freetrain_parsl.checking.values import flat, hide
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import GroupFailed
@@ -64,6 +64,7 @@ def run_variant(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
     """
     began = time.monotonic()
     torch.set_num_threads(1)
+    hide(str(directory))
     if variant.double:
         torch.set_default_dtype(torch.float64)
     record = (_run_array if variant.fused else _run_member)(call, variant, directory)

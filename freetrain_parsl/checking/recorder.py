@@ -17,10 +17,11 @@ from freetrain_parsl.checking.graphs import facts_of, nodes_of
 from freetrain_parsl.checking.modes import Constants, Scalars, SteadyNorm, enter
 from freetrain_parsl.checking.ownership import is_users_file
 from freetrain_parsl.checking.records import Frame, Kind, Leaf, Place, ProcessRecord, RecordedStep, Scalar, Value
-from freetrain_parsl.checking.values import Flattener, globals_of, leaf_of_plain, leaf_of_tensor
+from freetrain_parsl.checking.values import Flattener, globals_of, is_ours, leaf_of_plain, leaf_of_tensor
+from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.random_streams import host_places
-from freetrain_parsl.training.data.stream import Stream
 from freetrain_parsl.training.mailbox import Membership, Regroup
+from freetrain_parsl.training.spread import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -106,6 +107,11 @@ class TrainingRecorder:
         self._objects |= new
         modules = {name: thing for name, thing in new.items() if isinstance(thing, nn.Module)}
         optimizers = {name: thing for name, thing in self._objects.items() if isinstance(thing, Optimizer)}
+        if any(is_spread(parameter) for module in modules.values() for parameter in module.parameters()):
+            raise UsageError(
+                "freetrain check cannot compare a model that is sharded over the processes: check the function without "
+                "fully_shard"
+            )
         if self._variant.double:
             for module in modules.values():
                 module.double()
@@ -235,6 +241,11 @@ class TrainingRecorder:
             states |= self._parts(name, thing)
         for name, parameter in self._outside.items():
             states[name] = Value(self._leaf(parameter), Kind.OUTSIDE, "parameters")
+        loop = training.state.loop
+        for kind, values in ((Kind.OTHER, loop.shared()), (Kind.OWN, loop.own())):
+            for name, value in values:
+                content = value.state_dict() if hasattr(value, "state_dict") else value
+                states |= {path: Value(leaf, kind, path) for path, leaf in self._flat(content, f"state.{name}")}
         self.record.states[place] = states
         for name, (module, key, identity) in list(self._buffers.items()):
             if id(module._buffers.get(key)) != identity:  # noqa: SLF001 - as above
@@ -255,7 +266,7 @@ class TrainingRecorder:
             return found
         if isinstance(thing, Optimizer):
             return self._parts_of_optimizer(name, thing)
-        kind = Kind.STREAM if isinstance(thing, Stream) else Kind.OTHER
+        kind = Kind.OWN if is_ours(thing) else Kind.OTHER
         return {path: Value(leaf, kind, path) for path, leaf in self._flat(thing.state_dict(), name)}
 
     def _parts_of_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Value]:
@@ -316,7 +327,8 @@ class TrainingRecorder:
         return flattener.leaves
 
     def _known(self, training: RecordedTraining) -> Iterator[int]:
-        for thing in (*training.state.objects.values(), *self._outside.values()):
+        loop = training.state.loop.first_values()
+        for thing in (*training.state.objects.values(), *self._outside.values(), *loop):
             yield id(thing)
             if isinstance(thing, nn.Module):
                 yield from (id(each) for each in (*thing.modules(), *thing.parameters(), *thing.buffers()))

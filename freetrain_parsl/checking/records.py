@@ -124,7 +124,7 @@ class Kind(Enum):
     PARAMETER = "parameter"
     MOMENT = "state of an optimizer"
     STATISTICS = "running statistics"  # of BatchNorm, which differ between processes by design
-    STREAM = "position in a stream"  # each process has read as far as its own share
+    OWN = "what each process has for itself"  # positions in streams, and what FreeTrain's integrations note
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from freetrain_parsl.checking.records import Leaf
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-__all__ = ["Flattener", "digest", "flat", "globals_of", "leaf_of_plain", "leaf_of_tensor"]
+__all__ = ["Flattener", "digest", "flat", "globals_of", "hide", "is_ours", "leaf_of_plain", "leaf_of_tensor"]
 
 _ITEMS = 40  # of a list or dictionary that the user's code holds
 _DEPTH = 5
@@ -99,9 +99,19 @@ def leaf_of_tensor(tensor: torch.Tensor, of: str = "", *, sketched: bool = False
     return Leaf(digest(tensor), text, float(elements.norm()), _sketch(elements), of)
 
 
+_hidden: list[str] = []
+
+
+def hide(place: str) -> None:
+    """Leave the name of a directory, which differs between groups of processes, out of all texts of this process."""
+    _hidden.append(place)
+
+
 def leaf_of_plain(value: object, of: str = "") -> Leaf:
     """Return the digest of a number or string."""
     shown = repr(value)
+    for place in _hidden:
+        shown = shown.replace(place, "…")
     bits = _hash(f"{type(value).__name__} {shown}".encode(errors="surrogatepass"))
     text = f"{value:.6g}" if isinstance(value, float) else shown
     text = text if len(text) < _LONGEST else f"{text[: _LONGEST - 3]}..."
@@ -171,7 +181,7 @@ class Flattener:
         if isinstance(value, _PLAIN):
             self.leaves[path] = leaf_of_plain(value, of)
             return
-        if depth == 0 or id(value) in self._seen or _is_ours(value):
+        if depth == 0 or id(value) in self._seen or is_ours(value):
             return
         if id(value) in self._known and not isinstance(value, nn.Module):
             return
@@ -306,7 +316,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _is_ours(value: object) -> bool:
+def is_ours(value: object) -> bool:
     """Return whether a value is of FreeTrain, such as the session: its state is the session's business."""
     module = type(value).__module__ or ""
     return module.partition(".")[0] == "freetrain_parsl" and not is_users_type(type(value))

@@ -123,6 +123,15 @@ class LoopStates:
         for state in self._shared:
             yield from vars(state).items()
 
+    def own(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values that each member has for itself."""
+        for state in self._own:
+            yield from vars(state).items()
+
+    def first_values(self) -> Iterator[Any]:
+        """Yield what was given to ``session.state``: code before the loop may refer to these objects."""
+        yield from self._declared.values()
+
     # ── interrupted batches ───────────────────────────────────────────────────────────────────────
 
     def open_batch(self, group: Group) -> None:

@@ -319,7 +319,8 @@ def recent(session: Any) -> None:
 
 def recent_mended(session: Any) -> None:
     model, optimizer, loader = begin(session)
-    state = session.state(losses=[])
+    losses: list[float] = []
+    state = session.state(losses=losses)
     for _ in session.epochs(4):
         for x, y in loader:
             optimizer.param_groups[0]["lr"] = 0.1 / (1 + sum(state.losses))

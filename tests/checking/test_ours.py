@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import linecache
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,17 @@ import pytest
 
 from freetrain_parsl.checking.run import Checker, call_of
 from freetrain_parsl.cli.demo import _CAMPAIGN
-from tests.training.habits import BLOCKS, COMMON
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 pytestmark = pytest.mark.slow
 
-APPS = Path(__file__).parents[2] / "apps"
+ROOT = Path(__file__).parents[2]
+APPS = ROOT / "apps"
+HABITS = (ROOT / "docs" / "howto" / "pytorch-habits.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"<!-- habit: (\w+) -->\n```python\n(.*?)^```$", HABITS, re.DOTALL | re.MULTILINE))
+COMMON = BLOCKS.pop("common")
 SMALL = {
     "digits": {"epochs": 3, "width": 8},
     "char_lm": {"epochs": 3, "width": 16, "characters": 10_000},
