@@ -36,13 +36,13 @@ _PATIENCE = "FREETRAIN_PILOT_PATIENCE"  # environment variable: seconds without 
 _DEFAULT_PATIENCE = 600.0
 
 
-def set_process_title(title: str = _SLOT) -> None:
+def set_process_title() -> None:
     """Set this process's name in the process table, for `ps` and for the pilot, which waits for it.
 
     This also restores the default action of SIGTERM: a slot that is still starting has nothing to save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    Path("/proc/self/comm").write_text(title, encoding="ascii")
+    Path("/proc/self/comm").write_text(_SLOT, encoding="ascii")
 
 
 def pilot_of_node() -> int | None:

@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 
 _PASSED_ON: Final = (signal.SIGTERM, signal.SIGUSR1)
 _AWAITED: Final = {signal.SIGCHLD, signal.SIGINT, *_PASSED_ON}
+_LOOK: Final = 1.0  # seconds after which a process is found to have ended if another thread received its SIGCHLD
 _COMM: Final = Path("/proc/self/comm")
 
 
@@ -47,9 +48,10 @@ def occupy(work: Callable[[_T | None], _T | None]) -> None:
     Exception
         The one that `work` has raised; this process can take the next task of the pool.
     """
-    title, action = _COMM.read_text(encoding="utf-8").rstrip("\n"), signal.getsignal(signal.SIGTERM)
+    title = _COMM.read_text(encoding="utf-8").rstrip("\n")
+    action = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only of what another thread receives, such as a queue's
     mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    set_process_title(PLACE)
+    _COMM.write_text(PLACE, encoding="utf-8")
     received: set[int] = set()
     left: _T | None = None
     try:
@@ -76,14 +78,13 @@ def _attend(pid: int, received: set[int]) -> int:
     for number in received:
         os.kill(pid, number)
     while True:
-        number = signal.sigwait(_AWAITED)
-        if number in _PASSED_ON:
-            received.add(number)
-            os.kill(pid, number)
-        elif number == signal.SIGCHLD:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        arrived = signal.sigtimedwait(_AWAITED, _LOOK)
+        if arrived is not None and arrived.si_signo in _PASSED_ON:
+            received.add(arrived.si_signo)
+            os.kill(pid, arrived.si_signo)
 
 
 def _fork(work: Callable[[_T | None], _T | None], left: _T | None, outcome: int, mask: set[int]) -> int:
