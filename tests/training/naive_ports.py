@@ -46,12 +46,11 @@ NAIVE = {
     "ema": Naive((("(model, optimizer, average)", "(model, optimizer)"),), ("`average[0.weight]`",)),
     "gan": Naive(
         (
-            ("    state = session.state(latent=latent.get_state())\n", ""),
-            ("            latent.set_state(state.latent)\n", ""),
-            ("            state.latent = latent.get_state()\n", ""),
-            ("torch.randn(BATCH, LATENT, generator=latent)[row]", "torch.randn(len(x), LATENT, generator=latent)"),
+            ("for x, row in data", "for number, (x, _) in enumerate(data)"),
+            ("            number = session.position.samples // BATCH\n", ""),
+            ("[row]", "[: len(x)]"),
         ),
-        ("`latent`",),
+        ("`number`", "the loss"),
     ),
     "gradient-penalty": Naive(
         (

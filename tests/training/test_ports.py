@@ -96,8 +96,10 @@ def test_after_the_failure_of_a_process_in_a_step_the_port_is_the_script(crew: C
     assert {size for _, size in sizes} == {2, 1}
 
 
-def test_after_a_failure_between_the_steps_of_a_batch_only_the_second_one_is_made(crew: Crew, tmp_path: Path) -> None:
-    port = "gradient-penalty"
+@pytest.mark.parametrize("port", ["gan", "gradient-penalty"])
+def test_after_a_failure_between_the_steps_of_a_batch_only_the_second_one_is_made(
+    crew: Crew, tmp_path: Path, port: str
+) -> None:
     outcomes = crew.start(2, tmp_path, practise_port, port=port, die_at=AT, die_between=True).outcomes()
     value, sizes = finished(outcomes[0])
     assert_close(value, plain(port), TOLERANCE)
