@@ -16,7 +16,6 @@ from freetrain_parsl.checking.recorder import NAME, TrainingRecorder
 from freetrain_parsl.checking.values import flat, hide
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import GroupFailed
 from freetrain_parsl.training.fragment import run_fragment
 from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.training.fusion.run import run_members
@@ -92,7 +91,7 @@ def _run_member(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
             membership=membership,
             meet=meet,
             mailbox=mailbox,
-            report=lambda news: mailbox.end() if isinstance(news, GroupFailed) else None,  # no command will follow
+            report=recorder.take_report,
             recorder=recorder,
         )
     except BaseException as error:  # noqa: BLE001 - whatever the function raises, SystemExit too, is a result

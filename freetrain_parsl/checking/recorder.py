@@ -19,6 +19,7 @@ from freetrain_parsl.checking.ownership import is_users_file
 from freetrain_parsl.checking.records import Frame, Kind, Leaf, Place, ProcessRecord, RecordedStep, Scalar, Value
 from freetrain_parsl.checking.values import Flattener, globals_of, is_ours, leaf_of_plain, leaf_of_tensor
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.protocol.reports import GroupFailed
 from freetrain_parsl.training.data.random_streams import host_places
 from freetrain_parsl.training.mailbox import Membership, Regroup
 from freetrain_parsl.training.spread import is_spread
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
     from freetrain_parsl.checking.records import Variant
+    from freetrain_parsl.protocol.reports import Report
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.mailbox import ControlMailbox
@@ -43,6 +45,7 @@ _LEAST_TO_CUT = 3  # samples in a batch; the last batch of an epoch is a little 
 _MOST_BOUNDARIES = 40 * BATCHES  # of a loop that counts its steps itself
 _SKETCHED = 5_000_000  # elements; more are compared by their bits, and gradients in the first steps
 _SKETCHED_STEPS = 2
+_ALONE = Regroup(Membership(NAME, 2, 0, 1), abort=True)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -231,7 +234,18 @@ class TrainingRecorder:
             self._mailbox.end()
             group.abort()
         else:
-            self._mailbox.post(Regroup(Membership(NAME, 2, 0, 1), abort=True))
+            self._mailbox.post(_ALONE)
+
+    def take_report(self, report: Report) -> None:
+        """Answer a failure of the group, as a driver would: go on alone if that is the variant, else give up.
+
+        The other member may have failed while this one still waited for it, before its own loss.
+        """
+        if isinstance(report, GroupFailed):
+            if self._variant.fail_at is not None and not self._variant.rank:
+                self._mailbox.post(_ALONE)
+            else:
+                self._mailbox.end()
 
     # ── records ───────────────────────────────────────────────────────────────────────────────────
 
