@@ -116,3 +116,19 @@ def test_a_loop_needs_an_optimizer() -> None:
 
     with pytest.raises(UsageError, match=r"call session\.prepare\(model, optimizer\) before session\.epochs"):
         run_alone(train)
+
+
+def test_a_parameter_that_is_made_in_the_loop_is_refused() -> None:
+    """Its gradients would not be summed, and no process that joins would have it."""
+
+    def train(session: Any) -> None:
+        model, optimizer = session.prepare(net64(), torch.optim.SGD, lr=0.1)
+        data = session.loader(torch.utils.data.TensorDataset(torch.randn(32, 6, dtype=torch.float64)), batch_size=8)
+        for epoch in session.epochs(2):
+            if epoch == 1:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]})
+            for (x,) in data:
+                session.step(model(x).pow(2).mean())
+
+    with pytest.raises(UsageError, match=r"SGD.add_param_group: group 1 has a parameter that was made in the loop"):
+        run_alone(train)

@@ -75,6 +75,7 @@ class BatchRunner:
         self._bypass = bypass
         self.parameters = self._all_parameters()
         """The parameters of the models, then those only in an optimizer; each once."""
+        self._counted = self._count_parameters()
         bypass.watch(self.parameters)
         # The gradients of sharded parameters are averaged by the model itself.
         self._summed = [parameter for parameter in self.parameters if not is_spread(parameter)]
@@ -164,7 +165,14 @@ class BatchRunner:
         return self._piece
 
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
-        """Begin a batch, of which `done` steps have been made already."""
+        """Begin a batch, of which `done` steps have been made already.
+
+        Raises
+        ------
+        UsageError
+            An optimizer has a parameter that was made in the loop.
+        """
+        self._check_added()
         self._group, self.batch = group, batch
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
@@ -515,6 +523,24 @@ class BatchRunner:
     def _measures_pieces(self) -> bool:
         """Whether the gradients of each piece are computed apart from the others, to measure their noise."""
         return self._noise is not None and self._group.size == 1 and self._noise.measures_pieces
+
+    def _count_parameters(self) -> int:
+        """Return the number of parameters of the optimizers."""
+        return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def _check_added(self) -> None:
+        """Refuse parameters that were made in the loop: no process that joins or resumes would have them."""
+        if self._counted == (count := self._count_parameters()):
+            return
+        self._counted, known = count, set(self.parameters)
+        for optimizer in self._optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                if not known.issuperset(group["params"]):
+                    raise UsageError(
+                        f"{type(optimizer).__name__}.add_param_group: group {number} has a parameter that was made in "
+                        "the loop, which a process that joins or resumes would not have: make it before "
+                        "session.prepare, as part of a prepared model, and add it to the optimizer in the loop"
+                    )
 
     def _all_parameters(self) -> list[nn.Parameter]:
         known = dict.fromkeys(self._models.parameters())
