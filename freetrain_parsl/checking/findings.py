@@ -60,15 +60,6 @@ class Judge:
     def look_at_plain(self) -> None:
         """Look at what one process shows by itself."""
         plain = self._plain
-        for kind, name in plain.events:
-            if kind == "buffer assigned":
-                self._find(
-                    "buffer",
-                    f"buffer `{name}` is assigned anew in the loop: the session averages and sends the one that was "
-                    "prepared.",
-                    name,
-                    mend="change it in place, as with buffer.copy_(…) or buffer.lerp_(…)",
-                )
         if plain.batch_norm:
             names = ", ".join(plain.batch_norm[:3])
             self._report.notes.append(
@@ -251,6 +242,7 @@ class Judge:
                     f"Buffer `{difference.name}` differs between processes {since}: each computes it from its share.",
                     difference.name,
                     line,
+                    details=self._assigned_anew(difference.name),
                     mend="sum over the processes before it is used, as session.sum(x.sum(0)) / session.sum(len(x))",
                 )
         else:
@@ -430,7 +422,7 @@ class Judge:
             return True
         worst = next((record for record in bad if not record.error.startswith(_LOST)), bad[0])
         if worst.error.startswith(_DIFFER):
-            first = _what_differs(worst.error).partition(";")[0].partition(" (after")[0]
+            first = _what_differs(worst.error).partition(";")[0].partition(" (after")[0].partition(", and ")[0]
             self._row(row, f"they differ from each other: {first}", holds=False)
             if explained:
                 return True
@@ -459,14 +451,20 @@ class Judge:
             self._find("error", f"{when}: {record.error}{place}", where=record.trace, mend=mend if interrupted else "")
         elif not self._has("replicas", "buffer"):
             cause, _, mend = record.error.partition(_USUALLY)[2].partition(": ")
+            name = "" if difference is None else difference.name
             self._find(
                 "replicas",
                 f"{when}{place} {_what_differs(record.error)}.",
-                "" if difference is None else difference.name,
+                name,
                 record.trace,
-                details=(f"Usually {cause}.",) if cause else (),
+                details=(*self._assigned_anew(name), *((f"Usually {cause}.",) if cause else ())),
                 mend=mend,
             )
+
+    def _assigned_anew(self, name: str) -> tuple[str, ...]:
+        """Return a sentence on a buffer that is assigned anew."""
+        anew = ("buffer assigned", name) in self._plain.events
+        return (f"`{name}` is assigned anew in the loop.",) if anew else ()
 
     def _has(self, *kinds: str) -> bool:
         return any(finding.kind in kinds for finding in self._report.causes)

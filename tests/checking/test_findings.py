@@ -102,11 +102,17 @@ def test_two_runs_that_differ_are_not_repeatable() -> None:
     assert (found.kind, found.name) == ("not repeatable", "model.weight")
 
 
-def test_a_buffer_that_is_assigned_anew_is_named() -> None:
-    judge, report = judged(training(events=[("buffer assigned", "model.mean")]))
+def test_a_buffer_that_is_assigned_anew_is_named_only_if_it_differs() -> None:
+    plain = training(events=[("buffer assigned", "model.mean")])
+    group = [change(training(size=2), 1, "model.mean", value, Kind.BUFFER) for value in (0.1, 0.6)]
+    judge, report = judged(plain)
     judge.look_at_plain()
+    judge.members(2, [training(size=2)] * 2, plain, [training(size=2)] * 2)
+    assert report.findings == []
+    judge.members(2, group, plain, group)
     (found,) = report.causes
     assert (found.kind, found.name) == ("buffer", "model.mean")
+    assert found.details == ("`model.mean` is assigned anew in the loop.",)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,3 +60,19 @@ def test_a_habit_of_the_docs_holds(habit: str, tmp_path: Path) -> None:
     file = tmp_path / f"{habit}.py"
     file.write_text(f"{COMMON}\n\n{BLOCKS[habit]}")
     assert_holds(load(habit, file).train)
+
+
+@pytest.mark.parametrize("name", ["train", "mended"])
+def test_the_page_shows_what_is_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples of output on the page of the check are those of its scripts, except for the time."""
+    page = (ROOT / "docs" / "howto" / "check-a-training-function.md").read_text(encoding="utf-8")
+    for file, code in re.findall(
+        r"<!-- runnable: (\w+\.py) -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
+    ):
+        (tmp_path / file).write_text(code)
+    monkeypatch.setitem(sys.modules, "train", load("train", tmp_path / "train.py"))
+    (shown,) = re.findall(
+        rf"^\$ freetrain check {name}\.py:train --set lr=0\.1\n(.*?)\n\n[\d.]+ s\n```$", page, re.DOTALL | re.MULTILINE
+    )
+    report = Checker(call_of(load(name, tmp_path / f"{name}.py").train, lr=0.1)).run()
+    assert str(report).rpartition("\n\n")[0] == shown
