@@ -31,6 +31,13 @@ def train(session):
     while True:
         time.sleep(0.1)
 """
+# As in a terminal: a test suite in the background ignores SIGINT, and so would its processes.
+CHECK = """\
+import signal
+from freetrain_parsl.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
 
 
 @pytest.fixture
@@ -67,7 +74,7 @@ def test_its_processes_end_with_it(tmp_path: Path, scratch: Path, end: signal.Si
     mark = tmp_path / "runs"
     (tmp_path / "hanging.py").write_text(HANGING.replace("MARK", repr(str(mark))))
     check = subprocess.Popen(
-        [sys.executable, "-c", "from freetrain_parsl.cli import main; main()", "check", f"{tmp_path}/hanging.py:train"],
+        [sys.executable, "-c", CHECK, "check", f"{tmp_path}/hanging.py:train"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,

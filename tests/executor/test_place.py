@@ -63,6 +63,7 @@ def tell(*what):
     print(json.dumps(what), flush=True)
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as in a worker pool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal: in the background it is ignored
 {work}
 occupy(work)
 """
