@@ -81,7 +81,10 @@ def _run_member(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
     def meet(of: Membership) -> Store:  # in a file: nothing listens for whoever else uses this host
         return FileStore(str(directory / f"meeting-{of.generation}"), -1)
 
-    recorder = TrainingRecorder(variant, call.function, mailbox)
+    changes = variant.joins or variant.grow_at is not None
+    recorder = TrainingRecorder(
+        variant, call.function, mailbox, FileStore(str(directory / "ready"), -1) if changes else None
+    )
     try:
         end = run_fragment(
             call.function,
@@ -95,6 +98,7 @@ def _run_member(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
             recorder=recorder,
         )
     except BaseException as error:  # noqa: BLE001 - whatever the function raises, SystemExit too, is a result
+        recorder.say_ready()
         _note_failure(recorder.record, error)
     else:
         _note_end(recorder, end)

@@ -19,7 +19,7 @@ from freetrain_parsl.checking.ownership import is_users_file
 from freetrain_parsl.checking.records import Frame, Kind, Leaf, Place, ProcessRecord, RecordedStep, Scalar, Value
 from freetrain_parsl.checking.values import Flattener, globals_of, is_ours, leaf_of_plain, leaf_of_tensor
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.protocol.reports import GroupFailed
+from freetrain_parsl.protocol.reports import GroupFailed, Ready
 from freetrain_parsl.training.data.random_streams import host_places
 from freetrain_parsl.training.mailbox import Membership, Regroup
 from freetrain_parsl.training.spread import is_spread
@@ -27,6 +27,8 @@ from freetrain_parsl.training.spread import is_spread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import CodeType, FrameType
+
+    from torch._C._distributed_c10d import Store
 
     from freetrain_parsl.checking.records import Variant
     from freetrain_parsl.protocol.reports import Report
@@ -46,6 +48,7 @@ _MOST_BOUNDARIES = 40 * BATCHES  # of a loop that counts its steps itself
 _SKETCHED = 5_000_000  # elements; more are compared by their bits, and gradients in the first steps
 _SKETCHED_STEPS = 2
 _ALONE = Regroup(Membership(NAME, 2, 0, 1), abort=True)
+_READY = "ready"
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -60,15 +63,20 @@ class TrainingRecorder:
         The user's.
     mailbox
         Of this process: the recorder posts the commands of the variant.
+    ready
+        Where a process that joins says that it is ready to.
     """
 
-    def __init__(self, variant: Variant, function: Callable[..., Any], mailbox: ControlMailbox) -> None:
+    def __init__(
+        self, variant: Variant, function: Callable[..., Any], mailbox: ControlMailbox, ready: Store | None = None
+    ) -> None:
         self.record = ProcessRecord(variant)
         self.training: RecordedTraining | None = None
         """The last one that made a call."""
         self._variant = variant
         self._function = inspect.unwrap(function)
         self._mailbox = mailbox
+        self._ready = ready
         self._commanded = False
         self._objects: dict[str, Stateful] = {}
         self._names: dict[int, str] = {}  # id of a parameter -> its name
@@ -167,6 +175,9 @@ class TrainingRecorder:
         variant = self._variant
         if self._commanded or training.members.is_newcomer:
             return
+        if variant.grow_at is not None and self._ready is not None:
+            # The other runs up to its loop before this one makes a step: what it reads until then is out of date.
+            self._ready.wait([_READY])
         if variant.pause_at is not None and done >= variant.pause_at:
             self._commanded = True
             self._mailbox.pause_requested.set()
@@ -241,11 +252,18 @@ class TrainingRecorder:
 
         The other member may have failed while this one still waited for it, before its own loss.
         """
+        if isinstance(report, Ready):
+            self.say_ready()
         if isinstance(report, GroupFailed):
             if self._variant.fail_at is not None and not self._variant.rank:
                 self._mailbox.post(_ALONE)
             else:
                 self._mailbox.end()
+
+    def say_ready(self) -> None:
+        """Let the process go on that waits for this one; also if this one has failed."""
+        if self._ready is not None:
+            self._ready.set(_READY, "")
 
     # ── records ───────────────────────────────────────────────────────────────────────────────────
 
