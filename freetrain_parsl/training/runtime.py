@@ -124,6 +124,7 @@ class Runtime:
         self._in_operation = False  # whether it changes in a collective operation of user code
         restored = None if members.is_newcomer else manager.restore()
         self._restored = None if restored is None else Restoration(restored)
+        self._received: dict[str, Any] | None = None  # by a newcomer, until its loop comes to the batches
         if restored is not None:
             self.state.take_counts(restored.state)
             self.reporter.resumed(restored)
@@ -292,7 +293,8 @@ class Runtime:
             self._restored.load_again(self.state.objects)
             self.state.take_trainable(self._restored.state)
             self.state.take_loop(self._restored.state, rank=self.members.group.rank)
-            self._restored = None
+            if not self.state.cursor.is_inside:
+                self._restored = None
         self.members.state = self.state.whole
         self.members.adopt = self._adopt
         self.members.meet_replicas = self.replicas.meet
@@ -363,6 +365,21 @@ class Runtime:
         epoch = self.state.cursor.epoch
         self.state.training_metrics.open_epoch(epoch)
         return epoch
+
+    def begin_pass(self) -> None:
+        """Undo what the code before the batches has changed, if it has run in this epoch before.
+
+        In a process that joins or resumes inside an epoch, ``for epoch in session.epochs(…)`` begins with code that was
+        run at the start of the epoch, such as ``state.total = 0``; the state is that of a later batch.
+        """
+        if self._restored is not None:
+            self._restored.load_again(self.state.objects, tell=False)
+            self.state.take_trainable(self._restored.state)
+            self.state.take_loop(self._restored.state, rank=self.members.group.rank)
+            self._restored = None
+        if self._received is not None:
+            self.state.adopt_objects(self._received)
+            self._received = None
 
     def backward(
         self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
@@ -683,6 +700,7 @@ class Runtime:
         loop.cut()
         self._recover(error)
         loop.hold(repeats=self.state.cursor.place == place)
+        self.batch_runner.hold()
 
     def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:
         """Leave the group and continue in the one given by a command, which may change while the group forms."""
@@ -715,6 +733,8 @@ class Runtime:
             # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
             self._unwind(PauseReason.LEFT)
         self.state.adopt(state)
+        if self.members.is_newcomer and self.state.cursor.is_inside:
+            self._received = state
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 

@@ -220,3 +220,26 @@ def average_normed(session: Any, *, hold_at: int | None = None) -> dict[str, tor
             for mine, new in zip(average.buffers(), model.buffers(), strict=True):
                 mine.copy_(new)
     return {name: parameter.detach().clone() for name, parameter in average.named_parameters()}
+
+
+def begin_epochs(
+    session: Any, *, hold_at: int | None = None, die_at: int | None = None, pause_at: int | None = None
+) -> dict[str, Any]:
+    """Change the loop's state, a rate and a weight at the head of each epoch, and the rate after each batch."""
+    hold(session, hold_at, die_at)
+    model, optimizer = session.prepare(net64(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    data = session.loader(data64(), 8)
+    state = session.state(total=0.0, totals=[])
+    for _ in session.epochs(3):
+        state.total = 0.0
+        optimizer.param_groups[0]["lr"] *= 0.9
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        for x, y in data:
+            session.step(cross_entropy(model(x), y))
+            optimizer.param_groups[0]["lr"] *= 0.99
+            state.total += session.batch_loss
+            if session.metrics["steps"] == pause_at:
+                training_crew.NOTICE.pause_requested.set()
+        state.totals.append(state.total / len(data))
+    return {"totals": list(state.totals), "lr": optimizer.param_groups[0]["lr"], **model.state_dict()}

@@ -12,6 +12,7 @@ from habits import HELD
 from loop_trainings import (
     agree_and_die,
     average_normed,
+    begin_epochs,
     carry,
     change_before_the_step,
     count_and_fall_behind,
@@ -75,6 +76,34 @@ def test_it_is_sent_to_processes_that_join(crew: Crew, tmp_path: Path, size: int
     for outcome in run.outcomes():
         assert_close(value_of(outcome), alone)
     assert alone["it"] == alone["steps"] == 21
+
+
+@pytest.mark.parametrize("pause_at", [1, 9, 13, 14, 15])
+def test_what_begins_an_epoch_is_not_done_again_after_a_restart_inside_it(tmp_path: Path, pause_at: int) -> None:
+    """Of seven batches; also after the last one of an epoch, before the code that follows it. Bit by bit."""
+    alone = value_of(run_member(begin_epochs, {}, root=tmp_path / "alone", membership=Membership("net")))
+    paused = run_member(begin_epochs, {"pause_at": pause_at}, root=tmp_path / "crew", membership=Membership("net"))
+    assert isinstance(paused.end, Paused), paused.error
+    resumed = value_of(run_member(begin_epochs, {}, root=tmp_path / "crew", membership=Membership("net")))
+    assert equal(resumed, alone)
+
+
+@pytest.mark.slow
+def test_what_begins_an_epoch_is_not_done_again_in_a_process_that_joins(crew: Crew, tmp_path: Path) -> None:
+    alone = value_of(run_member(begin_epochs, {}, root=tmp_path / "alone", membership=Membership("net")))
+    run = crew.start(2, tmp_path / "crew", begin_epochs, hold_at=10)
+    run.until(lambda: (tmp_path / "crew" / "net" / "files" / HELD).exists() or run.ended)
+    run.regroup(3, replace=1)
+    for outcome in run.outcomes():
+        assert_close(value_of(outcome), alone)
+
+
+@pytest.mark.slow
+def test_hyperparameters_that_are_set_in_a_batch_that_is_repeated_are_set_once(crew: Crew, tmp_path: Path) -> None:
+    alone = value_of(run_member(begin_epochs, {}, root=tmp_path / "alone", membership=Membership("net")))
+    outcomes = crew.start(3, tmp_path / "crew", begin_epochs, die_at=5).outcomes()
+    for outcome in (outcomes[0], outcomes[-1]):
+        assert_close(value_of(outcome), alone)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ x, target = torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 3)
 y = torch.tensor([0, 1, 2, 1, 0])
 words = torch.tensor([0, 1, 2, -100] * SAMPLES)
 weights = torch.tensor([1.0, 5.0, 20.0])
+kept = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
 
 
 def classes(**options: Any) -> torch.Tensor:
@@ -99,6 +100,7 @@ def test_sums_of_torch_are_sums(loss: Callable[[], torch.Tensor]) -> None:
 
 UNCLEAR = r'is the loss a sum over the samples, or a mean\?.*reduction="sum"\) or reduction="mean"'
 MIXED = r"adds a sum over samples and something that is none.*divide the sum by the number of samples"
+DIVIDED = r"a sum that is divided by something else than the number of samples.*items=mask\.sum\(\)"
 PART = r"only a part of the loss: .*items=\(y != ignore_index\).sum\(\)"
 
 
@@ -111,6 +113,8 @@ PART = r"only a part of the loss: .*items=\(y != ignore_index\).sum\(\)"
         (lambda: F.l1_loss(net(x), target, reduction="sum"), UNCLEAR),
         (lambda: 0.5 * F.mse_loss(net(x), target, reduction="sum"), UNCLEAR),  # or is it 1 / len(x)?
         (lambda: classes(reduction="sum") - 0.5 * net(x).sum(), UNCLEAR),
+        (lambda: (net(x).pow(2).mean(1) * kept).sum() / kept.sum(), DIVIDED),
+        (lambda: classes(reduction="sum") / 7, DIVIDED),
         (lambda: classes() + net(x).pow(2).sum(), MIXED),
         (lambda: classes(reduction="sum") + weight.pow(2).sum(), MIXED),
         (lambda: F.mse_loss(net(x), target) + (net[0].bias[:6] * x).sum(), MIXED),

@@ -77,8 +77,15 @@ class Restoration:
         if list(self._restored.state["objects"]) != list(objects):
             self._mismatch_of(objects)
 
-    def load_again(self, objects: Mapping[str, Stateful]) -> None:
+    def load_again(self, objects: Mapping[str, Stateful], *, tell: bool = True) -> None:
         """Load what user code has changed since: such as learning rates, by a new scheduler.
+
+        Parameters
+        ----------
+        objects
+            All objects, by name.
+        tell
+            Whether to warn of what has changed.
 
         Raises
         ------
@@ -91,7 +98,7 @@ class Restoration:
         for name in changed:
             self._load(name, objects)
         self._load_outside(objects)
-        if told:
+        if told and tell:
             logger.warning(
                 "%s changed after session.prepare had restored it; %s was loaded again: it is the newest state",
                 ", ".join(told), self._restored.entry.path,

@@ -127,6 +127,10 @@ class SessionState:
         self.take_counts(state)
         self.take_order(state)
         self.take_best(state)
+        self.adopt_objects(state)
+
+    def adopt_objects(self, state: Mapping[str, Any]) -> None:
+        """Load the user's objects and the loop's state."""
         for name, target in self.objects.items():
             if isinstance(target, Optimizer):
                 add_missing_groups(target, state["objects"][name], state["groups"][name], self.objects)

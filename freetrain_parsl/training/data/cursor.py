@@ -56,6 +56,11 @@ class Cursor:
         """The position as a tuple, to compare members."""
         return self.epoch, self.pass_ended, self.position, self.steps
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the epoch has begun."""
+        return self.position > 0 or self.steps > 0 or self.pass_ended
+
     def pass_by(self, samples: int) -> None:
         """Advance past a batch."""
         self.position += samples

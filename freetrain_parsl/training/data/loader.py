@@ -100,6 +100,7 @@ class SessionLoader:
     def __iter__(self) -> Iterator[Any]:
         runtime, cursor, members = self._runtime, self._cursor, self._runtime.members
         self._check_usable()
+        runtime.begin_pass()
         if cursor.pass_ended:
             return
         self._leave_behind()
@@ -179,6 +180,7 @@ class SessionLoader:
             try:
                 yield data if recorder is None else recorder.batch(data)
             finally:
+                batch_runner.release()
                 loop.release()  # what user code has done in a batch that was interrupted; it may also have left it
             batch_runner.take_back()
             if batch_runner.cut_off:

@@ -19,6 +19,7 @@ from freetrain_parsl.training.step.batch_parts import BatchParts
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
 from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
+from freetrain_parsl.training.step.hyperparameters import Hyperparameters
 from freetrain_parsl.training.step.loss_kind import LossReader, Weighing, check_weighing
 from freetrain_parsl.training.step.once_per_step import guard
 
@@ -89,6 +90,7 @@ class BatchRunner:
         self._calls = 0
         self._done = 0
         self._parts = BatchParts()  # of the current batch
+        self._hyperparameters: Hyperparameters | None = None  # at its beginning, if it may be interrupted
         self._evaluations = 0  # of a closure, in the current step
         self._reader = LossReader()
         self._weighing = Weighing("mean", None)  # of the current piece
@@ -180,6 +182,7 @@ class BatchRunner:
         self._sum.sends_early = True
         self._parts = BatchParts()
         self._calls, self._done = 0, done
+        self._hyperparameters = None if group.size == 1 or done else Hyperparameters(self._optimizers)
         if self._noise is not None:
             self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())
         self._statistics.open_batch(group)
@@ -434,6 +437,23 @@ class BatchRunner:
         self._sum.cancel()
         self.zero_gradients()
         self._statistics.cancel()
+        if self._calls:  # they may belong to a step that is not made again
+            self._hyperparameters = None
+        self._put_back()
+
+    def hold(self) -> None:
+        """Remember the hyperparameters after an interruption, to undo what the rest of the loop's body changes."""
+        if self._hyperparameters is not None:
+            self._hyperparameters = Hyperparameters(self._optimizers)
+
+    def release(self) -> None:
+        """Undo what user code has changed since `hold`, when it is done with an interrupted batch."""
+        if self.cut_off:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        if self._hyperparameters is not None:
+            self._hyperparameters.put_back()
 
     def average_statistics(self, group: Group) -> None:
         """Average the model's running statistics over the members; raises PeerFailed if one has failed."""

@@ -202,7 +202,7 @@ def weighing_of(loss: torch.Tensor, samples: int, *, gathered: bool = False) -> 
 
 def _look(loss: torch.Tensor, samples: int, *, gathered: bool) -> tuple[Weighing, _Path | None]:
     """Return how a loss is to be weighed, and where in its graph the number of items is, if it is there."""
-    summands = list(_terms(loss.grad_fn))
+    summands = list(_terms(loss.grad_fn, 0 if gathered else samples))
     terms = [term for term in summands if term.kind != "constant"]
     kinds = {term.kind for term in terms}
     if kinds <= {"mean"}:
@@ -284,8 +284,14 @@ def _is_readable(node: Any) -> bool:
     return _is_unpacked(node, "target") and _is_unpacked(node, "total_weight")
 
 
-def _terms(root: Any) -> Iterator[_Term]:
-    """Yield the summands of a loss."""
+def _terms(root: Any, samples: int = 0) -> Iterator[_Term]:
+    """Yield the summands of a loss.
+
+    Raises
+    ------
+    UsageError
+        A sum is divided by a number that is no multiple of `samples`, if that is given.
+    """
     # Node, whether it is summed over afterwards, whether it is multiplied by a constant, where it is.
     nodes = [(root, False, False, _Path(None, 0))]
     for _ in range(_MOST_NODES):
@@ -302,6 +308,12 @@ def _terms(root: Any) -> Iterator[_Term]:
             nodes.append((children[0][0], summed, True, children[0][1]))
         elif not summed and name in _ON_PARAMETERS and _is_penalty(node):
             yield _Term("constant", node, times, path)
+        elif name == "DivBackward0" and samples and not summed and _divides_a_sum(node, samples):
+            raise UsageError(
+                "session.step: the loss is a sum that is divided by something else than the number of samples: if it "
+                "is a mean over tokens, pixels or weights, say over how many with session.step(loss, items=…), such as "
+                'items=mask.sum(); otherwise say reduction="mean" or "sum"'
+            )
         elif name in _SUMS and not summed:
             nodes.extend((child, True, times, place) for child, place in children)
         else:
@@ -322,10 +334,23 @@ def _kind(node: Any, name: str, *, summed: bool) -> _Kind:
 
 def _divides_by_one(node: Any) -> bool:
     """Return whether a division changes nothing, as in libraries that divide by the number of accumulated batches."""
-    if len(_inputs(node)) > 1 or not _is_unpacked(node, "other"):
+    return _divisor(node) == 1
+
+
+def _divides_a_sum(node: Any, samples: int) -> bool:
+    """Return whether a sum over samples is divided by what can be no number of samples, nor one of their elements."""
+    divisor = _divisor(node)
+    if divisor is None or divisor % samples == 0:
         return False
+    return any(term.kind in ("sum", "loss sum") for term in _terms(_inputs(node)[0]))
+
+
+def _divisor(node: Any) -> float | None:
+    """Return the constant by which a node divides; ``None`` if it is none, or if reading it would wait for a GPU."""
+    if len(_inputs(node)) > 1 or not _is_unpacked(node, "other"):
+        return None
     other = node._saved_other  # noqa: SLF001 - torch has no other way
-    return bool(other.device.type == "cpu" and other.numel() == 1 and other.item() == 1)
+    return float(other) if other.device.type == "cpu" and other.numel() == 1 else None
 
 
 def _inputs(node: Any) -> list[Any]:
