@@ -121,6 +121,8 @@ def parse_reference(reference: str, directory: Path) -> tuple[str, str, Path | N
     if not (colon and place and function.isidentifier()):
         raise InvalidInput(f"an app is named 'module:function' or 'path.py:function', got {reference[:80]!r}")
     if not (place.endswith(".py") or "/" in place):
+        if "." in place and (directory / place).is_file():
+            raise InvalidInput(f"{place}: an app is in a file that can be imported: NAME.py")
         return place, function, None
     file = _find(directory / user_path(place))
     if file.suffix != ".py" or "." in file.stem:

@@ -112,8 +112,8 @@ class BypassCheck:
         if self._passes_in_batch and self._has_gradients():
             raise UsageError(
                 "loss.backward() was called before session.step(loss) in the same batch: its gradients would be added "
-                "without the other processes; sum the losses and pass the sum to session.step(), or set the "
-                "gradients to zero in between"
+                "without the other processes; write session.backward(loss), then clip or read the gradients, then "
+                "session.step(); sum several losses before it, or set the gradients to zero in between"
             )
         self._passes_in_batch = 0
 
