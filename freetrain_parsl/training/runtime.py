@@ -533,6 +533,7 @@ class Runtime:
         self.check_running()
         order, cursor, metrics = self.state.order, self.state.cursor, self.state.training_metrics
         assert order is not None, "there is a loader"
+        check_schedulers(self.state.objects.values())  # also those that were made in the loop
         self._bypass.end_pass(cursor.epoch, order.batches, trained=metrics.has_steps)
         metrics.close_pass(cursor.epoch, expected)
         cursor.pass_ended = True

@@ -153,3 +153,19 @@ def test_the_session_refuses_it_before_the_first_step(late: bool) -> None:
 
     with pytest.raises(UsageError, match="a learning-rate scheduler was made"):
         run_alone(train)
+
+
+def test_one_that_is_made_in_the_loop_is_refused_after_the_first_epoch() -> None:
+    """It would begin anew in each process that joins or resumes."""
+
+    def train(session: Any) -> None:
+        model, one = session.prepare(torch.nn.Linear(1, 1), optim.SGD, lr=0.1)
+        data = session.loader(torch.utils.data.TensorDataset(torch.randn(16, 1)), batch_size=4)
+        for _ in session.epochs(3):
+            scheduler = optim.lr_scheduler.StepLR(one, 2)
+            for (x,) in data:
+                session.step(model(x).pow(2).mean())
+                scheduler.step()
+
+    with pytest.raises(UsageError, match="a learning-rate scheduler was made"):
+        run_alone(train)
