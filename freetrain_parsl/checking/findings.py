@@ -135,6 +135,7 @@ class Judge:
         else:
             self._row(name, "same", holds=True)
         self._add(causes)
+        self._add(self._variables.unchanged(plain, {cause.name for cause in causes}))
         if effect is not None and not self._has("variable", "buffer"):
             self._find(
                 "resume",

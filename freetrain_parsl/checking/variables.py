@@ -136,11 +136,52 @@ class VariableCauses:
         ]
         first = min((suspect.place for suspect in roots), default=None)
         roots.sort(key=lambda each: (each.place, self._weight(each)))
+        # What reaches nothing has not changed the state if something else has.
+        explained = effect if not any(map(self._uses, roots)) else None
         return [
-            self._finding(suspect, effect, at, sure=suspect.place == first, by_share=base_of(suspect.path) in by_share)
+            self._finding(
+                suspect,
+                effect if suspect.is_part or self._uses(suspect) else explained,
+                at,
+                sure=suspect.place == first,
+                by_share=base_of(suspect.path) in by_share,
+            )
             for suspect in roots
             if effect is None or suspect.place <= effect.place or suspect.place == first
         ]
+
+    def unchanged(self, plain: ProcessRecord, known: Collection[str]) -> list[Finding]:
+        """Return notes of variables that are carried from round to round, and had one value in all steps.
+
+        A patience counter, while each epoch is better than the one before, differs in no comparison.
+
+        Parameters
+        ----------
+        plain
+            The process that was not disturbed.
+        known
+            Names of variables that are explained otherwise.
+        """
+        values: dict[str, set[str]] = {}
+        for held in plain.held.values():
+            for path, leaf in held.items():
+                values.setdefault(path, set()).add(leaf.bits)
+        found = []
+        last = plain.held[max(plain.held)] if plain.held else {}
+        for path, leaf in last.items():
+            suspect = Suspect(path, max(plain.held), leaf, leaf)
+            variable = self._sources[suspect.frame].look_up(suspect.name) if suspect.frame in self._sources else None
+            if variable is None or suspect.is_part or suspect.name in known or len(values[path]) > 1:
+                continue
+            if leaf.norm is not None and variable.carried and variable.in_loop and self._uses(suspect):
+                where = self._where(suspect)
+                mend = self._mend(suspect, counts=False, by_share=False).partition("; or")[0]
+                text = (
+                    f"`{suspect.name}` ({short_place(where)}) was {leaf.text} at every step, so that no comparison "
+                    "shows whether it begins anew in a process that joins or resumes; as a local variable, it does."
+                )
+                found.append(Finding("variable", text, suspect.name, where, (), mend, note=True))
+        return found
 
     def _is_named_otherwise(self, base: str, suspects: Mapping[str, Suspect]) -> bool:
         """Return whether it is the variable of a function that is a suspect itself: ``weight:it`` and ``it``."""

@@ -103,6 +103,14 @@ def test_a_counter_that_is_only_printed_is_a_note() -> None:
     assert "Note: `printed`" in str(report)
 
 
+def test_a_variable_that_has_not_changed_in_so_few_steps_is_a_note() -> None:
+    report = checked("patience_never_used")
+    assert report.holds
+    assert "`bad` (corpus.py:" in str(report)
+    assert "was 0 at every step" in str(report)
+    assert "session.state(bad=0)" in str(report)
+
+
 def test_what_depends_on_the_share_by_design_is_said() -> None:
     notes = " ".join(checked("norm_and_dropout").notes)
     assert "BatchNorm (1) normalizes over the share of each process" in notes
