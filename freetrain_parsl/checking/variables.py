@@ -162,7 +162,7 @@ class VariableCauses:
         known
             Names of variables that are explained otherwise.
         """
-        values: dict[str, set[str]] = {}
+        values: dict[str, set[bytes]] = {}
         for held in plain.held.values():
             for path, leaf in held.items():
                 values.setdefault(path, set()).add(leaf.bits)

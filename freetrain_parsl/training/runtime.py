@@ -290,9 +290,7 @@ class Runtime:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
         self.state.trainable.watch(self.state.objects)
         if self._restored is not None:
-            self._restored.load_again(self.state.objects)
-            self.state.take_trainable(self._restored.state)
-            self.state.take_loop(self._restored.state, rank=self.members.group.rank)
+            self._load_again(self._restored, tell=True)
             if not self.state.cursor.is_inside:
                 self._restored = None
         self.members.state = self.state.whole
@@ -373,13 +371,17 @@ class Runtime:
         run at the start of the epoch, such as ``state.total = 0``; the state is that of a later batch.
         """
         if self._restored is not None:
-            self._restored.load_again(self.state.objects, tell=False)
-            self.state.take_trainable(self._restored.state)
-            self.state.take_loop(self._restored.state, rank=self.members.group.rank)
+            self._load_again(self._restored, tell=False)
             self._restored = None
         if self._received is not None:
             self.state.adopt_objects(self._received)
             self._received = None
+
+    def _load_again(self, restored: Restoration, *, tell: bool) -> None:
+        """Load what user code has changed since it was restored; see `Restoration.load_again`."""
+        restored.load_again(self.state.objects, tell=tell)
+        self.state.take_trainable(restored.state)
+        self.state.take_loop(restored.state, rank=self.members.group.rank)
 
     def backward(
         self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
@@ -541,6 +543,7 @@ class Runtime:
     def end_epoch(self) -> None:
         """Judge the epoch, and advance to the next one."""
         self.check_running()
+        self._restored = self._received = None  # an epoch may end without coming to its batches
         self.state.loop.release()  # if user code has left an interrupted batch
         assert self.batch_runner is not None, "checked by start"
         cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
