@@ -140,6 +140,22 @@ def test_a_slot_that_ends_while_the_driver_is_silent_leaves_what_it_has_not_ackn
     assert (said in left) is (beat < 1)
 
 
+def test_the_next_process_of_a_slot_knows_since_when_the_driver_is_silent(driver: _Driver, cert_dir: str) -> None:
+    """A job has ended after its driver was killed: what it has printed is in its successor, which is ended, too."""
+    left: list[object] = []
+    link, _ = channel(driver, cert_dir, on_unsent=left.extend)
+    link.start()
+    link.send(said := task_ended(1, b"x"))
+    assert driver.received.get(timeout=5)[1] == said
+    time.sleep(0.3)  # more than three beats
+    connection = link.hand_over()
+    assert not left
+    successor, _ = channel(driver, cert_dir, on_unsent=left.extend, before=connection)
+    successor.start()
+    successor.close()
+    assert said in left
+
+
 def test_a_slot_that_was_stopped_does_not_take_the_driver_for_silent(
     driver: _Driver, cert_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

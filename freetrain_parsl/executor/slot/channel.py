@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import zmq
@@ -27,10 +28,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Connection"]
 
 _STOPPED = 1.0  # seconds of delay of an iteration above which the process counts as having been stopped
 _SILENT_BEATS = 3  # without a message from the driver, after which it has probably failed
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What the next process of a slot needs to continue the exchange with the driver.
+
+    Parameters
+    ----------
+    url
+        Address at which the driver answers.
+    delivery
+        What has been sent and received.
+    heard
+        When the last message of the driver arrived, on ``time.monotonic()``; ``None``: not yet.
+    """
+
+    url: str
+    delivery: Delivery
+    heard: float | None = None
 
 
 class Channel:
@@ -59,7 +79,7 @@ class Channel:
     signals
         Signals to handle in the channel's thread.
     before
-        What an earlier process of this slot has left: the driver's address, and what `hand_over` has returned.
+        What an earlier process of this slot has left: what `hand_over` has returned.
     """
 
     _PROBE_PERIOD = 3.0  # seconds
@@ -78,11 +98,16 @@ class Channel:
         beat: float,
         heartbeat_timeout: float,
         signals: SignalSocket | None = None,
-        before: tuple[str, Delivery] | None = None,
+        before: Connection | None = None,
     ) -> None:
         self._thread = threading.Thread(target=self._run, name="freetrain-channel", daemon=True)
         self._context = curvezmq.ClientContext(cert_dir)
-        self.url, self._delivery = before or (self._reachable(addresses, port), Delivery())
+        if before is None:
+            before = Connection(self._reachable(addresses, port), Delivery())
+            self._outbox: deque[ToDriver] = deque()
+        else:
+            self._outbox = deque([Reconnected()])
+        self._connection = before
         self._slot = slot
         self._handle = handle
         self._on_lost = on_lost
@@ -91,7 +116,6 @@ class Channel:
         self._signals = signals
         self._beat = beat
         self._heartbeat_timeout = heartbeat_timeout
-        self._outbox: deque[ToDriver] = deque([] if before is None else [Reconnected()])
         self._waker = Waker()
         self._closing = threading.Event()
         self._ends_process = False
@@ -106,11 +130,16 @@ class Channel:
         self._outbox.append(message)
         self._waker.wake()
 
-    def hand_over(self) -> Delivery:
+    @property
+    def url(self) -> str:
+        """The address at which the driver answers."""
+        return self._connection.url
+
+    def hand_over(self) -> Connection:
         """Send the queued messages and end the thread, so that another process can continue with the result."""
         self._hands_over = True
         self.close(timeout=None)
-        return self._delivery
+        return self._connection
 
     def close(self, timeout: float | None = 2.0) -> None:
         """Send the queued messages and end the thread."""
@@ -140,7 +169,9 @@ class Channel:
         if self._signals is not None:
             poller.register(self._signals, zmq.POLLIN)
         connections = 0
-        heard = beaten = turned = time.monotonic()
+        delivery = self._connection.delivery
+        beaten = turned = time.monotonic()
+        heard = turned if self._connection.heard is None else self._connection.heard
         lost = False
         while not (self._closing.is_set() and not self._outbox):
             ready = dict(poller.poll(int(self._beat * 1000)))
@@ -163,13 +194,14 @@ class Channel:
                 beaten = now
                 self._outbox.append(self._heartbeat())
             while self._outbox:
-                link.send_multipart(encode(self._delivery.outgoing(self._outbox.popleft())))
+                link.send_multipart(encode(delivery.outgoing(self._outbox.popleft())))
             if now - heard > self._heartbeat_timeout and not lost:
                 lost = True
                 self._on_lost()
         # A slot may be ended before it gives the driver up: whatever cancels the blocks of a driver that was killed.
+        self._connection = replace(self._connection, heard=heard)
         silent = not self._hands_over and (lost or time.monotonic() - heard > _SILENT_BEATS * self._beat)
-        self._end(link, [envelope.message for envelope in self._delivery.unseen()] if silent else [])
+        self._end(link, [envelope.message for envelope in delivery.unseen()] if silent else [])
 
     def _end(self, link: zmq.Socket[bytes], unsent: Sequence[ToDriver]) -> None:
         self._on_unsent(unsent)
@@ -187,11 +219,11 @@ class Channel:
         except ProtocolError as error:
             logger.warning("the driver sent %s", error)
             return
-        message: ToSlot | None = self._delivery.incoming(envelope)
+        message: ToSlot | None = self._connection.delivery.incoming(envelope)
         if message is None or isinstance(message, Probe):
             return
         if isinstance(message, Reconnected):
-            for unseen in self._delivery.unseen():
+            for unseen in self._connection.delivery.unseen():
                 link.send_multipart(encode(unseen))
             return
         try:

@@ -32,7 +32,7 @@ from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.logs.lines import as_text
 from freetrain_parsl.executor.logs.writer import leave_behind
 from freetrain_parsl.executor.slot.array_run import ArrayRun
-from freetrain_parsl.executor.slot.channel import Channel
+from freetrain_parsl.executor.slot.channel import Channel, Connection
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import occupy
@@ -63,7 +63,6 @@ from freetrain_parsl.texts import text_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.protocol.delivery import Delivery
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
 
 logger = logging.getLogger(__name__)
@@ -116,8 +115,7 @@ class _Handover:
     """What a process of a slot leaves to the next one, which continues it under its name."""
 
     name: str
-    url: str
-    delivery: Delivery
+    connection: Connection
     closes: float | None
     inbox: tuple[ToSlot, ...]
 
@@ -168,7 +166,7 @@ class _Slot:
             beat=settings.beat,
             heartbeat_timeout=settings.heartbeat_timeout,
             signals=self._signals,
-            before=None if before is None else (before.url, before.delivery),
+            before=None if before is None else before.connection,
         )
 
     def serve(self) -> _Handover | None:
@@ -183,10 +181,10 @@ class _Slot:
         for child in multiprocessing.active_children():
             if child.daemon:  # data workers: as at the end of any interpreter
                 child.terminate()
-        delivery = self._channel.hand_over()
+        connection = self._channel.hand_over()
         waiting = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         inbox = tuple(message for message in (first, *waiting) if message is not None)
-        return _Handover(self._name, self._channel.url, delivery, self._closes, inbox)
+        return _Handover(self._name, connection, self._closes, inbox)
 
     def _introduction(self) -> Hello:
         fault = ""
