@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.storage.staging import TEMPORARY, write_text
+from freetrain_parsl.storage.staging import replace_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,6 +57,4 @@ class Assignment:
 
     def write(self, path: Path) -> None:
         """Replace the file durably."""
-        aside = path.with_name(f"{TEMPORARY}{path.name}")
-        write_text(aside, json.dumps({"order": self.order, "trainings": list(self.trainings)}) + "\n")
-        aside.replace(path)
+        replace_text(path, json.dumps({"order": self.order, "trainings": list(self.trainings)}) + "\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.storage.staging import sync_directory, sync_name
 from freetrain_parsl.strict_yaml import shown
 from freetrain_parsl.texts import storable
 
@@ -168,6 +169,8 @@ class RunStore:
             )
             database.execute(f"PRAGMA user_version = {_VERSION}")
         aside.rename(path)
+        sync_directory(directory)  # it has to survive a power cut: it has the names of the jobs
+        sync_name(directory)
         return cls(directory, clock)
 
     # Constants of the run.

@@ -13,6 +13,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import ForeignCheckpoint
+from freetrain_parsl.storage.staging import sync_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +74,7 @@ def check_tree(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Create a directory and its missing parents, accessible to this user only, whatever the umask.
+    """Create a directory and its missing parents durably, accessible to this user only, whatever the umask.
 
     Raises
     ------
@@ -84,6 +85,7 @@ def make_private(path: Path) -> None:
         make_private(path.parent)
     try:
         path.mkdir(mode=_PRIVATE)
+        sync_name(path)
     except FileExistsError:
         if not path.is_dir():
             raise

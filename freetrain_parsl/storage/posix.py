@@ -33,7 +33,15 @@ from freetrain_parsl.storage.hashing import HashingSink, Sink
 from freetrain_parsl.storage.ownership import check_owned, check_root, check_tree, make_private
 from freetrain_parsl.storage.problems import storage_error
 from freetrain_parsl.storage.root import check_writable
-from freetrain_parsl.storage.staging import TEMPORARY, Staging, open_private, sync, sync_directory, write_text
+from freetrain_parsl.storage.staging import (
+    TEMPORARY,
+    Staging,
+    open_private,
+    sync,
+    sync_directory,
+    sync_name,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -135,6 +143,7 @@ class CheckpointDirectory:
             check_root(self._root)
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
+                sync_name(self.path)
             check_owned(self.path)
             self._staging = Staging(self.path, generation)
         except OSError as error:

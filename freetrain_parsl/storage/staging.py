@@ -116,6 +116,14 @@ def write_text(path: Path, text: str) -> None:
         sync(file)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file: atomically, durably, and such that only this user can read it."""
+    aside = path.with_name(f"{TEMPORARY}{path.name}")
+    write_text(aside, text)
+    aside.replace(path)
+    sync_directory(path.parent)
+
+
 def sync(file: IO[bytes]) -> None:
     """Make the data written to a file durable."""
     file.flush()
@@ -129,6 +137,12 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_name(path: Path) -> None:
+    """Make the name of a new directory durable, unless its parent may only be written."""
+    with contextlib.suppress(PermissionError):
+        sync_directory(path.parent)
 
 
 def _remove(path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.storage.staging import TEMPORARY, write_text
+from freetrain_parsl.storage.staging import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +37,8 @@ class CoordinatorFile:
 
     def write(self, run_dir: Path) -> None:
         """Replace the file durably."""
-        aside = run_dir / f"{TEMPORARY}{COORDINATOR}"
-        write_text(aside, json.dumps({"coordinator": self.document, "lines": list(self.lines)}, indent=1) + "\n")
-        aside.replace(run_dir / COORDINATOR)
+        document = {"coordinator": self.document, "lines": list(self.lines)}
+        replace_text(run_dir / COORDINATOR, json.dumps(document, indent=1) + "\n")
 
     @classmethod
     def read(cls, run_dir: Path) -> Self | None:

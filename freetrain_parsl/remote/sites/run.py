@@ -39,7 +39,7 @@ from freetrain_parsl.remote.sites.loop import CalledSite, SitesLoop
 from freetrain_parsl.remote.sites.places import LocalPlace
 from freetrain_parsl.remote.sites.sites_file import SitesFile
 from freetrain_parsl.remote.sites.state import CallPace
-from freetrain_parsl.storage.staging import write_text
+from freetrain_parsl.storage.staging import sync_directory, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,6 +149,7 @@ class SitesRun:
             (run_dir / _REQUESTS).mkdir(mode=0o700)
             for name, request in requests.items():
                 write_text(run_dir / _REQUESTS / f"{name}.json", json.dumps(request))
+            sync_directory(run_dir / _REQUESTS)
             store = RunStore.create(run_dir, facts, [training.name for training in loaded.trainings])
         except OSError as error:
             shutil.rmtree(run_dir if made else run_dir / _REQUESTS, ignore_errors=True)

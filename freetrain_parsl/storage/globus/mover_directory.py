@@ -29,7 +29,7 @@ from freetrain_parsl.storage.globus.names import generation_name
 from freetrain_parsl.storage.ownership import check_tree, make_private
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.storage.problems import storage_error
-from freetrain_parsl.storage.staging import TEMPORARY, sync_directory, write_text
+from freetrain_parsl.storage.staging import replace_text, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,10 +99,7 @@ class MoverDirectory:
         directory = self._path / "generations"
         try:
             make_private(directory)
-            aside = directory / f"{TEMPORARY}{secrets.token_hex(4)}"
-            write_text(aside, f"{generation}\n")
-            aside.replace(directory / training)
-            sync_directory(directory)
+            replace_text(directory / training, f"{generation}\n")
         except OSError as error:
             raise storage_error(f"cannot write in {directory}", self._root, error) from error
 

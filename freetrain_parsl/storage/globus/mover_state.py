@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.storage.globus.carrier import CopyJob
-from freetrain_parsl.storage.staging import TEMPORARY, write_text
+from freetrain_parsl.storage.staging import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,9 +78,7 @@ class MoverState:
         OSError
             The file system operation failed.
         """
-        aside = run_dir / f"{TEMPORARY}{STATE_FILE}"
-        write_text(aside, json.dumps(self.document(), indent=1) + "\n")
-        aside.replace(run_dir / STATE_FILE)
+        replace_text(run_dir / STATE_FILE, json.dumps(self.document(), indent=1) + "\n")
 
     @classmethod
     def read(cls, run_dir: Path) -> MoverState:
