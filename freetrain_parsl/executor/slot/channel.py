@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Channel", "Connection"]
+__all__ = ["LONGEST_CONNECT", "Channel", "Connection"]
+
+LONGEST_CONNECT = 30.0
+"""Seconds for which a slot tries to reach its driver."""
 
 _STOPPED = 1.0  # seconds of delay of an iteration above which the process counts as having been stopped
 _SILENT_BEATS = 3  # without a message from the driver, after which it has probably failed
@@ -232,7 +235,7 @@ class Channel:
             # Without this thread, the slot would neither send heartbeats nor end.
             logger.exception("could not handle a %s message from the driver", type(message).__name__)
 
-    def _reachable(self, addresses: Sequence[str], port: int, timeout: float = 30.0) -> str:
+    def _reachable(self, addresses: Sequence[str], port: int, timeout: float = LONGEST_CONNECT) -> str:
         """Return the first of the driver's addresses that answers; a login node has several."""
         urls = [endpoint(host, port) for host in addresses]
         poller = zmq.Poller()

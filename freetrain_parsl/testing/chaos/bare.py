@@ -26,6 +26,7 @@ import torch.distributed
 import zmq
 from parsl import curvezmq
 
+from freetrain_parsl.executor.slot.channel import LONGEST_CONNECT
 from freetrain_parsl.executor.slot.pilot import PLACE
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.protocol.codec import Envelope, encode
@@ -151,7 +152,8 @@ class BareScene(Scene):
         self.undo()
         if self.problems and self._driver is not None:
             self._driver.kill()
-        patience = time.monotonic() + self.plan.heartbeat_timeout + 12.0
+        # A slot of a driver that was killed may still try to reach it.
+        patience = time.monotonic() + max(self.plan.heartbeat_timeout, LONGEST_CONNECT) + 12.0
         while time.monotonic() < patience and (self._slots or self._driver):
             self._reap()
             time.sleep(0.05)
