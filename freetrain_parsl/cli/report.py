@@ -24,6 +24,7 @@ from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from freetrain_parsl.report.counted_steps import CountedSteps
     from freetrain_parsl.report.node_time import NodeTime
 
 __all__ = ["report"]
@@ -83,10 +84,9 @@ def run_report(store: RunStore) -> dict[str, Any]:
     InvalidInput
         A journal cannot be read.
     """
-    account, progress, missing = _read(store)
+    account, counted, progress, missing = _read(store)
     trainings = trainings_of(store)
     states = ("finished", "running", "waiting", "failed", "cancelled")
-    useful = sum(each.get("slot_seconds", 0.0) for each in progress.values()) / account.slots_per_node
     return {
         "name": store.fact("name"),
         "run_dir": str(store.directory),
@@ -99,7 +99,7 @@ def run_report(store: RunStore) -> dict[str, Any]:
         "duplicate_samples": int(sum(each.get("duplicate_samples", 0) for each in progress.values())),
         "held_node_seconds": account.held,
         "node_seconds": {phase.value: seconds for phase, seconds in account.phases.items()},
-        "useful_node_seconds": useful,
+        "useful_node_seconds": counted.total() / account.slots_per_node,
         "returned_node_seconds": account.returned,
         "cut_short_node_seconds": account.cut_short,
         "blocks_requested": account.requested,
@@ -117,14 +117,15 @@ def run_report(store: RunStore) -> dict[str, Any]:
     }
 
 
-def _read(store: RunStore) -> tuple[NodeTime, dict[str, dict[str, Any]], list[str]]:
+def _read(store: RunStore) -> tuple[NodeTime, CountedSteps, dict[str, dict[str, Any]], list[str]]:
     """Add up the journals, and list missing ones; the progress of a training is that of the last driver that ran it."""
     from freetrain_parsl.campaign.run_source import CampaignSource
-    from freetrain_parsl.executor.journal import read_journal, read_progress
+    from freetrain_parsl.executor.journal import newest_report, read_journal, read_progress
+    from freetrain_parsl.report.counted_steps import CountedSteps
     from freetrain_parsl.report.node_time import NodeTime, node_time
     from freetrain_parsl.report.run_reader import DAMAGED
 
-    account = NodeTime()
+    account, counted = NodeTime(), CountedSteps()
     progress: dict[str, dict[str, Any]] = {}
     missing: list[str] = []
     for journal in CampaignSource(store).journals():
@@ -134,11 +135,17 @@ def _read(store: RunStore) -> tuple[NodeTime, dict[str, dict[str, Any]], list[st
                 missing.append(str(path))
                 continue
             entries = (entry for _, entry in read_journal(path))
-            account.add(node_time(entries, ended=journal.ended, now=time.time() if journal.how is None else None))
-            progress |= read_progress(path)
+            now = time.time() if journal.how is None else None
+            reported = newest_report(path)
+            driver = node_time(entries, ended=journal.ended, now=now, reported=reported, counted=counted)
+            reports = read_progress(path)
+            account.add(driver)
+            counted.take_progress(reports)
+            counted.end_driver(driver.slot_seconds)
+            progress |= reports
         except (OSError, sqlite3.Error, *DAMAGED) as error:
             raise InvalidInput(f"the journal {path} cannot be read: {error}") from None
-    return account, progress, missing
+    return account, counted, progress, missing
 
 
 def _time_table(figures: dict[str, Any]) -> Table:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Journal", "JournalEntry", "last_record", "newest_entry", "read_journal", "read_progress"]
+__all__ = ["Journal", "JournalEntry", "last_record", "newest_entry", "newest_report", "read_journal", "read_progress"]
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
@@ -205,6 +205,15 @@ def newest_entry(path: Path) -> int:
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         return int(database.execute("SELECT COALESCE(MAX(id), 0) FROM event").fetchone()[0])
+    finally:
+        database.close()
+
+
+def newest_report(path: Path) -> float:
+    """Return the time of the newest progress report, seconds since the epoch; 0.0 if there is none."""
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        return float(database.execute("SELECT COALESCE(MAX(time), 0.0) FROM progress").fetchone()[0])
     finally:
         database.close()
 

@@ -327,20 +327,26 @@ class FragmentStarted(Record):
 
 @dataclass(frozen=True)
 class FragmentResumed(Record):
-    """A group resumed from the checkpoint of `step`."""
+    """A group resumed from the checkpoint of `step`, made in steps of `slot_seconds`; ``None``: an earlier version."""
 
     step: int
+    slot_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class FragmentEnded(Record):
-    """A group ended; `failure`: because a member failed; `array` as in `FragmentStarted`."""
+    """A group ended; `failure`: because a member failed; `array` as in `FragmentStarted`.
+
+    `slot_seconds`: of the steps that count, as last reported, over all groups; ``None``: not reported, or an earlier
+    version.
+    """
 
     generation: int
     nodes: list[str]
     failure: bool
     seconds: float = 0.0
     array: str = ""
+    slot_seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from freetrain_parsl.executor.journal import JournalEntry
+    from freetrain_parsl.report.counted_steps import CountedSteps
 
 __all__ = ["NodePhase", "NodeTime", "NodeTimeFold", "node_time"]
 
@@ -117,7 +118,14 @@ class NodeTime:
         self.end = max((time for time in (self.end, other.end) if time is not None), default=None)
 
 
-def node_time(entries: Iterable[JournalEntry], *, ended: float | None = None, now: float | None = None) -> NodeTime:
+def node_time(
+    entries: Iterable[JournalEntry],
+    *,
+    ended: float | None = None,
+    now: float | None = None,
+    reported: float = 0.0,
+    counted: CountedSteps | None = None,
+) -> NodeTime:
     """Account for the node time of one driver.
 
     Parameters
@@ -129,10 +137,18 @@ def node_time(entries: Iterable[JournalEntry], *, ended: float | None = None, no
         ``None``: it runs, or was killed.
     now
         The time by the wall clock, if it runs.
+    reported
+        When it received its last report of progress, by the journal's clock: a killed driver ran until then.
+    counted
+        Receives the records, too, for the time in steps that count.
     """
     fold = NodeTimeFold()
     for entry in entries:
-        fold.take(entry.time, entry.record)
+        found = entry.record
+        fold.take(entry.time, found)
+        if counted is not None:
+            counted.take(found)
+    fold.pass_time(reported)
     if now is not None:
         fold.pass_time(now - fold.lead)
     return fold.finish(None if ended is None else ended - fold.lead)
@@ -220,6 +236,8 @@ class NodeTimeFold:
     def pass_time(self, time: float) -> None:
         """Note that the driver runs at `time`."""
         self._now = max(self._now, time)
+        if self._account.end is not None:
+            self._account.end = self._now
 
     def so_far(self, time: float) -> NodeTime:
         """Return the account up to `time`, and change nothing: if the driver is killed, its last record counts."""

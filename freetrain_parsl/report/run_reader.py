@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
-from freetrain_parsl.executor.journal import newest_entry, read_journal, read_progress
+from freetrain_parsl.executor.journal import newest_entry, newest_report, read_journal, read_progress
 from freetrain_parsl.report.run_view import RunView
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ class RunReader:
         finally:  # what precedes a damaged entry counts
             if portion:
                 self._take(portion, place, number)
-        self.view.take_progress(read_progress(journal.path))
+        reported = newest_report(journal.path)
+        self.view.take_progress(read_progress(journal.path), reported)
 
     def _take(self, portion: list[tuple[float, Record | None]], place: _Place, number: int) -> None:
         """Pass records on, the last of which has this number; those with unexpected content are left out."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.changes import CurvePoints, Rows
+from freetrain_parsl.report.counted_steps import CountedSteps
 from freetrain_parsl.report.node_states import NodeStates, WindowHistory, short_hosts
 from freetrain_parsl.report.node_time import NodeTime, NodeTimeFold
 from freetrain_parsl.report.run import RunState
@@ -80,6 +81,7 @@ class RunView:
         self._node_time = NodeTimeFold()
         self._earlier = NodeTime()
         """Node time of earlier drivers."""
+        self._counted = CountedSteps()
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
         self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
@@ -100,14 +102,20 @@ class RunView:
             self._now = max(self._now, time)
             self._state.take(time, entry)
             self._node_time.take(time, entry)
+            self._counted.take(entry)
             if entry is not None:
                 self._take(time, entry)
         self._write_trainings()
 
-    def take_progress(self, reports: Mapping[str, dict[str, Any]]) -> None:
-        """Take the last progress report of each training."""
+    def take_progress(self, reports: Mapping[str, dict[str, Any]], time: float = 0.0) -> None:
+        """Take the last progress report of each training, the newest one of `time`, seconds since the epoch."""
         self._version += 1
+        if self._origin is not None and time > self._last_record:  # the driver still ran then, if it was killed
+            self._last_record = time
+            self._driver_now, self._now = max(self._driver_now, time), max(self._now, time)
+            self._node_time.pass_time(time)
         self._state.take_progress(reports)
+        self._counted.take_progress(reports)
         self._touched |= self._training_rows.keys()  # remarks depend on other trainings, too
         for name, report in reports.items():
             row, loss = self._training_rows.get(name), report.get("loss")
@@ -152,7 +160,9 @@ class RunView:
         self._state.end_driver(end)
         self._node_states.end_driver(end)
         self._windows.end_driver(end)
-        self._earlier.add(self._node_time.finish(None if time is None else end))
+        driver = self._node_time.finish(None if time is None else end)
+        self._earlier.add(driver)
+        self._counted.end_driver(driver.slot_seconds)
         self._node_time = NodeTimeFold()
         self._driver_now = self._last_record = self._stated_now = 0.0
         for name in self._training_rows:
@@ -202,10 +212,8 @@ class RunView:
     def _summary(self) -> dict[str, Any]:
         account = NodeTime()
         account.add(self._earlier)
-        if self._ended is None:
-            account.add(self._node_time.so_far(self._driver_now))
-        progress = [training.progress for training in self._state.trainings.values()]
-        slot_seconds = sum(float(report.get("slot_seconds", 0.0)) for report in progress)
+        present = self._node_time.so_far(self._driver_now) if self._ended is None else NodeTime()
+        account.add(present)
         failed = self._state.failed_starts if self._ended is None else None
         return {
             "name": self._name,
@@ -219,7 +227,7 @@ class RunView:
             "training_nodes": len({node for each in self._state.trainings.values() for node in each.nodes}),
             "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,
             "node_seconds": {phase.value: round(seconds) for phase, seconds in account.phases.items()},
-            "useful_node_seconds": round(slot_seconds / account.slots_per_node),
+            "useful_node_seconds": round(self._counted.total(present.slot_seconds) / account.slots_per_node),
             "returned_node_seconds": round(account.returned),
             "cut_short_node_seconds": round(account.cut_short),
             "blocks": {"requested": account.requested, "started": account.started, "yielded": account.yielded},

@@ -30,7 +30,7 @@ def run(tmp_path):
         for time, written in BLOCK:
             journal.write(time, written)
         journal.write(50.0, record.BatchRequests("", 40.0, {"squeue": 20, "sbatch": 1}))
-        journal.keep_progress(50.0, "a", Progress(0, 10 * number, 100 * number, None, slot_seconds=10.0 * number))
+        journal.keep_progress(50.0, "t", Progress(0, 10 * number, 100 * number, None, slot_seconds=10.0 * number))
         journal.close()
         store.describe_driver(driver, "ft-", path)
         store.end_driver(driver, "finished")

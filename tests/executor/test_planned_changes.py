@@ -29,6 +29,7 @@ def test_a_training_grows_when_its_newcomers_are_ready_and_the_survivors_come_fi
 
 def test_a_change_ends_one_fragment_and_begins_another_without_a_resume(stage: Stage) -> None:
     stage.running("n0")
+    stage.progress("s0", step=20, slot_seconds=2.5)
     stage.on("n0", "n1")
     stage.ready("s1")
     stage.turn()
@@ -36,6 +37,7 @@ def test_a_change_ends_one_fragment_and_begins_another_without_a_resume(stage: S
     stage.joins("s0", paused=0.4)
     ended, started = [entry for _, entry in stage.history()][-2:]
     assert (ended.kind, ended.detail["nodes"], ended.detail["failure"]) == ("fragment_ended", ["n0"], False)
+    assert ended.detail["slot_seconds"] == 2.5  # of the last report, for the account of node time
     assert (started.kind, started.detail["nodes"]) == ("fragment_started", ["n0", "n1"])
     assert (started.detail["in_place"], started.detail["paused"]) == (True, 0.4)
     assert "fragment_resumed" not in [entry.kind for _, entry in stage.history()]

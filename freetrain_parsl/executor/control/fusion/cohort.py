@@ -279,7 +279,7 @@ class Cohort:
             started = record.FragmentStarted(member.name, array.run, [array.node], False, 0.0, array.name)  # noqa: FBT003
             member.response.log(started)
             if progress.resumed_from is not None:
-                member.response.log(record.FragmentResumed(member.name, progress.resumed_from))
+                member.response.log(record.FragmentResumed(member.name, progress.resumed_from, progress.slot_seconds))
         member.tracker.take(progress, self._response.now)
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
@@ -390,8 +390,9 @@ class Cohort:
         member.note_stall("")
         if member.began is not None:
             seconds = max(0.0, self._response.now - member.began)
+            counted = None if member.tracker.latest is None else member.tracker.latest.slot_seconds
             member.response.log(
-                record.FragmentEnded(member.name, array.run, [array.node], failure, seconds, array.name)
+                record.FragmentEnded(member.name, array.run, [array.node], failure, seconds, array.name, counted)
             )
             member.began = None
 

@@ -96,7 +96,9 @@ class TrainingMachine:
         self._limits = limits
         self._response = Response(now)
         self._planner = PlannerView(request, costs, self._response)
-        self._processes = TrainingProcesses(request.name, limits, numbers, self._response, self._planner.measured)
+        self._processes = TrainingProcesses(
+            request.name, limits, numbers, self._response, self._planner.measured, self._counted_seconds
+        )
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._recovering: Recovering | None = None
         self._stall = ""
@@ -389,7 +391,7 @@ class TrainingMachine:
     def _take_progress(self, progress: Progress) -> None:
         first = self._processes.report_training()
         if first and progress.resumed_from is not None:
-            self._log(record.FragmentResumed(self.name, progress.resumed_from))
+            self._log(record.FragmentResumed(self.name, progress.resumed_from, progress.slot_seconds))
         self._tracker.take(progress, self._response.now)
         self._planner.advance(progress)
 
@@ -495,6 +497,9 @@ class TrainingMachine:
     def _end_group_if_empty(self) -> None:
         if self._recovering is None:
             self._processes.end_group_if_empty()
+
+    def _counted_seconds(self) -> float | None:
+        return None if self._tracker.latest is None else self._tracker.latest.slot_seconds
 
     def _log(self, entry: record.Record) -> None:
         self._response.log(entry)

@@ -51,6 +51,8 @@ class TrainingProcesses:
         Receives the commands.
     measured
         Called with a rescale cost that was measured: its kind (``up``, ``down`` or ``start``), and seconds.
+    counted_seconds
+        Returns the slot-seconds in steps that count, as last reported; ``None``: there was no report.
 
     Attributes
     ----------
@@ -67,6 +69,7 @@ class TrainingProcesses:
         numbers: Iterator[int],
         response: Response,
         measured: Callable[[str, float], None],
+        counted_seconds: Callable[[], float | None],
     ) -> None:
         self.participants: dict[str, Participant] = {}
         self.arrived: frozenset[str] = frozenset()
@@ -76,6 +79,7 @@ class TrainingProcesses:
         self._numbers = numbers
         self._response = response
         self._measured = measured
+        self._counted_seconds = counted_seconds
         self._phase: Phase = Waiting(response.now)
 
     # The state.
@@ -298,7 +302,9 @@ class TrainingProcesses:
 
     def _log_end(self, group: GroupMembers, until: float, *, failure: bool) -> None:
         seconds = max(0.0, until - group.began)
-        self._response.log(record.FragmentEnded(self._name, group.number, sorted(group.nodes), failure, seconds))
+        counted = self._counted_seconds()
+        entry = record.FragmentEnded(self._name, group.number, sorted(group.nodes), failure, seconds, "", counted)
+        self._response.log(entry)
 
     def _log_change(self, change: Regrouping) -> None:
         self._log_end(change.before, change.after.began, failure=change.failure)
