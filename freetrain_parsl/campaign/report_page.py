@@ -115,7 +115,8 @@ def _blocks(figures: Mapping[str, Any]) -> list[Element]:
         f"{figures['blocks_yielded']:,} left their nodes early because a job of another user could start there; "
         f"{figures['closing_notices']:,} times the batch system announced that it reclaims a node. "
         f"{figures['fragments_lost']:,} times a training lost a process or a node; {figures['samples_lost']:,} samples "
-        f"were lost and {figures['duplicate_samples']:,} trained on more than once in an epoch."
+        f"were lost and {figures['duplicate_samples']:,} trained on more than once in an epoch. "
+        f"In all there were {figures['failures']:,} failures, and {figures['notices']:,} waits and other notices."
     )
     parts = [element("h2", "Blocks, and other users"), element("p", text)]
     return [*parts, _table("How blocks ended", ("how they ended", "blocks"), body)] if body else parts

@@ -32,6 +32,9 @@ _JOURNAL_DEPTH = 4  # parsl/000/freetrain/journal.sqlite
 _BUSY = 30.0  # seconds to wait for another process's lock
 _DEEPEST_RESULT = 100  # containers in one another that are kept as JSON
 _LONGEST_RESULT = 200_000_000  # characters; SQLite takes 1e9 bytes
+_WITHOUT_DRIVER = (  # what they waited for was the driver's business
+    "UPDATE training SET state = 'waiting', nodes = '[]', remark = NULL WHERE state IN ('waiting', 'running')"
+)
 _SCHEMA = """
 CREATE TABLE fact (           -- what does not change: name, texts of both files, run id, …
     key TEXT PRIMARY KEY,
@@ -192,7 +195,7 @@ class RunStore:
         """
         with self._transaction() as database:
             database.execute("DELETE FROM request")
-            database.execute("UPDATE training SET state = 'waiting', nodes = '[]' WHERE state = 'running'")
+            database.execute(_WITHOUT_DRIVER)
             now = self._clock()
             cursor = database.execute(
                 "INSERT INTO driver (host, pid, started, since, heartbeat) VALUES (?, ?, ?, ?, ?)",
@@ -239,7 +242,7 @@ class RunStore:
         """Record that the driver ends cleanly; running trainings become waiting."""
         with self._transaction() as database:
             database.execute("UPDATE driver SET ended = ?, how = ? WHERE id = ?", (self._clock(), how, driver))
-            database.execute("UPDATE training SET state = 'waiting', nodes = '[]' WHERE state = 'running'")
+            database.execute(_WITHOUT_DRIVER)
 
     def drivers(self) -> list[DriverRecord]:
         """Return all drivers, the first one first."""
@@ -310,14 +313,14 @@ class RunStore:
     def fail(self, name: str, error: str, *, final: bool) -> None:
         """Record why a training failed; if the cause is external it is not `final`, and waits to be resumed."""
         self._write(
-            "UPDATE training SET state = ?, nodes = '[]', error = ?, updated = ? WHERE name = ?",
+            "UPDATE training SET state = ?, nodes = '[]', error = ?, remark = NULL, updated = ? WHERE name = ?",
             "failed" if final else "waiting", storable(error), self._clock(), name,
         )  # fmt: skip
 
     def cancel(self, name: str) -> None:
         """Record that a training was cancelled, unless it had ended before."""
         self._write(
-            "UPDATE training SET state = 'cancelled', nodes = '[]', error = NULL, updated = ? "
+            "UPDATE training SET state = 'cancelled', nodes = '[]', error = NULL, remark = NULL, updated = ? "
             "WHERE name = ? AND state IN ('waiting', 'running')",
             self._clock(), name,
         )  # fmt: skip

@@ -11,21 +11,37 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.executor.journal import last_record
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.incidents import count_failures
 from freetrain_parsl.report.run import FailedStarts, RunState
+from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.store import RunStore, TrainingRecord
 
-__all__ = ["ago", "driver_line", "failed_starts_of", "home_lines", "journal_state_of", "summary", "trainings_of"]
+__all__ = [
+    "ago",
+    "driver_line",
+    "failed_starts_of",
+    "failures_line",
+    "failures_of",
+    "home_lines",
+    "journal_state_of",
+    "summary",
+    "trainings_of",
+]
 
 
 def trainings_of(store: RunStore) -> list[TrainingRecord]:
-    """Return the current trainings; those that a dead driver was running count as waiting."""
-    trainings = store.trainings()
+    """Return the current trainings; those of a dead driver wait for a resume, and for nothing else."""
+    trainings = [
+        item if item.state not in ("failed", "cancelled") else replace(item, remark=None)  # of an earlier version
+        for item in store.trainings()
+    ]
     if driver_state(store.last_driver()) is not DriverState.DEAD:
         return trainings
     return [
-        replace(item, state="waiting", nodes=(), remark="") if item.state == "running" else item for item in trainings
+        replace(item, state="waiting", nodes=(), remark=None) if item.state in ("waiting", "running") else item
+        for item in trainings
     ]
 
 
@@ -53,6 +69,7 @@ def summary(store: RunStore) -> dict[str, Any]:
             "journal": driver.journal,
         },
         "failed_starts": None if (failed := failed_starts_of(store)) is None else asdict(failed),
+        "failures": failures_of(store),
         "home": home_lines(store),
         "finished": sum(item.state == "finished" for item in trainings),
         "failed": sum(item.state == "failed" for item in trainings),
@@ -86,6 +103,20 @@ def failed_starts_of(store: RunStore) -> FailedStarts | None:
     except sqlite3.Error:  # as in `journal_state_of`; or it does not exist yet
         return None
     return FailedStarts.of(entry) if isinstance(entry, record.StartsFailed) else None
+
+
+def failures_of(store: RunStore) -> int | None:
+    """Return the number of failures of the run so far; ``None`` if a journal cannot be read here."""
+    journals = (Path(driver.journal) for driver in store.drivers() if driver.journal is not None)
+    try:
+        return count_failures(path for path in journals if path.exists())
+    except (OSError, sqlite3.Error, *DAMAGED):  # as in `journal_state_of`; or it is damaged, which the report says
+        return None
+
+
+def failures_line(number: int | None) -> str:
+    """Say how many failures a run has had so far; empty if there was none, or if that is unknown."""
+    return "" if not number else "1 failure so far" if number == 1 else f"{number:,} failures so far"
 
 
 def journal_state_of(store: RunStore) -> RunState | None:

@@ -109,9 +109,11 @@ def runs_here() -> Iterator[str]:
             yield f"{directory}: {run.failed_starts.sentence(time.time())}"
         reasons: defaultdict[str, list[str]] = defaultdict(list)
         for training in run.trainings.values():
+            if training.state not in ("waiting", "running"):
+                continue
             if training.waits_for:
                 reasons[f"cannot start: {training.waits_for}"].append(training.name)
-            if training.state in ("waiting", "running") and (why := training.stalled or training.waiting_reason()):
+            if why := training.stalled or training.waiting_reason():
                 reasons[why].append(training.name)
             if training.alone_because:
                 reasons[f"not fused: {training.alone_because}"].append(training.name)

@@ -6,6 +6,7 @@ import json as json_format
 import sqlite3
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,9 @@ from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.report.counted_steps import CountedSteps
+    from freetrain_parsl.report.incidents import Incidents
     from freetrain_parsl.report.node_time import NodeTime
 
 __all__ = ["report"]
@@ -84,7 +87,8 @@ def run_report(store: RunStore) -> dict[str, Any]:
     InvalidInput
         A journal cannot be read.
     """
-    account, counted, progress, missing = _read(store)
+    found = _read(store)
+    account, progress = found.account, found.progress
     trainings = trainings_of(store)
     states = ("finished", "running", "waiting", "failed", "cancelled")
     return {
@@ -99,7 +103,7 @@ def run_report(store: RunStore) -> dict[str, Any]:
         "duplicate_samples": int(sum(each.get("duplicate_samples", 0) for each in progress.values())),
         "held_node_seconds": account.held,
         "node_seconds": {phase.value: seconds for phase, seconds in account.phases.items()},
-        "useful_node_seconds": counted.total() / account.slots_per_node,
+        "useful_node_seconds": found.counted.total() / account.slots_per_node,
         "returned_node_seconds": account.returned,
         "cut_short_node_seconds": account.cut_short,
         "blocks_requested": account.requested,
@@ -108,44 +112,62 @@ def run_report(store: RunStore) -> dict[str, Any]:
         "block_endings": dict(account.endings.most_common()),
         "blocks_yielded": account.yielded,
         "closing_notices": account.closing_notices,
+        "failures": found.incidents.failures,
+        "notices": found.incidents.notices,
         "fragments_lost": account.lost_fragments,
         "requests": dict(sum(account.requests.values(), Counter[str]())),
         "requests_by_hour": [
             {"begin": hour, "counts": dict(counts)} for hour, counts in sorted(account.requests.items())
         ],
-        "missing_journals": missing,
+        "missing_journals": found.missing,
     }
 
 
-def _read(store: RunStore) -> tuple[NodeTime, CountedSteps, dict[str, dict[str, Any]], list[str]]:
-    """Add up the journals, and list missing ones; the progress of a training is that of the last driver that ran it."""
+@dataclass
+class _Journals:
+    """What the journals of a run say together."""
+
+    account: NodeTime
+    counted: CountedSteps
+    incidents: Incidents
+    progress: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The last report of each training to the last driver that ran it."""
+    missing: list[str] = field(default_factory=list)
+
+
+def _read(store: RunStore) -> _Journals:
+    """Add up the journals, and list missing ones."""
     from freetrain_parsl.campaign.run_source import CampaignSource
     from freetrain_parsl.executor.journal import newest_report, read_journal, read_progress
     from freetrain_parsl.report.counted_steps import CountedSteps
+    from freetrain_parsl.report.incidents import Incidents
     from freetrain_parsl.report.node_time import NodeTime, node_time
     from freetrain_parsl.report.run_reader import DAMAGED
 
-    account, counted = NodeTime(), CountedSteps()
-    progress: dict[str, dict[str, Any]] = {}
-    missing: list[str] = []
+    found = _Journals(NodeTime(), CountedSteps(), Incidents())
+
+    def observe(entry: Record | None) -> None:
+        found.counted.take(entry)
+        found.incidents.take(entry)
+
     for journal in CampaignSource(store).journals():
         path = journal.path
         try:
             if not path.exists():
-                missing.append(str(path))
+                found.missing.append(str(path))
                 continue
             entries = (entry for _, entry in read_journal(path))
             now = time.time() if journal.how is None else None
             reported = newest_report(path)
-            driver = node_time(entries, ended=journal.ended, now=now, reported=reported, counted=counted)
+            account = node_time(entries, ended=journal.ended, now=now, reported=reported, observe=observe)
             reports = read_progress(path)
-            account.add(driver)
-            counted.take_progress(reports)
-            counted.end_driver(driver.slot_seconds)
-            progress |= reports
+            found.account.add(account)
+            found.counted.take_progress(reports)
+            found.counted.end_driver(account.slot_seconds)
+            found.progress |= reports
         except (OSError, sqlite3.Error, *DAMAGED) as error:
             raise InvalidInput(f"the journal {path} cannot be read: {error}") from None
-    return account, counted, progress, missing
+    return found
 
 
 def _time_table(figures: dict[str, Any]) -> Table:
@@ -184,5 +206,6 @@ def _block_lines(figures: dict[str, Any]) -> list[str]:
         f"samples lost {figures['samples_lost']:,}, trained on more than once in an epoch "
         f"{figures['duplicate_samples']:,}; {figures['fragments_lost']} fragments ended by a failure"
     )
+    lines.append(f"failures: {figures['failures']:,}; waits and other notices: {figures['notices']:,}")
     lines += missing_lines(figures)
     return lines

@@ -10,7 +10,15 @@ from rich.console import Console
 
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.campaign.summary import driver_line, failed_starts_of, home_lines, summary, trainings_of
+from freetrain_parsl.campaign.summary import (
+    driver_line,
+    failed_starts_of,
+    failures_line,
+    failures_of,
+    home_lines,
+    summary,
+    trainings_of,
+)
 from freetrain_parsl.cli.campaign_view import print_trainings
 from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
@@ -42,6 +50,13 @@ def status(
         console.print(driver_line(store), highlight=False, soft_wrap=True)
         if (failed := failed_starts_of(store)) is not None:
             console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
+        if failures := failures_line(failures_of(store)):
+            console.print(
+                f"{failures}: freetrain dashboard {store.directory} lists them",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
         for line in sites or ():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         print_trainings(console, trainings)

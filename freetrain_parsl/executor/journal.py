@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Journal", "JournalEntry", "last_record", "newest_entry", "newest_report", "read_journal", "read_progress"]
+__all__ = [
+    "Journal",
+    "JournalEntry",
+    "last_record",
+    "newest_entry",
+    "newest_report",
+    "read_journal",
+    "read_kinds",
+    "read_progress",
+]
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
@@ -181,6 +190,19 @@ def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, JournalEntry
         rows = database.execute("SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,))
         for number, time, kind, subject, detail in rows:
             yield number, JournalEntry(time, kind, subject, json.loads(detail))
+    finally:
+        database.close()
+
+
+def read_kinds(path: Path, kinds: Sequence[type[Record]]) -> Iterator[JournalEntry]:
+    """Yield the entries of some kinds of records, in order, without reading the others."""
+    names = [type_name(kind) for kind in kinds]
+    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        places = ", ".join("?" * len(names))
+        query = f"SELECT time, kind, subject, detail FROM event WHERE kind IN ({places}) ORDER BY id"  # noqa: S608 - only ?
+        for time, kind, subject, detail in database.execute(query, names):
+            yield JournalEntry(time, kind, subject, json.loads(detail))
     finally:
         database.close()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.run_source import CampaignSource
 from freetrain_parsl.campaign.store import DATABASE, RunStore, plain_scalar
-from freetrain_parsl.campaign.summary import driver_line, home_lines, trainings_of
+from freetrain_parsl.campaign.summary import driver_line, failures_line, home_lines, trainings_of
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.notebook.launch import reason_in
@@ -151,6 +151,8 @@ class ShownCampaign(ShownRun):
         notes = [reason_in(status.message)] if status.message else []
         if run is not None and run.failed_starts is not None and not status.over:
             notes.append(run.failed_starts.sentence(self._clock()))
+        if failures := failures_line(self._view().failures):
+            notes.append(failures)
         return RunSnapshot(
             title=self._name,
             state=status.state,
@@ -252,13 +254,14 @@ class ShownFutures(ShownRun):
         )
         over = all(future.done() for future in self._futures.values())
         failed = None if run is None or over else run.failed_starts
+        notes = ("" if failed is None else failed.sentence(self._clock()), failures_line(self._view().failures))
         return RunSnapshot(
             title=f"{len(rows)} trainings of this notebook",
             state="ended" if over else "running",
             place=short_path(self.directory),
             rows=rows,
             taken=self._clock(),
-            notes=() if failed is None else (failed.sentence(self._clock()),),
+            notes=tuple(filter(None, notes)),
             over=over,
         )
 

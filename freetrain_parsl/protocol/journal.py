@@ -223,10 +223,11 @@ class SlotJoined(Record):
 
 @dataclass(frozen=True)
 class SlotLost(Record):
-    """A slot has ended or failed."""
+    """A slot has ended or failed; `planned`: it was to end, as its node or block does."""
 
     node: str
     reason: str
+    planned: bool = False
 
 
 @dataclass(frozen=True)

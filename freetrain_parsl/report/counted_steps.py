@@ -39,7 +39,7 @@ class _Steps:
     """Whether this group began without a checkpoint, or the record that names its checkpoint follows."""
 
     def begin(self, driver: int, position: float) -> None:
-        """Continue from a checkpoint: steps after it are lost, and those before it that no journal shows do not count."""
+        """Continue from a checkpoint: steps after it are lost, those before it that no journal shows do not count."""
         kept = [part for part in self.parts if part.begin < position]
         self.parts = [*(replace(part, end=min(part.end, position)) for part in kept), _Part(driver, position, position)]
         self.begins_anew = False

@@ -11,10 +11,9 @@ from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from freetrain_parsl.executor.journal import JournalEntry
-    from freetrain_parsl.report.counted_steps import CountedSteps
 
 __all__ = ["NodePhase", "NodeTime", "NodeTimeFold", "node_time"]
 
@@ -124,7 +123,7 @@ def node_time(
     ended: float | None = None,
     now: float | None = None,
     reported: float = 0.0,
-    counted: CountedSteps | None = None,
+    observe: Callable[[record.Record | None], object] = lambda _record: None,
 ) -> NodeTime:
     """Account for the node time of one driver.
 
@@ -139,15 +138,14 @@ def node_time(
         The time by the wall clock, if it runs.
     reported
         When it received its last report of progress, by the journal's clock: a killed driver ran until then.
-    counted
-        Receives the records, too, for the time in steps that count.
+    observe
+        Called with each record, for what else is folded from them.
     """
     fold = NodeTimeFold()
     for entry in entries:
         found = entry.record
         fold.take(entry.time, found)
-        if counted is not None:
-            counted.take(found)
+        observe(found)
     fold.pass_time(reported)
     if now is not None:
         fold.pass_time(now - fold.lead)

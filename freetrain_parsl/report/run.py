@@ -104,15 +104,16 @@ class TrainingState:
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
 
-        Of a finished training: whether its result is of an earlier run.
+        Of a training that has ended: how its result came about; it waits for nothing.
 
         Parameters
         ----------
         now
             Seconds since the epoch, to state the time to the next attempt; ``None``: omit it.
         """
-        if self.state == "finished" and not self.trained:
-            return "result of an earlier run: nothing was trained"
+        if self.state not in ("waiting", "running"):
+            is_old = self.state == "finished" and not self.trained
+            return "result of an earlier run: nothing was trained" if is_old else self.code_note
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
             doing = (self._on_kind(), self.batch_remark(), self._fusion_remark())
@@ -147,8 +148,6 @@ class TrainingState:
         return f"in batches of {batch['size']} (at first {batch['initial']}{changed}){noise}"
 
     def _fusion_remark(self) -> str:
-        if self.state not in ("waiting", "running"):
-            return ""
         if self.state == "running" and self.array:
             others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
             return f"in {self.array} {others}, fused" if self.fused_with else f"in {self.array}, alone"
@@ -255,11 +254,13 @@ class RunState:
         return self._last_fragments.get(training)
 
     def end_driver(self, time: float) -> None:
-        """Note that the driver has ended, also by a kill: nothing runs any more."""
+        """Note that the driver has ended, also by a kill: nothing runs any more, and nothing waits but for a resume."""
+        self.stalled_cohorts = {}
         for training in self.trainings.values():
             if training.state == "running":
                 training.state = "waiting"
             training.nodes, training.array = (), ""
+            training.waits_for = training.stalled = training.waits_with_cohort = training.alone_because = ""
             index = self.last_fragment(training.name)
             if index is not None and self.fragments[index].end is None:
                 self.fragments[index].end = time

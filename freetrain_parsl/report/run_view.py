@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.changes import CurvePoints, Rows
 from freetrain_parsl.report.counted_steps import CountedSteps
+from freetrain_parsl.report.incidents import Incidents
 from freetrain_parsl.report.node_states import NodeStates, WindowHistory, short_hosts
 from freetrain_parsl.report.node_time import NodeTime, NodeTimeFold
 from freetrain_parsl.report.run import RunState
-from freetrain_parsl.report.sentences import actions_in_words, cause_in_words, incident_of
+from freetrain_parsl.report.sentences import IncidentLevel, actions_in_words, cause_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,9 +43,10 @@ _TABLES = {
     "windows": ("opens", "closes", "ended", "nodes", "names", "kind", "used", "blocks"),
     "blocks": ("name", "job", "nodes", "walltime", "requested", "started", "ended", "reason"),
     "incidents": ("time", "level", "subject", "text"),
+    "notices": ("time", "subject", "text"),
     "requests": ("begin", "command", "count"),
 }  # fmt: skip
-_BOUNDED = ("decisions", "windows", "incidents")
+_BOUNDED = ("decisions", "windows", "incidents", "notices")
 
 
 class RunView:
@@ -85,7 +87,7 @@ class RunView:
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
         self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
-        self._interrupted: set[str] = set()  # trainings whose last fragment was ended by a failure
+        self._incidents = Incidents()
         self._touched: set[str] = set()  # trainings whose rows are to be written
         self._solves: list[record.Decision] = []
 
@@ -154,7 +156,8 @@ class RunView:
         self._now = max(self._now, end)
         self._ended = how
         if time is None:
-            self._interrupted |= {name for name, one in self._state.trainings.items() if one.state == "running"}
+            running = (name for name, one in self._state.trainings.items() if one.state == "running")
+            self._incidents.driver_was_killed(running)
         for block in self._state.blocks.end_driver(end, f"the driver {_ENDS[how]}"):
             self._write_block(block)
         self._state.end_driver(end)
@@ -183,6 +186,11 @@ class RunView:
             self._reading = reading
 
     # What a reader gets.
+
+    @property
+    def failures(self) -> int:
+        """Number of failures so far, see `Incidents`."""
+        return self._incidents.failures
 
     @property
     def version(self) -> int:
@@ -232,6 +240,7 @@ class RunView:
             "cut_short_node_seconds": round(account.cut_short),
             "blocks": {"requested": account.requested, "started": account.started, "yielded": account.yielded},
             "closing_notices": account.closing_notices,
+            "failures": self._incidents.failures,
         }
 
     # Records.
@@ -258,21 +267,12 @@ class RunView:
                 self._on_block_record(time, entry)
         if entry.subject in self._state.trainings:
             self._on_training_record(entry)
-        if self._is_unplanned(entry) and (incident := incident_of(entry)) is not None:
+        if (incident := self._incidents.take(entry)) is not None:
             level, text = incident
-            self._tables["incidents"].add(self._relative(time), int(level), entry.subject, text)
-
-    def _is_unplanned(self, entry: record.Record) -> bool:
-        """Return whether something was repaired, if a training resumes: it also does after it was moved by plan."""
-        match entry:
-            case record.FragmentEnded():
-                self._interrupted -= {entry.subject}
-                self._interrupted |= {entry.subject} if entry.failure else set()
-            case record.FragmentResumed(subject=training):
-                was_interrupted = training in self._interrupted
-                self._interrupted.discard(training)
-                return was_interrupted
-        return True
+            if level is IncidentLevel.NOTICE:
+                self._tables["notices"].add(self._relative(time), entry.subject, text)
+            else:
+                self._tables["incidents"].add(self._relative(time), int(level), entry.subject, text)
 
     def _on_step(self, time: float, step: record.PlannerStep) -> None:
         for event in step.events:

@@ -26,10 +26,16 @@ class IncidentLevel(IntEnum):
     """Something failed or does not work, and the run deals with it."""
     ERROR = 2
     """A training has ended with an error."""
+    NOTICE = 3
+    """Nothing failed: a wait, a node that is given back as planned, or another fact to be known."""
+
+
+_WAITS = "waits for "
+"""How the reason begins for which a training makes no progress, if it waits for nodes or for a place in an array."""
 
 
 def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # noqa: C901 - a table by class
-    """Return a failure or repair in words; ``None`` if the record is none."""
+    """Return a failure, repair or notice in words; ``None`` if the record is none."""
     match entry:
         case record.FragmentEnded(failure=True):
             return (
@@ -43,11 +49,11 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
         case record.TrainingFailed():
             return IncidentLevel.ERROR, f"failed: {_first_line(entry.error)}"
         case record.TrainingStalled(reason=reason) | record.CohortStalled(reason=reason):
-            return (
-                (IncidentLevel.FAILURE, f"makes no progress: {reason}")
-                if reason
-                else (IncidentLevel.REPAIR, "makes progress again")
-            )
+            if not reason:
+                return IncidentLevel.REPAIR, "makes progress again"
+            if reason.startswith(_WAITS):
+                return IncidentLevel.NOTICE, reason
+            return IncidentLevel.FAILURE, f"makes no progress: {reason}"
         case record.TrainingWaits():
             return IncidentLevel.FAILURE, f"waits: {entry.reason}"
         case record.TrainingTriesAgain():
@@ -57,19 +63,23 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
         case record.SavingWorks():
             return IncidentLevel.REPAIR, "checkpoints are saved again"
         case record.CodeChanged():
-            return IncidentLevel.FAILURE, entry.note
+            return IncidentLevel.NOTICE, entry.note
         case record.ArrayEnded(failure=True):
             return IncidentLevel.FAILURE, f"the process of {entry.array} on {entry.node} failed"
-        case record.SlotLost():
+        case record.TrainsAlone():
+            return IncidentLevel.NOTICE, f"not fused: {entry.reason}"
+        case record.SlotLost(planned=False):
             return IncidentLevel.FAILURE, f"slot on {entry.node} lost: {entry.reason}"
         case record.NodeSetAside():
             return IncidentLevel.FAILURE, f"set aside for {entry.seconds:.0f} s: {entry.reason}"
         case record.EnvironmentDiffers():
-            return IncidentLevel.FAILURE, entry.difference + ("; no training can run there" if entry.refused else "")
+            if entry.refused:
+                return IncidentLevel.FAILURE, f"{entry.difference}; no training can run there"
+            return IncidentLevel.NOTICE, entry.difference
         case record.NodeClosing():
-            return IncidentLevel.FAILURE, f"the batch system reclaims it in {entry.closes_in:.0f} s"
+            return IncidentLevel.NOTICE, f"the batch system reclaims it in {entry.closes_in:.0f} s"
         case record.BlockYields():
-            return IncidentLevel.FAILURE, f"leaves {_count(len(entry.nodes), 'node')} early: {entry.reason}"
+            return IncidentLevel.NOTICE, f"leaves {_count(len(entry.nodes), 'node')} early: {entry.reason}"
         case record.StartsFailed(count=0):
             return IncidentLevel.REPAIR, "blocks start again"
         case record.StartsFailed():
@@ -84,7 +94,7 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
             return IncidentLevel.REPAIR, "HTEX's interchange was restarted"
         case record.ClockStepped():
             way = "forward" if entry.seconds > 0 else "back"
-            return IncidentLevel.FAILURE, f"the wall clock was set {way} by {abs(entry.seconds):.1f} s"
+            return IncidentLevel.NOTICE, f"the wall clock was set {way} by {abs(entry.seconds):.1f} s"
     return None
 
 

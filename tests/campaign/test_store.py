@@ -192,6 +192,18 @@ def test_results_are_json_if_they_can_be_and_a_later_beat_does_not_undo_them(sto
     assert store.trainings()[2].error == "ValueError: no"
 
 
+def test_a_training_that_has_ended_or_has_no_driver_waits_for_nothing(store: RunStore) -> None:
+    """`status`, the sites view and the notebook showed that a cancelled one waits for a node."""
+    driver = store.begin_driver("host", 1, 1)
+    remarks = dict.fromkeys("abc", "waits for a node to join")
+    store.beat(driver, dict.fromkeys("abc", ("waiting", None, ())), remarks)
+    store.cancel("a")
+    store.fail("b", "ValueError: no", final=True)
+    assert [item.remark for item in store.trainings()] == [None, None, "waits for a node to join"]
+    store.end_driver(driver, "stopped")
+    assert [item.remark for item in store.trainings()] == [None, None, None]
+
+
 def test_what_the_site_refused_waits_and_what_failed_is_retried_on_request(store: RunStore) -> None:
     store.fail("a", "BatchSystemError: full", final=False)
     store.fail("b", "ValueError: no", final=True)

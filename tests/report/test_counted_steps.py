@@ -193,7 +193,7 @@ def _figures(world: _World) -> tuple[NodeTime, float]:
         world.journals, world.progress, world.reported, world.ended, strict=True
     ):
         entries = [entry(time, written) for time, written in timed]
-        driver = node_time(entries, ended=ended, reported=reported, counted=counted)
+        driver = node_time(entries, ended=ended, reported=reported, observe=counted.take)
         account.add(driver)
         counted.take_progress(progress)
         counted.end_driver(driver.slot_seconds)

@@ -95,6 +95,44 @@ def test_members_of_a_cohort_that_wait_say_what_for(tmp_path: Path) -> None:
     assert run.refresh().trainings["b"].remark() == "not fused: it has a sharded model"
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        record.TrainingCancelled("a"),
+        record.TrainingFailed("a", "ValueError: no"),
+        record.TrainingFinished("a", trained=True, step=4),
+    ],
+)
+def test_a_training_that_has_ended_waits_for_nothing(end) -> None:
+    """A cancelled one waited for a node to join."""
+    run = RunState()
+    reasons = (
+        record.TrainingSubmitted("a", 1, 2, None),
+        record.TrainingStalled("a", "waits for a node to join"),
+        record.TrainingWaits("a", "the quota is used up", 90.0),
+        record.TrainsAlone("a", "its model has hooks"),
+    )
+    for entry in reasons:
+        run.take(1.0, entry)
+    assert run.trainings["a"].remark() == "waits: the quota is used up"
+    run.take(2.0, end)
+    assert run.trainings["a"].remark() == ""
+
+
+def test_without_a_driver_a_training_waits_for_nothing_but_a_resume() -> None:
+    run = RunState()
+    for name in ("a", "b"):
+        run.take(1.0, record.TrainingSubmitted(name, 1, 2, None))
+    run.take(1.5, record.CohortJoined("cohort-1", ["b"]))
+    run.take(2.0, record.TrainingStalled("a", "waits for a node to join"))
+    run.take(2.0, record.CohortStalled("cohort-1", "waits for a node to join"))
+    run.take_progress({})
+    assert [training.remark() for training in run.trainings.values()] == ["waits for a node to join"] * 2
+    run.end_driver(3.0)
+    run.take_progress({})
+    assert [(training.state, training.remark()) for training in run.trainings.values()] == [("waiting", "")] * 2
+
+
 def test_a_training_that_resume_continues_waits_with_its_reason(tmp_path: Path) -> None:
     """As in the run's own table; other errors are failures."""
     journal = Journal(tmp_path / "journal.sqlite")

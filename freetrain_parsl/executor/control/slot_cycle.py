@@ -302,7 +302,7 @@ class SlotCycle:
         self._server.forget(slot.name)
         crash = crash and not slot.leaving and slot.block in self._registry.blocks
         logger.log(logging.WARNING if crash else logging.INFO, "dropped slot %s: %s", slot.name, reason)
-        self._write(record.SlotLost(slot.name, slot.node, reason))
+        self._write(record.SlotLost(slot.name, slot.node, reason, planned=not crash))
         self._leave_pool(slot, reason)
         self._on_lost(slot, reason, crash)
 

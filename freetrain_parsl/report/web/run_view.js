@@ -93,6 +93,11 @@ export function createRunView(element) {
     ["Of", (rows, i) => rows.subject[i] || "run"],
     ["", (rows, i) => rows.text[i], "ft-wide"],
   ], "What failed, and what works again; newest first", "Nothing failed so far.");
+  listing("Waits and notices", "notices", [
+    ["Time", at("time")],
+    ["Of", (rows, i) => rows.subject[i] || "run"],
+    ["", (rows, i) => rows.text[i], "ft-wide"],
+  ], "What waits, and nodes that the batch system reclaims or that were left early: no failures; newest first", "Nothing so far.");
   listing("Decisions", "decisions", [
     ["Time", at("time")],
     ["Because", (rows, i) => rows.cause[i], "ft-wide"],
@@ -232,9 +237,10 @@ export function createRunView(element) {
     ];
     if (cards.children.length !== facts.length) cards.replaceChildren(...facts.map(() => make("div", {}, make("dt"), make("dd", { class: "ft-value" }), make("dd"))));
     facts.forEach((fact, place) => fact.forEach((text, part) => put(cards.children[place].children[part], text)));
-    for (const [name, table] of [["Trainings", "trainings"], ["Failures and repairs", "incidents"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
+    for (const [name, table] of [["Trainings", "trainings"], ["Waits and notices", "notices"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
       put(panels.get(name).count, store.count(table) ? String(store.count(table)) : "");
     }
+    put(panels.get("Failures and repairs").count, run.failures ? String(run.failures) : "");
   };
 
   let asked = 0;
