@@ -235,6 +235,8 @@ def _outcome(entry: record.Record) -> Outcome:
             return "finished"
         case record.TrainingFailed(final=True):
             return "failed"
+        case record.TrainingCancelled():
+            return "cancelled"
     return "interrupted"
 
 

@@ -14,8 +14,8 @@ __all__ = ["Outcome", "Row", "TrackedTraining", "Tracker", "Value"]
 Value: TypeAlias = bool | int | float | str
 """A value of `session.log`."""
 
-Outcome: TypeAlias = Literal["finished", "failed", "interrupted"]
-"""How a training ended; an interrupted one goes on later."""
+Outcome: TypeAlias = Literal["finished", "failed", "cancelled", "interrupted"]
+"""How a training ended; an interrupted one goes on later, as after a stop of its campaign."""
 
 
 @dataclass(frozen=True)

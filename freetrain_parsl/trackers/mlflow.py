@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["MlflowTracker"]
 
 _ID = "freetrain.id"
-_OUTCOMES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_ENDED = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 _MOST_METRICS = 1000  # in one request, MLflow's limit
 
 
@@ -75,7 +75,10 @@ class MlflowTracker:
 
     def close(self, outcome: Outcome) -> None:
         """See `Tracker.close`."""
-        self._client.set_terminated(self._run, _OUTCOMES[outcome])
+        if outcome in _ENDED:
+            self._client.set_terminated(self._run, _ENDED[outcome])
+        else:  # it has not ended: MLflow's status of a run that is to go on later, without an end time
+            self._client.update_run(self._run, status="SCHEDULED")
 
 
 def _allowed(name: str) -> str:

@@ -24,6 +24,8 @@ _PART = struct.Struct("<IHB")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _QUIET = 2.0  # seconds without a write after which a file counts as complete
 _LONGEST_WAIT = 20.0  # seconds
+_EXIT_CODES = {"finished": 0, "failed": 1, "cancelled": 255, "interrupted": 1}
+"""W&B shows 0 as finished, 255 as killed, and others as failed or, of a run that is marked so, as preempted."""
 
 
 @dataclass
@@ -77,7 +79,9 @@ class WandbTracker:
 
     def close(self, outcome: Outcome) -> None:
         """See `Tracker.close`."""
-        self._run.finish(exit_code=int(outcome != "finished"))
+        if outcome == "interrupted":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=_EXIT_CODES[outcome])
         end = time.monotonic() + _LONGEST_WAIT
         while time.monotonic() < end and not self._is_complete():
             time.sleep(0.1)

@@ -221,7 +221,7 @@ def test_a_training_that_starts_over_is_another_one_for_trackers(tmp_path) -> No
         (record.TrainingFinished("t", trained=True, step=1), "finished"),
         (record.TrainingFailed("t", "ValueError: no"), "failed"),
         (record.TrainingFailed("t", "TrainingInterrupted: the driver ended", final=False), "interrupted"),
-        (record.TrainingCancelled("t"), "interrupted"),
+        (record.TrainingCancelled("t"), "cancelled"),
     ],
 )
 def test_trackers_learn_how_a_training_ended_and_whether_it_goes_on(tmp_path, entry, outcome) -> None:

@@ -15,7 +15,7 @@ from freetrain_parsl.trackers.csv_file import CsvTracker
 from freetrain_parsl.trackers.mlflow import MlflowTracker
 from freetrain_parsl.trackers.rows import fresh
 from freetrain_parsl.trackers.tensorboard import TensorBoardTracker
-from freetrain_parsl.trackers.wandb import WandbTracker
+from freetrain_parsl.trackers.wandb import WandbTracker, _records
 from tests.trackers.reading import read_csv, read_mlflow, read_tensorboard, read_wandb
 
 
@@ -118,6 +118,25 @@ class TestMlflow(TrackerConformance):
     def read(self, training):
         return read_mlflow(self.tracking_uri)
 
+    @pytest.mark.parametrize(
+        ("outcome", "status"),
+        [("finished", "FINISHED"), ("failed", "FAILED"), ("cancelled", "KILLED"), ("interrupted", "SCHEDULED")],
+    )
+    def test_a_run_that_will_go_on_is_not_killed(self, training, outcome, status) -> None:
+        from mlflow.tracking import MlflowClient
+
+        def info():
+            client = MlflowClient(tracking_uri=self.tracking_uri)
+            (run,) = client.search_runs([client.get_experiment_by_name("freetrain").experiment_id])
+            return run.info
+
+        tracker = self.make()
+        tracker.open(training)
+        tracker.close(outcome)
+        assert (info().status, info().end_time is None) == (status, outcome == "interrupted")
+        self.make().open(training)  # resumed
+        assert info().status == "RUNNING"
+
 
 class TestWandb(TrackerConformance):
     pytestmark = pytest.mark.slow
@@ -127,3 +146,16 @@ class TestWandb(TrackerConformance):
 
     def read(self, training):
         return read_wandb(training.directory)
+
+    @pytest.mark.parametrize(
+        ("outcome", "code", "preempted"),
+        [("finished", 0, False), ("failed", 1, False), ("cancelled", 255, False), ("interrupted", 1, True)],
+    )
+    def test_a_run_that_will_go_on_is_preempted(self, training, outcome, code, preempted) -> None:
+        tracker = self.make()
+        tracker.open(training)
+        tracker.log([Row(1, 1.0, {"a": 1.5})])
+        tracker.close(outcome)
+        (path,) = training.directory.glob("wandb/offline-run-*/*.wandb")
+        records = {record.WhichOneof("record_type"): record for record in _records(path)}
+        assert (records["exit"].exit.exit_code, "preempting" in records) == (code, preempted)
