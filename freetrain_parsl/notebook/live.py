@@ -88,11 +88,18 @@ class LiveDisplay:
         self._thread: threading.Thread | None = None
         self._shown: RunSnapshot | None = None
         self._updated = 0.0
+        self._cell: str | None = None
+
+    @property
+    def is_in_this_cell(self) -> bool:
+        """Whether the output of the cell that runs now has the run already."""
+        return self._cell is not None and self._cell == _this_cell()
 
     def open(self) -> None:
         """Show the run in the output of the current cell."""
         from IPython.display import display
 
+        self._cell = _this_cell()
         snapshot = self._source.snapshot()
         follows = self._thread is not None and self._thread.is_alive()
         if not (snapshot.over or follows):
@@ -158,6 +165,15 @@ def in_kernel() -> bool:
         return False
     shell: Any = get_ipython()
     return shell is not None and hasattr(shell, "kernel")
+
+
+def _this_cell() -> str | None:
+    """Return the id of the request that executes the present cell; ``None``: unknown."""
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()
+    parent = getattr(shell, "get_parent", dict)()  # as of ipykernel
+    return parent.get("header", {}).get("msg_id") or None
 
 
 def _widget_of(source: ShownRun) -> RunWidget | None:

@@ -132,6 +132,16 @@ class WatchedRun:
     def __repr__(self) -> str:
         return str(self._repr_mimebundle_()["text/plain"])
 
+    def _ipython_display_(self) -> None:
+        """Show the run where it is the last expression of a cell: unless the cell shows it, as that of ``start()``."""
+        if not in_kernel():
+            print(self)  # noqa: T201 - the output of a cell is what this is for
+        elif not self._display.is_in_this_cell:
+            try:
+                self._display.open()
+            except FreeTrainError as error:  # IPython would print a traceback
+                print(error)  # noqa: T201 - as above
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:  # noqa: ARG002 - IPython's
         try:
             return bundle_of(self._source.snapshot())

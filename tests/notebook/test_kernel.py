@@ -239,6 +239,20 @@ def test_start_returns_while_the_campaign_begins(notebook: Notebook, directory: 
     assert text_of(notebook.run("run.stop()")) == "'stopped'", "also while the driver starts"
 
 
+def test_a_run_is_shown_once_in_a_cell_and_goes_on_updating_in_others(notebook: Notebook, directory: Path) -> None:
+    """`run` below `run = Campaign(…).start()` left a second table, which stayed at "starting"."""
+    notebook.run(TABLES)
+    cells = [
+        notebook.run(source)
+        for source in (f"{START}\nrun", "run", "from freetrain_parsl.notebook import watch\nwatch(run.directory)")
+    ]
+    assert [len([o for o in cell.outputs if o.output_type != "stream"]) for cell in cells] == [1, 1, 1]
+    assert text_of(notebook.run("run.wait(90)")) == "'finished'"
+    for cell in cells:
+        assert "trainings finished" in text_of(cell)
+        assert "starting" not in text_of(cell)
+
+
 def test_what_the_driver_refuses_is_shown_and_raised(notebook: Notebook, directory: Path) -> None:
     """An import that fails is known only there; the cell can be mended and run again."""
     (directory / "broken.py").write_text("import missing_package\n@training_app\ndef train(session): ...\n")
