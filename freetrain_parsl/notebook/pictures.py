@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.notebook.values import Picture
-from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.node_states import NodeState
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from freetrain_parsl.executor.journal import JournalEntry
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["curves_picture", "stays_of", "timeline_picture"]
 
+_MOST_NODES = 64  # rows of a picture, unless we had more
+_OTHERS = "job of others, or down; nodes that were never idle are not known"
 _NO_MATPLOTLIB = "for a picture: pip install 'freetrain-parsl[report]'"
 
 
@@ -45,54 +45,49 @@ def curves_picture(seen: Mapping[str, Any], title: str) -> Picture:
         return Picture(f"{text}; {_NO_MATPLOTLIB}")
 
 
-def timeline_picture(journals: Sequence[Path], title: str) -> Picture:
+def timeline_picture(journals: Sequence[Path], seen: Mapping[str, Any], title: str) -> Picture:
     """Draw a run; without matplotlib, only describe it.
 
     Parameters
     ----------
     journals
         Of its drivers, the first one first.
+    seen
+        The run, as of `RunView.since`: what the nodes were over time.
     title
         Title of the picture.
     """
     whole = RunState()
-    stays: list[dict[str, Any]] = []
     for path in journals:
         try:
-            run, nodes = _read(path)
+            run = _read(path)
         except (OSError, sqlite3.Error, *DAMAGED) as error:
             return Picture(f"{title}: the journal {path} cannot be read: {error}")
-        stays += nodes
         whole.trainings |= run.trainings
         whole.fragments += run.fragments
         whole.checkpoints += run.checkpoints
         whole.node_kinds |= run.node_kinds
+    stays = stays_of(seen)
     if not stays:
         return Picture(f"{title}: no node has been used yet")
-    text = f"{title}: {len(whole.fragments)} fragments on {len({stay['node'] for stay in stays})} nodes"
+    text = f"{title}: {len(whole.fragments)} fragments on {len({node for each in whole.fragments for node in each.nodes})} nodes"
     try:
         from freetrain_parsl.report.timeline import draw_timeline
 
-        return _drawn(text, lambda path: draw_timeline(whole, stays, path, title=title))
+        return _drawn(text, lambda path: draw_timeline(whole, stays, path, title=title, others=_OTHERS))
     except ImportError:
         return Picture(f"{text}; {_NO_MATPLOTLIB}")
 
 
-def _read(journal: Path) -> tuple[RunState, list[dict[str, Any]]]:
-    """Return what a driver did, and how long its nodes were in blocks; what has no end lasts until its last entry."""
+def _read(journal: Path) -> RunState:
+    """Return what a driver did; what has no end lasts until its last entry."""
     run = RunState()
     last = 0.0
-
-    def entries() -> Iterator[JournalEntry]:
-        nonlocal last
-        for _, entry in read_journal(journal):
-            last = entry.time
-            run.take(last, entry.record)
-            yield entry
-
-    stays = stays_of(entries())
+    for _, entry in read_journal(journal):
+        last = entry.time
+        run.take(last, entry.record)
     run.end_driver(last)
-    return run, stays
+    return run
 
 
 def _drawn(text: str, draw: Callable[[Path], object]) -> Picture:
@@ -102,37 +97,32 @@ def _drawn(text: str, draw: Callable[[Path], object]) -> Picture:
         return Picture(text, path.read_bytes())
 
 
-def stays_of(entries: Iterable[JournalEntry]) -> list[dict[str, Any]]:
-    """Return how long each node was in a block of ours, as `draw_timeline` takes it.
+def stays_of(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return how long nodes were in blocks of ours and in jobs of others, as `draw_timeline` takes it.
+
+    Of many nodes that we never had, the last ones are left out.
 
     Parameters
     ----------
-    entries
-        One journal, in order of time. A stay whose end is not recorded has the time of the last entry.
+    seen
+        The run, as of `RunView.since`.
     """
-    open_: dict[tuple[str, str], dict[str, Any]] = {}  # (block, node) -> stay
-    stays: list[dict[str, Any]] = []
-    ended: set[str] = set()
-    last = 0.0
-
-    def begin(block: str, node: str) -> None:
-        if (block, node) not in open_ and block not in ended:
-            stay = {"node": node, "kind": "preemptible", "job": block, "start": last, "end": None}
-            open_[block, node] = stay
-            stays.append(stay)
-
-    for entry in entries:
-        last = entry.time
-        match entry.record:
-            case record.BlockStarted(subject=block, nodes=nodes):
-                for node in nodes:
-                    begin(block, node)
-            case record.NodeJoined(subject=node, block=block):  # before a query has shown that its block started
-                begin(block, node)
-            case record.BlockEnded(subject=block):
-                ended.add(block)
-                for key in [key for key in open_ if key[0] == block]:
-                    open_.pop(key)["end"] = entry.time
-    for stay in open_.values():
-        stay["end"] = last
-    return stays
+    names, spans = seen.get("nodes", {}).get("name", []), seen.get("spans", {})
+    origin = seen["run"]["origin"]
+    kinds = {NodeState.OURS: "preemptible", NodeState.OTHERS: "main"}
+    stays = [
+        {
+            "node": names[node],
+            "kind": kinds[NodeState(state)],
+            "start": origin + begin,
+            "end": origin + (seen["run"]["now"] if end is None else end),
+        }
+        for node, state, begin, end in zip(
+            *(spans.get(key, []) for key in ("node", "state", "begin", "end")), strict=True
+        )
+        if state in kinds
+    ]
+    ours = {stay["node"] for stay in stays if stay["kind"] == "preemptible"}
+    others = sorted({stay["node"] for stay in stays} - ours)
+    shown = ours | set(others[: max(0, _MOST_NODES - len(ours))])
+    return [stay for stay in stays if stay["node"] in shown] if ours else []

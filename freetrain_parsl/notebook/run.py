@@ -71,8 +71,8 @@ class WatchedRun:
         return results_table(self._source.results())
 
     def timeline(self) -> Picture:
-        """Draw the nodes over time, with the trainings that ran on them; needs matplotlib (extra ``report``)."""
-        return timeline_picture(self._source.journals(), self._source.snapshot().title)
+        """Draw the nodes over time, with trainings and jobs of others; needs matplotlib (extra ``report``)."""
+        return timeline_picture(self._source.journals(), self._source.changes(), self._source.snapshot().title)
 
     def curves(self) -> Picture:
         """Draw the loss and what trainings log against steps; needs matplotlib (extra ``report``)."""

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["draw_timeline"]
 
 
-def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+def draw_timeline(
+    run: RunState, history: Sequence[Mapping[str, Any]], path: Path, *, title: str, others: str = "main job"
+) -> None:
     """Draw a run to a PNG or SVG file.
 
     Parameters
@@ -31,6 +33,8 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
         Output file; the suffix selects the format.
     title
         Title of the picture.
+    others
+        What the jobs of kind ``main`` are, for the legend.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -101,7 +105,7 @@ def draw_timeline(run: RunState, history: Sequence[Mapping[str, Any]], path: Pat
         axes.spines[side].set_visible(False)
     handles: list[Artist] = [Patch(color=colour_of(index), label=name) for index, name in enumerate(names)]
     handles += [
-        Patch(color="#8a8a8a", label="main job"),
+        Patch(color="#8a8a8a", label=others),
         Patch(facecolor="white", edgecolor="#444444", hatch="////", label="our block, starting or idle"),
         Line2D([], [], marker="v", color="black", linestyle="none", markersize=5, label="checkpoint"),
         Line2D(

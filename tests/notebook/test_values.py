@@ -28,6 +28,7 @@ from freetrain_parsl.notebook.values import Picture, TextLines, outcome_row, res
 from freetrain_parsl.notebook.watching import watch
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.curves import draw_curves
+from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from freetrain_parsl.report.run_view import RunView
 
 HOSTILE = "<script>alert('1')</script>"
@@ -224,37 +225,47 @@ def test_a_refused_command_is_one_line_without_the_name_of_the_command(tmp_path)
         run_command(["run", str(tmp_path / "none.yaml"), "--detach"])
 
 
-def test_stays_last_from_start_to_end_of_a_block(tmp_path):
-    """A block that has not ended lasts until the last entry; an unused run is described."""
-    from freetrain_parsl.executor.journal import JournalEntry
-
-    entries = [
-        JournalEntry(1.0, "block_started", "b1", {"nodes": ["n1", "n2"], "ends": None}),
-        JournalEntry(2.0, "block_started", "b2", {"nodes": ["n3"], "ends": None}),
-        JournalEntry(5.0, "block_ended", "b1", {"nodes": ["n1", "n2"], "reason": "walltime"}),
-        JournalEntry(9.0, "clock_stepped", "", {"seconds": 1.0, "lead": 0.0}),
+def test_the_timeline_has_the_jobs_of_others_as_the_page_has(tmp_path):
+    """On Slurm, too, where no accounting of all jobs is at hand; what an unfinished driver had lasts until now."""
+    window = {"nodes": ["n1", "n2"], "opens": 0.0, "closes": 90.0}
+    seen = [{"type": "windows_seen", "time": 0.0, "windows": windows} for windows in ([window], [])]
+    view = RunView("sweep")
+    view.take(
+        [
+            (1.0, record.PlannerStep("", seen[:1], [])),
+            (2.0, record.BlockStarted("b1", ["n1"], None)),
+            (5.0, record.BlockEnded("b1", ["n1"], "walltime")),
+            (6.0, record.PlannerStep("", seen[1:], [])),
+            (7.0, record.NodeJoined("n3", "b2", 90.0)),
+            (9.0, record.ClockStepped("", 1.0, 0.0)),
+        ]
+    )
+    stays = [tuple(stay.values()) for stay in stays_of(view.since())]
+    assert sorted(stays) == [
+        ("n1", "main", 6.0, 9.0),
+        ("n1", "preemptible", 2.0, 5.0),
+        ("n2", "main", 6.0, 9.0),
+        ("n3", "preemptible", 7.0, 9.0),
     ]
-    assert [(stay["node"], stay["start"], stay["end"]) for stay in stays_of(entries)] == [
-        ("n1", 1.0, 5.0),
-        ("n2", 1.0, 5.0),
-        ("n3", 2.0, 9.0),
-    ]
-    assert timeline_picture([], "sweep").png is None
-    assert curves_picture(RunView("sweep").since(), "sweep").png is None
 
 
-def test_a_node_that_joins_before_its_block_is_seen_to_start_stays_from_then_on():
-    """And none of a block that has ended."""
-    from freetrain_parsl.executor.journal import JournalEntry
+def test_a_timeline_of_a_large_machine_has_our_nodes_and_some_others():
+    others = [f"other-{number:03}" for number in range(200)]
+    window = {"nodes": ["ours", *others], "opens": 0.0, "closes": 90.0}
+    view = RunView("sweep")
+    for second, windows in ((1.0, [window]), (2.0, [])):
+        event = {"type": "windows_seen", "time": second, "windows": windows}
+        view.take([(second, record.PlannerStep("", [event], []))])
+    assert stays_of(view.since()) == []  # we had none
+    view.take([(3.0, record.BlockStarted("b1", ["ours"], None))])
+    nodes = {stay["node"] for stay in stays_of(view.since())}
+    assert ("ours" in nodes, len(nodes)) == (True, 64)
 
-    joined = {"block": "b1", "closes": 9.0}
-    entries = [
-        JournalEntry(1.0, "node_joined", "n1", joined),
-        JournalEntry(2.0, "block_started", "b1", {"nodes": ["n1"], "ends": None}),
-        JournalEntry(5.0, "block_ended", "b1", {"nodes": ["n1"], "reason": "walltime"}),
-        JournalEntry(6.0, "node_joined", "n1", joined),
-    ]
-    assert [(stay["node"], stay["start"], stay["end"]) for stay in stays_of(entries)] == [("n1", 1.0, 5.0)]
+
+def test_a_run_without_nodes_and_steps_has_no_pictures():
+    view = RunView("sweep").since()
+    assert timeline_picture([], view, "sweep").png is None
+    assert curves_picture(view, "sweep").png is None
 
 
 def test_the_fragments_of_a_killed_driver_end_with_its_journal(tmp_path, monkeypatch):
@@ -272,11 +283,12 @@ def test_the_fragments_of_a_killed_driver_end_with_its_journal(tmp_path, monkeyp
         journal.write(begin + 1, record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0))
         journal.write(begin + 9, record.Checkpoint("a", 5))
         journal.close()
-    assert str(timeline_picture(paths, "sweep")) == "sweep: 2 fragments on 1 nodes"
+    seen = RunReader("sweep", lambda: [DriverJournal(path, "killed") for path in paths]).refresh().since()
+    assert str(timeline_picture(paths, seen, "sweep")) == "sweep: 2 fragments on 1 nodes"
     drawn[0](tmp_path)
     assert [(fragment.start, fragment.end) for fragment in drawn[1].fragments] == [(1.0, 9.0), (101.0, 109.0)]
     paths[1].write_bytes(b"no database" * 100)
-    assert f"the journal {paths[1]} cannot be read" in str(timeline_picture(paths, "sweep"))
+    assert f"the journal {paths[1]} cannot be read" in str(timeline_picture(paths, seen, "sweep"))
 
 
 @pytest.mark.slow  # imports matplotlib
