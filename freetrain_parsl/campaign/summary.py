@@ -26,6 +26,7 @@ __all__ = [
     "failures_of",
     "home_lines",
     "journal_state_of",
+    "reasons_of",
     "summary",
     "trainings_of",
 ]
@@ -70,6 +71,7 @@ def summary(store: RunStore) -> dict[str, Any]:
         },
         "failed_starts": None if (failed := failed_starts_of(store)) is None else asdict(failed),
         "failures": failures_of(store),
+        "reasons": reasons_of(store),
         "home": home_lines(store),
         "finished": sum(item.state == "finished" for item in trainings),
         "failed": sum(item.state == "failed" for item in trainings),
@@ -112,6 +114,16 @@ def failures_of(store: RunStore) -> int | None:
         return count_failures(path for path in journals if path.exists())
     except (OSError, sqlite3.Error, *DAMAGED):  # as in `journal_state_of`; or it is damaged, which the report says
         return None
+
+
+def reasons_of(store: RunStore) -> list[str]:
+    """Return what keeps the waiting trainings of the living driver from nodes, see `RunState.reasons`."""
+    if (journal := _living_journal(store)) is None:
+        return []
+    try:
+        return RunState.with_reasons(journal).reasons(time.time())
+    except sqlite3.Error:  # as in `journal_state_of`; or it does not exist yet
+        return []
 
 
 def failures_line(number: int | None) -> str:

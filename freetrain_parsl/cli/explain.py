@@ -105,8 +105,7 @@ def runs_here() -> Iterator[str]:
             continue  # of another version
         if run is None:
             continue
-        if run.failed_starts is not None:
-            yield f"{directory}: {run.failed_starts.sentence(time.time())}"
+        yield from (f"{directory}: {reason}" for reason in run.reasons(time.time()))
         reasons: defaultdict[str, list[str]] = defaultdict(list)
         for training in run.trainings.values():
             if training.state not in ("waiting", "running"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import time
 
 import typer
 from rich.console import Console
@@ -12,10 +11,10 @@ from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import (
     driver_line,
-    failed_starts_of,
     failures_line,
     failures_of,
     home_lines,
+    reasons_of,
     summary,
     trainings_of,
 )
@@ -48,8 +47,8 @@ def status(
             soft_wrap=True,
         )
         console.print(driver_line(store), highlight=False, soft_wrap=True)
-        if (failed := failed_starts_of(store)) is not None:
-            console.print(failed.sentence(time.time()), highlight=False, markup=False, soft_wrap=True, style="bold")
+        for line in reasons_of(store):
+            console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
         if failures := failures_line(failures_of(store)):
             console.print(
                 f"{failures}: freetrain dashboard {store.directory} lists them",

@@ -207,12 +207,24 @@ def read_kinds(path: Path, kinds: Sequence[type[Record]]) -> Iterator[JournalEnt
         database.close()
 
 
-def last_record(path: Path, kind: type[Record]) -> Record | None:
-    """Return the last record of a class, without reading the others; ``None`` if there is none."""
+def last_record(path: Path, kind: type[Record], containing: str = "") -> Record | None:
+    """Return the last record of a class, without reading the others; ``None`` if there is none.
+
+    Parameters
+    ----------
+    path
+        The journal.
+    kind
+        The class.
+    containing
+        A text that the record's JSON object must have.
+    """
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
     try:
         row = database.execute(
-            "SELECT time, kind, subject, detail FROM event WHERE kind = ? ORDER BY id DESC LIMIT 1", (type_name(kind),)
+            "SELECT time, kind, subject, detail FROM event WHERE kind = ? AND instr(detail, ?) "
+            "ORDER BY id DESC LIMIT 1",
+            (type_name(kind), containing or "{"),
         ).fetchone()
     finally:
         database.close()

@@ -172,7 +172,7 @@ def _this_cell() -> str | None:
     from IPython import get_ipython
 
     shell: Any = get_ipython()
-    parent = getattr(shell, "get_parent", dict)()  # as of ipykernel
+    parent: dict[str, Any] = getattr(shell, "get_parent", dict)()  # as of ipykernel
     return parent.get("header", {}).get("msg_id") or None
 
 

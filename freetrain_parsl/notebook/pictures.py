@@ -70,7 +70,8 @@ def timeline_picture(journals: Sequence[Path], seen: Mapping[str, Any], title: s
     stays = stays_of(seen)
     if not stays:
         return Picture(f"{title}: no node has been used yet")
-    text = f"{title}: {len(whole.fragments)} fragments on {len({node for each in whole.fragments for node in each.nodes})} nodes"
+    used = {node for each in whole.fragments for node in each.nodes}
+    text = f"{title}: {len(whole.fragments)} fragments on {len(used)} nodes"
     try:
         from freetrain_parsl.report.timeline import draw_timeline
 

@@ -383,9 +383,7 @@ def _machine_lines(run: RunState, now: float) -> list[str]:
     held = {node for training in run.trainings.values() for node in training.nodes}
     use = f"trainings run on {len(held)} nodes; {run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended"
     lines = [f"{idle} idle nodes in {len(run.windows)} windows; {use}"]
-    if run.failed_starts is not None:
-        lines.append(run.failed_starts.sentence(now))
-    return lines
+    return [*lines, *run.reasons(now)]
 
 
 def _reason(known: TrainingState | None, run: RunState | None, now: float, remark: str) -> str:

@@ -11,6 +11,7 @@ from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.notebook.run import StartedRun, WatchedRun
 from freetrain_parsl.notebook.shown import ShownCampaign, ShownFutures
+from freetrain_parsl.report.futures import job_of
 
 if TYPE_CHECKING:
     from freetrain_parsl.executor.executor import FreeTrainExecutor
@@ -57,7 +58,10 @@ def _source_of(what: object) -> ShownFutures:
     futures: dict[str, Future[Any]] = {}
     executors: list[FreeTrainExecutor] = []
     for future in items:
-        name, executor = _training_of(future)
+        try:
+            name, executor = job_of(future)
+        except InvalidInput as error:
+            raise InvalidInput(f"watch(…): {error}") from None
         futures[name] = future
         if executor not in executors:
             executors.append(executor)
@@ -70,18 +74,3 @@ def _listed(what: object) -> list[Any]:
     if not isinstance(what, Iterable):
         raise InvalidInput(f"watch(…): give futures of training apps, or a run directory, got {what!r}"[:300])
     return list(what)
-
-
-def _training_of(future: object) -> tuple[str, FreeTrainExecutor]:
-    """Return the name of a future's training, and the executor that runs it."""
-    from parsl.dataflow.futures import AppFuture
-
-    from freetrain_parsl.executor.executor import SPECIFICATION_KEY, FreeTrainExecutor
-
-    if isinstance(future, AppFuture):
-        task = future.task_record
-        request = task["resource_specification"].get(SPECIFICATION_KEY)
-        executor = task["dfk"].executors.get(task["executor"])
-        if request is not None and isinstance(executor, FreeTrainExecutor):
-            return request.options.name, executor
-    raise InvalidInput(f"watch(…): {future!r} is not the future of a training app"[:300])

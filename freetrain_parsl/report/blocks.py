@@ -84,6 +84,11 @@ class BlockFold:
                 return None
         return block
 
+    @property
+    def pending(self) -> int:
+        """Number of blocks that wait in the queue."""
+        return sum(block.started is None and not block.released for block in self._open.values())
+
     def held(self, now: float) -> list[tuple[int, float]]:
         """Return the nodes of the blocks that we have and keep, and for how many seconds each lasts after `now`."""
         kept = (block for block in self._open.values() if not block.released and block.closes > now)

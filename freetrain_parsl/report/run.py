@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.journal import read_journal, read_progress
+from freetrain_parsl.executor.journal import last_record, read_journal, read_kinds, read_progress
+from freetrain_parsl.executor.unused_windows import UnusedWindows
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.blocks import BlockFold
+from freetrain_parsl.report.obstacles import Obstacles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +20,32 @@ if TYPE_CHECKING:
     from freetrain_parsl.report.blocks import BlockHistory
 
 __all__ = ["FailedStarts", "Fragment", "RunState", "TrainingState"]
+
+_KINDS_WITH_REASONS = (
+    record.PlannerStarted,
+    record.StartsFailed,
+    record.BlockRequested,
+    record.BlockStarted,
+    record.BlockReleased,
+    record.BlockEnded,
+    record.NodeJoined,
+    record.NodeSetAside,
+    record.EnvironmentDiffers,
+    record.TrainingSubmitted,
+    record.TrainingStalled,
+    record.TrainingWaits,
+    record.TrainingTriesAgain,
+    record.TrainingFinished,
+    record.TrainingFailed,
+    record.TrainingCancelled,
+    record.TrainsAlone,
+    record.CodeChanged,
+    record.BatchChanged,
+    record.CohortJoined,
+    record.CohortStalled,
+    record.FragmentStarted,
+    record.FragmentEnded,
+)
 
 
 @dataclass
@@ -220,8 +248,26 @@ class RunState:
         self.changed_block: BlockHistory | None = None
         """The block that the last record concerned."""
         self.failed_starts: FailedStarts | None = None
+        self._unused = UnusedWindows()
+        self._obstacles = Obstacles()
         self.solve_seconds: list[float] = []
         self.solves_proven = 0
+
+    @classmethod
+    def with_reasons(cls, journal: Path) -> RunState:
+        """Read only what remarks and `reasons` need: a small part of a long journal.
+
+        Raises
+        ------
+        sqlite3.Error
+            It cannot be read.
+        """
+        run = cls()
+        for entry in read_kinds(journal, _KINDS_WITH_REASONS):
+            run.take(entry.time, entry.record)
+        run.take(0.0, last_record(journal, record.PlannerStep, containing='"windows": '))
+        run.take_progress(read_progress(journal))
+        return run
 
     def refresh(self) -> RunState:
         """Read new entries."""
@@ -237,6 +283,7 @@ class RunState:
         self.changed_block = None
         if entry is None:
             return
+        self._obstacles.take(time, entry)
         if (training := self.trainings.get(entry.subject)) is not None:
             self._on_training_record(training, time, entry)
         else:
@@ -264,6 +311,22 @@ class RunState:
             index = self.last_fragment(training.name)
             if index is not None and self.fragments[index].end is None:
                 self.fragments[index].end = time
+
+    def reasons(self, now: float) -> list[str]:
+        """Return what keeps waiting trainings from nodes, one line for each reason.
+
+        Starts that fail, blocks that are refused, nodes that cannot be used, and why idle nodes are not used.
+
+        Parameters
+        ----------
+        now
+            Seconds since the epoch.
+        """
+        failed = [] if self.failed_starts is None else [self.failed_starts.sentence(now)]
+        waits = any(training.state == "waiting" and not training.waits_for for training in self.trainings.values())
+        if not waits:
+            return failed
+        return [*failed, *self._obstacles.reasons(now), *self._unused.reasons(now, self.blocks.pending)]
 
     def _count_members(self) -> None:
         sizes = Counter(training.array for training in self.trainings.values())
@@ -297,8 +360,11 @@ class RunState:
                 self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
             case record.PlannerStarted():  # what an earlier driver saw is over
                 self.windows, self.failed_starts, self.stalled_cohorts = [], None, {}
+                self._unused.take(entry)
+                self._obstacles = Obstacles()
             case record.PlannerStep(events=events):
                 self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
+                self._unused.take(entry)
             case (
                 record.BlockRequested()
                 | record.BlockSubmitted()

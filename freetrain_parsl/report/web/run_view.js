@@ -224,7 +224,7 @@ export function createRunView(element) {
     state.className = `ft-badge ft-${run.reading ? "reading" : ended}`;
     put(lede, run.origin === null ? "The journal has no entries yet."
       : `${run.ended === null ? "Runs since" : "Ran from"} ${words.date(store, 0)}${run.ended === null ? "" : ` to ${words.date(store, run.now)}`}, ${words.duration(run.now)}${run.policy ? `, policy ${run.policy}` : ""}.`);
-    const notes = [run.problem, run.starts_failed].filter(Boolean);
+    const notes = [run.problem, run.starts_failed, ...run.reasons].filter(Boolean);
     put(problem, notes.join(" · "));
     problem.hidden = !notes.length;
     const held = Object.values(run.node_seconds).reduce((sum, seconds) => sum + seconds, 0);

@@ -1,0 +1,81 @@
+"""For scripts: why the training job of a future waits, runs as it does, or was refused."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.report.run import RunState
+from freetrain_parsl.texts import text_of
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from freetrain_parsl.executor.executor import FreeTrainExecutor
+
+__all__ = ["explain", "job_of"]
+
+
+def explain(future: Future[Any]) -> str:
+    """Say why a training job waits, is not fused, cannot save or was refused; as the page and ``freetrain status`` do.
+
+    Parameters
+    ----------
+    future
+        What a training app returned.
+
+    Returns
+    -------
+    str
+        Reasons, separated by ``"; "``; empty if it runs, or has finished, and there is nothing to say.
+
+    Raises
+    ------
+    InvalidInput
+        It is not the future of a training app that this process has called.
+
+    Examples
+    --------
+    >>> future = train(lr=0.1)  # doctest: +SKIP
+    >>> freetrain_parsl.explain(future)  # doctest: +SKIP
+    'waits for 2 nodes to join; idle nodes not used: n[1-2]: shorter than start-up 30 s + minimum 1 min + margin 10 s'
+    """
+    name, executor = job_of(future)
+    if future.done():
+        error = None if future.cancelled() else future.exception()
+        return (
+            "cancelled" if future.cancelled() else "" if error is None else f"{type(error).__name__}: {text_of(error)}"
+        )
+    journal = Path(executor.journal_path)
+    try:
+        run = RunState.with_reasons(journal) if journal.exists() else RunState()
+    except (OSError, sqlite3.Error) as error:
+        raise InvalidInput(f"the journal {journal} cannot be read: {error}") from None
+    known, now = run.trainings.get(name), time.time()
+    if known is None:
+        return "waits for its arguments, or for Parsl to submit it"
+    return "; ".join(filter(None, [known.remark(now), *(run.reasons(now) if known.state == "waiting" else ())]))
+
+
+def job_of(future: object) -> tuple[str, FreeTrainExecutor]:
+    """Return the name of the training job of a future, and the executor that runs it.
+
+    Raises
+    ------
+    InvalidInput
+        It is not the future of a training app.
+    """
+    from parsl.dataflow.futures import AppFuture
+
+    from freetrain_parsl.executor.executor import SPECIFICATION_KEY, FreeTrainExecutor
+
+    if isinstance(future, AppFuture):
+        task = future.task_record
+        request = task["resource_specification"].get(SPECIFICATION_KEY)
+        executor = task["dfk"].executors.get(task["executor"])
+        if request is not None and isinstance(executor, FreeTrainExecutor):
+            return request.options.name, executor
+    raise InvalidInput(f"{future!r} is not the future of a training app"[:300])
