@@ -15,6 +15,7 @@ import yaml
 from freetrain_parsl.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = ["LARGEST", "NULL", "compose", "construct", "read_text", "resolve_tag", "shown"]
@@ -83,8 +84,15 @@ for _kind, _pattern, _first in (
     )
 
 
-def read_text(file: Path, what: str) -> str:
+def read_text(file: Path, what: str, *, opener: Callable[[str, int], int] | None = None) -> str:
     """Read a file that the user named; pipes are read as well.
+
+    Parameters
+    ----------
+    file, what
+        The file, and what it is.
+    opener
+        Opens it, as for `open`; its errors other than OSError and ValueError are passed on.
 
     Raises
     ------
@@ -92,7 +100,7 @@ def read_text(file: Path, what: str) -> str:
         It cannot be read, is no text, or is larger than `LARGEST`; the message names file and `what`.
     """
     try:
-        with file.open(encoding="utf-8-sig") as opened:
+        with open(file, encoding="utf-8-sig", opener=opener) as opened:  # Path.open has no opener
             text = opened.read(LARGEST + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte, or bytes that are not text
         why = "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error

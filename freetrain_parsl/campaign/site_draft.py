@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from freetrain_parsl.campaign.own_site import SITE_FILE
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
@@ -66,15 +68,16 @@ def draft_site(machine: Machine, queue: Queue, host: LoginHost, account: str | N
     lines = [
         f"# Site file for {title}{named}, written by `freetrain init`. What it could not determine is in comments:",
         f"# check them with {_MANUALS[machine.system]} and your site's documentation.",
+        f"# Commands use it by themselves where it is called {SITE_FILE}; otherwise:",
         "#   freetrain windows --config THIS_FILE",
-        *([f"site: {_scalar(machine.name)}"] if machine.name else []),
+        f"site: {_scalar(machine.name or machine.system)}",
         f"system: {machine.system}",
         "",
         "block:",
         *_queue_lines(machine, queue),
         *_account_lines(machine, account),
     ]
-    if slurm:
+    if slurm and machine.has_accounts:
         lines.append(
             _line("  qos", queue.qos, "with it, jobs may be preempted, so idle nodes can be used at any time")
             if queue.qos
@@ -111,7 +114,9 @@ def draft_embedded_site(cores: int, host: LoginHost) -> str:
     lines = [
         "# Site file for a machine without a batch system, written by `freetrain init`: each run starts an embedded",
         "# cluster on this host and ends it.",
+        f"# Commands use it by themselves where it is called {SITE_FILE}; otherwise:",
         "#   freetrain run CAMPAIGN.yaml --config THIS_FILE",
+        "site: local",
         "system: local",
         "",
         "block:",
@@ -157,6 +162,8 @@ def _limit(partition: Partition) -> str:
 
 
 def _account_lines(machine: Machine, account: str | None) -> list[str]:
+    if account is None and not machine.has_accounts:
+        return ["  # This Slurm has no accounting database: jobs have no account and no QOS."]
     if account is None and not machine.accounts:
         return [_line("  # account", "PROJECT", "to which jobs are charged, if your site requires one")]
     chosen = account or machine.accounts[0]

@@ -198,7 +198,7 @@ def read_name(section: Section, key: str) -> str | None:
 
 def _word(section: Section, key: str) -> str | None:
     """Read a value that Parsl inserts into a script or command line unquoted: it must not inject anything."""
-    value = section.text(key)
+    value = section.text(key) or None  # empty: an optional ${NAME:-} without a value
     if key != "scheduler_options" and value is not None and not re.fullmatch(r"[^\s;$`\"'\\<>]+", value):
         raise section.refusal(f"must not contain blanks or shell metacharacters, got {value!r}", key)
     return value

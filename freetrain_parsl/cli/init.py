@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from freetrain_parsl.campaign.own_site import SITE_FILE
 from freetrain_parsl.cli.sources import SystemOption, check_system, errors_in_one_line, installed_systems
 from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean
 
@@ -26,9 +28,9 @@ _STANDARD_OUTPUT = Path("-")
 
 def init(
     output: Annotated[
-        Path | None,
-        typer.Argument(metavar="[FILE]", help="Site file to write; - for standard output. Default: CLUSTER.yaml."),
-    ] = None,
+        Path,
+        typer.Argument(metavar="[FILE]", help="Site file to write; - for standard output."),
+    ] = SITE_FILE,
     system: SystemOption = None,
     partition: Annotated[
         str | None,
@@ -39,13 +41,12 @@ def init(
 ) -> None:
     """Look at the batch system of this machine and write a commented site file for it. Submits nothing."""
     with errors_in_one_line("init"):
-        if output is not None:
-            _refuse_existing(output, force=force)
+        _refuse_existing(output, force=force)
         chosen = _system(system)
         if chosen == "local":
             if partition is not None or account is not None:
                 raise UsageError("--partition and --account are for Slurm and PBS, not for the embedded cluster")
-            _write(_embedded(), output or Path("local-site.yaml"), "run CAMPAIGN.yaml", force=force)
+            _write(_embedded(), output, "run CAMPAIGN.yaml", force=force)
             return
         try:
             machine = _describe(chosen)
@@ -64,7 +65,7 @@ def init(
         from freetrain_parsl.campaign.site_draft import draft_site
 
         text = draft_site(machine, queue, _host(), account)
-        _write(text, output or Path(f"{_file_stem(machine)}.yaml"), "windows", force=force)
+        _write(text, output, "windows", force=force)
 
 
 def _system(named: str | None) -> str:
@@ -127,11 +128,6 @@ def _embedded() -> str:
     return draft_embedded_site(len(os.sched_getaffinity(0)), _host())
 
 
-def _file_stem(machine: Machine) -> str:
-    stem = "".join(letter for letter in machine.name if letter.isalnum() or letter in "-_.").strip(".")
-    return stem or f"{machine.system}-site"
-
-
 def _refuse_existing(output: Path, *, force: bool) -> None:
     if output != _STANDARD_OUTPUT and output.exists() and not force:
         raise UsageError(f"{output} exists; give another name, or --force to overwrite it")
@@ -153,7 +149,9 @@ def _write(text: str, output: Path, command: str, *, force: bool) -> None:
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
     typer.echo(f"wrote {output}", err=True)
-    typer.echo(f"next:  freetrain {command} --config {output}", err=True)
+    # Commands use SITE_FILE by themselves in the directory where it is.
+    named = "" if output == SITE_FILE else f" --config {shlex.quote(str(output))}"
+    typer.echo(f"next:  freetrain {command}{named}", err=True)
 
 
 def _show(machine: Machine, chosen: Queue) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from freetrain_parsl.campaign.campaign import Campaign
+from freetrain_parsl.campaign.own_site import find_own_site
 from freetrain_parsl.campaign.run import CampaignRun
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.yaml_file import Variables
@@ -25,7 +26,9 @@ __all__ = ["run"]
 def run(
     campaign: Path = typer.Argument(help="Campaign file: the trainings."),
     config: str | None = typer.Option(
-        None, metavar="SITE", help="Site file, or the name of a shipped one, such as polaris. Default: local."
+        None,
+        metavar="SITE",
+        help="Site file, or the name of a shipped one, such as polaris. Default: your site.yaml in this directory, else local.",
     ),
     sites: Path | None = typer.Option(None, metavar="FILE", help="Run at the sites of this list instead."),
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files."),
@@ -52,7 +55,7 @@ def run(
             raise UsageError("--detach and --json exclude each other; 'freetrain status --json' prints the results")
         variables = Variables.parse(settings)
         importlib.import_module(LEAN_PARSL)  # before site and apps import Parsl
-        site = Site.load(config or "local", variables)
+        site = Site.load(config, variables) if config is not None else _site_here(variables)
         trainings = Campaign.load(campaign, variables)
         variables.refuse_unused()
         campaign_run = CampaignRun.create(trainings, site, run_dir, assignment=assigned)
@@ -62,6 +65,14 @@ def run(
             print_detached(campaign_run.directory)
             return
     drive_and_report(campaign_run, as_json=json)
+
+
+def _site_here(variables: Variables) -> Site:
+    """Return the site of the user's ``site.yaml`` in this directory, else the embedded cluster's."""
+    own = find_own_site(variables)
+    if own.remark:
+        typer.echo(own.remark, err=True)
+    return Site.load("local", variables) if own.site is None else own.site
 
 
 def _suggest_check(campaign: Campaign) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,13 +14,18 @@ from freetrain_parsl.errors import FreeTrainError, UsageError, did_you_mean
 from freetrain_parsl.planning.settings import DEFAULT_COSTS, PlannerSettings, RescaleCosts
 
 if TYPE_CHECKING:
+    from freetrain_parsl.campaign.site import Site
     from freetrain_parsl.campaign.yaml_file import Variables
     from freetrain_parsl.planning.policies import PolicyLike
     from freetrain_parsl.windows.base import WindowSource
 
 ConfigOption = Annotated[
     str | None,
-    typer.Option("--config", metavar="SITE", help="Site file, or the name of a shipped one, such as polaris."),
+    typer.Option(
+        "--config",
+        metavar="SITE",
+        help="Site file, or the name of a shipped one, such as polaris. Default: your site.yaml in this directory.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files.")
@@ -77,7 +82,7 @@ class ChosenSource:
     least_interval
         Minimum seconds between rounds of queries.
     remark
-        Why this one was chosen, if there were several.
+        Why this one was chosen, if there were several; lines for standard error.
     speeds
         Kind of node -> its speed, where the site has several kinds.
     """
@@ -112,7 +117,9 @@ def read_variables(settings: list[str] | None) -> Variables:
 
 
 def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
-    """Choose the batch system: the site's, else the one named, else the installed one.
+    """Choose the batch system: the site's, else the one named, else that of ``site.yaml``, else the installed one.
+
+    A ``site.yaml`` in the current directory is not used beside any other option: they say what to query.
 
     Parameters
     ----------
@@ -130,7 +137,19 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
     """
     if options.config is not None:
         return _from_site(options, variables)
-    system, remark = _choose_system(options)
+    from freetrain_parsl.campaign.own_site import SITE_FILE, find_own_site
+
+    remark = ""
+    if options != SourceOptions():
+        if SITE_FILE.exists():
+            given = ", ".join(f"--{name}" for name, value in asdict(options).items() if value is not None)
+            remark = f"{SITE_FILE} is not used, since {given} was given"
+    else:
+        own = find_own_site(variables)
+        if own.site is not None:
+            return _of_site(own.site, own.remark)
+        remark = own.remark
+    system, why = _choose_system(options)
     for name in ("partition", "account", "qos", "constraint", "cluster"):
         if getattr(options, name) is not None and name not in _OPTIONS[system]:
             raise UsageError(f"--{name} is not an option for {_TITLES[system]}")
@@ -138,18 +157,22 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
         _make_source(system, options),
         _title(system, options.partition),
         least_interval=0.0 if system == "local" else _LEAST_INTERVAL,
-        remark=remark,
+        remark="\n".join(filter(None, (remark, why))),
     )
 
 
 def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
-    from freetrain_parsl.campaign.providers import make_window_source
     from freetrain_parsl.campaign.site import Site
 
     for name in ("system", "partition", "account", "qos", "constraint", "cluster"):
         if getattr(options, name) is not None:
             raise UsageError(f"--{name} and --config: the site file sets this; give only one of them")
-    site = Site.load(str(options.config), variables)
+    return _of_site(Site.load(str(options.config), variables))
+
+
+def _of_site(site: Site, remark: str = "") -> ChosenSource:
+    from freetrain_parsl.campaign.providers import make_window_source
+
     partition = site.block.get("queue" if site.system == "pbs" else "partition")
     kinds = ", ".join(kind.name for kind in site.kinds)
     title = f"{_TITLES[site.system]}, nodes of the kinds {kinds}" if kinds else _title(site.system, partition)
@@ -161,6 +184,7 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
         costs=site.executor_settings["trainings"].rescale_costs,
         speeds={kind.name: kind.speed for kind in site.kinds},
         least_interval=0.0 if site.system == "local" else _LEAST_INTERVAL,
+        remark=remark,
     )
 
 

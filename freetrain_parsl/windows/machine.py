@@ -25,6 +25,9 @@ __all__ = ["Machine", "NodeType", "Queue", "describe_pbs", "describe_slurm"]
 _SHORTEST_BLOCK = 60.0  # s; a queue that does not allow even this is of no use
 
 
+_NO_ACCOUNTING = ("accounting_storage/none", "(null)")  # the second: of newer versions
+
+
 @dataclass(frozen=True)
 class NodeType:
     """Resources of a node; memory in MiB."""
@@ -75,12 +78,15 @@ class Machine:
         Name of the cluster; empty if unknown.
     accounts
         Those that the user may charge; empty if unknown or if there are none.
+    has_accounts
+        Whether jobs may have an account, and a QOS: without an accounting database there are none.
     """
 
     system: str
     queues: tuple[Queue, ...]
     name: str = ""
     accounts: tuple[str, ...] = ()
+    has_accounts: bool = True
 
 
 def describe_slurm(*, user: str | None = None, run: Runner | None = None) -> Machine:
@@ -114,7 +120,13 @@ def describe_slurm(*, user: str | None = None, run: Runner | None = None) -> Mac
             partition = replace(partition, preemptible=True, grace=preemptible[qos])  # noqa: PLW2901
         queues.append(Queue(partition, _node_types(partition, nodes), _refusal(source), qos))
     accounts = dict.fromkeys(row[0] for row in associations)
-    return Machine("slurm", _by_suitability(queues), config.get("ClusterName", ""), tuple(accounts))
+    return Machine(
+        "slurm",
+        _by_suitability(queues),
+        config.get("ClusterName", ""),
+        tuple(accounts),
+        config.get("AccountingStorageType") not in _NO_ACCOUNTING,
+    )
 
 
 def describe_pbs(*, user: str | None = None, run: Runner | None = None) -> Machine:

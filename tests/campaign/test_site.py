@@ -66,6 +66,14 @@ def test_a_real_site_tells_its_documentation_and_needs_an_account(name: str) -> 
         Site.load(name, Variables({"venv": "/v"}, {}))
 
 
+@pytest.mark.parametrize("name", ["slurm", "pbs"])
+@pytest.mark.parametrize("account", [None, ""])
+def test_a_template_needs_no_account_where_jobs_have_none(name: str, account: str | None) -> None:
+    given = {"partition": "p", "queue": "q"} | ({} if account is None else {"account": account})
+    assert "account" not in Site.load(name, Variables(given, {})).block
+    assert Site.load(name, Variables({**given, "account": "abc"}, {})).block["account"] == "abc"
+
+
 SLURM = """\
 system: slurm
 block:

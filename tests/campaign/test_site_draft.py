@@ -53,6 +53,14 @@ def test_an_account_on_the_command_line_is_used():
     assert parsed(draft_site(machine, queue(), HOST, "m2")).block["account"] == "m2"
 
 
+def test_where_jobs_have_no_account_none_is_asked_for():
+    text = draft_site(Machine("slurm", (queue(),), has_accounts=False), queue(), HOST)
+    assert "no accounting database" in text
+    assert "PROJECT" not in text
+    assert "qos:" not in text
+    assert "# account: PROJECT" in draft_site(Machine("slurm", (queue(),)), queue(), HOST)
+
+
 def test_nodes_of_different_types_are_pointed_out():
     mixed = queue(types=((NodeType(64, 0, 262144), 90), (NodeType(32, 4, 131072), 10)))
     text = draft_site(Machine("slurm", (mixed,)), mixed, HOST)

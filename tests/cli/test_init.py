@@ -7,7 +7,9 @@ import typer
 from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.cli import init as module
+from freetrain_parsl.cli.sources import SourceOptions, choose_source
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.windows.machine import Machine, NodeType, Queue
 from freetrain_parsl.windows.state import Partition
@@ -27,13 +29,20 @@ def invoke(monkeypatch, tmp_path):
     return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
-def test_it_writes_a_site_file_named_after_the_cluster(invoke, tmp_path):
+def test_it_writes_the_file_that_the_following_commands_use(invoke, tmp_path):
     result = invoke("--system", "slurm")
     assert result.exit_code == 0
-    site = Site.load(tmp_path / "tiny.yaml")
-    assert (site.block["partition"], site.block["account"]) == ("spare", "m1")
-    assert "next:  freetrain windows --config tiny.yaml" in result.stderr
+    site = Site.load(tmp_path / "site.yaml")
+    assert (site.name, site.block["partition"], site.block["account"]) == ("tiny", "spare", "m1")
+    assert result.stderr.splitlines()[-1] == "next:  freetrain windows"
+    assert choose_source(SourceOptions(), Variables()).title == "site tiny, Slurm, partition spare"
     assert "is down" in result.stderr
+
+
+def test_a_file_of_another_name_is_named_in_the_next_command(invoke):
+    assert invoke("my site.yaml", "--system", "slurm").stderr.splitlines()[-1] == (
+        "next:  freetrain windows --config 'my site.yaml'"
+    )
 
 
 def test_standard_output_holds_only_the_file(invoke, tmp_path):
@@ -75,8 +84,8 @@ def test_without_a_batch_system_the_embedded_cluster_is_used(invoke, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     result = invoke()
     assert result.exit_code == 0
-    assert Site.load(tmp_path / "local-site.yaml").system == "local"
-    assert result.stderr.splitlines()[-1] == "next:  freetrain run CAMPAIGN.yaml --config local-site.yaml"
+    assert Site.load(tmp_path / "site.yaml").system == "local"
+    assert result.stderr.splitlines()[-1] == "next:  freetrain run CAMPAIGN.yaml"
 
 
 @pytest.mark.parametrize(("arguments", "hint"), [((), True), (("--system", "slurm"), False)])

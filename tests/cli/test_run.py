@@ -22,7 +22,7 @@ def run(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
     (tmp_path / "campaign.yaml").write_text(CAMPAIGN)
-    (tmp_path / "site.yaml").write_text("system: local\n")
+    (tmp_path / "place.yaml").write_text("system: local\n")
 
     def invoke(*arguments: str, **files: str):
         for name, text in files.items():
@@ -52,22 +52,26 @@ def run(tmp_path, tmp_path_factory, monkeypatch):
             "block.account needs a value for ${ACCOUNT}",
         ),
         (["campaign.yaml", "--set", "account"], {}, "--set account: write --set name=value"),
-        (["campaign.yaml", "--set", "x=1", "--config", "site.yaml"], {}, "--set x=…: the files have no ${X}"),
+        (["campaign.yaml", "--set", "x=1", "--config", "place.yaml"], {}, "--set x=…: the files have no ${X}"),
         (["campaign.yaml"], {"campaign": "trainings: []"}, "campaign.yaml:1: there are no 'trainings'"),
-        (["campaign.yaml", "--config", "site.yaml"], {"site": "system: lsf"}, "site.yaml:1: system: must be local or"),
         (
-            ["campaign.yaml", "--config", "site.yaml"],
-            {"site": "system: local\nblock: {cluster: gone}"},
+            ["campaign.yaml", "--config", "place.yaml"],
+            {"place": "system: lsf"},
+            "place.yaml:1: system: must be",
+        ),
+        (
+            ["campaign.yaml", "--config", "place.yaml"],
+            {"place": "system: local\nblock: {cluster: gone}"},
             "no embedded cluster 'gone' is running",
         ),
         (
-            ["campaign.yaml", "--config", "site.yaml"],
-            {"site": "system: local\ncheckpoints: {least_free: 1000000 TB}"},
+            ["campaign.yaml", "--config", "place.yaml"],
+            {"place": "system: local\ncheckpoints: {least_free: 1000000 TB}"},
             "MB are free, fewer than the",
         ),
         (["campaign.yaml", "--run-dir", "."], {}, "is not empty; give a new one, or continue that one with"),
         (["campaign.yaml", "--run-dir", "my run"], {}, "/my run' may hold letters, digits and"),
-        (["campaign.yaml", "--run-dir", "site.yaml/run"], {}, "Not a directory; choose another directory"),
+        (["campaign.yaml", "--run-dir", "place.yaml/run"], {}, "Not a directory; choose another directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, files, message) -> None:
@@ -88,7 +92,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, files, message) -
 )
 def test_a_batch_system_whose_commands_are_not_here_is_told(run, monkeypatch, tmp_path, site, command) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    result = run("campaign.yaml", "--config", "site.yaml", site=site)
+    result = run("campaign.yaml", "--config", "place.yaml", place=site)
     assert result.exit_code == 2, result.output
     assert "is not on PATH" in result.stderr
     assert any(word in result.stderr for word in command.split("|"))
@@ -107,7 +111,7 @@ def test_a_slurm_that_answers_garbage_or_not_at_all_is_one_line(run, monkeypatch
         (commands / name).write_text(f"#!/bin/sh\n{script}\n")
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
-    result = run("campaign.yaml", "--config", "site.yaml", site="system: slurm\nblock: {partition: p}")
+    result = run("campaign.yaml", "--config", "place.yaml", place="system: slurm\nblock: {partition: p}")
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -128,3 +132,13 @@ def test_without_a_terminal_progress_is_lines_and_json_has_the_results_alone(tmp
     shown = CliRunner().invoke(app, ["status", str(tmp_path / "run")]).stdout
     assert "1 of 1 trainings finished" in shown
     assert "has ended cleanly (finished)" in shown
+
+
+def test_the_site_file_of_this_directory_is_the_default(run, tmp_path) -> None:
+    (tmp_path / "site.yaml").write_text("system: local\nblock: {cluster: gone}")
+    result = run("campaign.yaml")
+    assert result.exit_code == 2
+    first, second = result.stderr.splitlines()
+    assert first == "using site.yaml; --config chooses another site"
+    assert "no embedded cluster 'gone' is running" in second
+    assert len(run("campaign.yaml", "--config", "none.yaml").stderr.splitlines()) == 1

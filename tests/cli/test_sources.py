@@ -121,3 +121,45 @@ def test_an_interrupt_ends_with_its_own_code():
     with pytest.raises(typer.Exit) as ended, errors_in_one_line("verb"):
         raise KeyboardInterrupt
     assert ended.value.exit_code == 130
+
+
+def test_the_site_file_of_this_directory_is_used_and_said(here, monkeypatch, tmp_path):
+    here("sinfo")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site.yaml").write_text(SITE.replace("${PART}", "preempt"))
+    chosen = choose()
+    assert chosen.title == "site site, Slurm, partition preempt"
+    assert chosen.remark == "using site.yaml; --config chooses another site"
+    assert chosen.policy == "window"
+
+
+@pytest.mark.parametrize("options", [{"partition": "debug"}, {"system": "slurm"}, {"qos": "spare", "account": "a"}])
+def test_options_win_over_the_site_file_of_this_directory(here, monkeypatch, tmp_path, options):
+    here("sinfo")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site.yaml").write_text("system: slrum\n")
+    chosen = choose(**options)
+    assert chosen.source == "slurm"
+    assert chosen.remark.startswith("site.yaml is not used, since --")
+    assert all(f"--{name}" in chosen.remark for name in options)
+
+
+def test_a_named_site_wins_over_the_one_of_this_directory(here, monkeypatch, tmp_path):
+    here("sinfo")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site.yaml").write_text("system: slrum\n")
+    (tmp_path / "other.yaml").write_text(SITE.replace("${PART}", "long"))
+    chosen = choose(config="other.yaml")
+    assert (chosen.title, chosen.remark) == ("site other, Slurm, partition long", "")
+
+
+def test_a_site_file_that_may_be_somebody_elses_is_said_and_not_used(here, monkeypatch, tmp_path):
+    here("sinfo", "pbsnodes")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "site.yaml").write_text("system: local\n")
+    (tmp_path / "site.yaml").chmod(0o666)
+    chosen = choose()
+    assert chosen.source == "slurm"
+    first, second = chosen.remark.splitlines()
+    assert first.startswith("site.yaml is not used, any user can write it")
+    assert second.startswith("using Slurm")

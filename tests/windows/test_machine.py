@@ -66,8 +66,17 @@ def test_accounts_and_a_preemptible_qos_come_from_the_database():
     assert (best.qos, best.partition.preemptible, best.partition.grace) == ("spare", True, 60.0)
 
 
-def test_without_a_database_accounts_are_unknown():
-    assert describe_slurm(user="ada", run=Replies()).accounts == ()
+@pytest.mark.parametrize("version", ["22.05.8", "24.11.5"])
+def test_without_a_database_there_are_no_accounts(version):
+    machine = describe_slurm(user="ada", run=Replies(version))
+    assert (machine.accounts, machine.has_accounts) == ((), False)
+
+
+def test_a_database_that_does_not_answer_leaves_accounts_unknown():
+    replies = Replies()
+    replies.change = {CONFIG: with_database(replies), ASSOCIATIONS: BatchSystemError("sacctmgr failed: no answer")}
+    machine = describe_slurm(user="ada", run=replies)
+    assert (machine.accounts, machine.has_accounts) == ((), True)
 
 
 def test_a_slurm_that_does_not_answer_is_an_error():
