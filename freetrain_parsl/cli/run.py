@@ -28,7 +28,7 @@ def run(
     config: str | None = typer.Option(
         None,
         metavar="SITE",
-        help="Site file, or the name of a shipped one, such as polaris. Default: your site.yaml in this directory, else local.",
+        help="Site file, or the name of a shipped one, such as polaris. Default: your site.yaml here, else local.",
     ),
     sites: Path | None = typer.Option(None, metavar="FILE", help="Run at the sites of this list instead."),
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files."),
