@@ -36,7 +36,7 @@ $(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "installing torch, the largest part"
 	@$(PIP_INSTALL) torch
 	@echo "installing freetrain-parsl"
-	@$(PIP_INSTALL) -e '.[examples,report]'
+	@$(PIP_INSTALL) -e '.[examples,report,dashboard]'
 	@touch $@
 
 $(STAMP): $(DEMO_STAMP)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.logs import LOGS, log_lines
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.store import DATABASE, RunStore, TrainingRecord
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.logs.reader import has_writer
-from freetrain_parsl.report.run_reader import DriverJournal
+from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal
 from freetrain_parsl.strict_yaml import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from freetrain_parsl.executor.logs.lines import LogLine
+    from freetrain_parsl.report.run import TrainingState
 
 __all__ = ["CampaignSource", "RunSource", "ScriptSource", "open_source", "without_colours"]
 
 _JOURNAL = "journal.sqlite"
+# In the executor's directory, Parsl's of one run, Parsl's of all runs, and the demo's.
+_JOURNALS = (_JOURNAL, f"*/{_JOURNAL}", f"*/*/{_JOURNAL}", f"parsl/*/*/{_JOURNAL}")
 _KEPT = 2.0  # seconds for which the list of drivers is kept: the store's lock is shared with the driver
 
 
@@ -39,6 +43,12 @@ class RunSource(Protocol):
 
     def journals(self) -> list[DriverJournal]:
         """Return the journals of its drivers so far, the first one first."""
+
+    def trainings(self) -> list[TrainingRecord]:
+        """Return the state of its trainings."""
+
+    def drivers(self) -> int:
+        """Return how many drivers it has had."""
 
     def log(self, training: str, tail: int) -> Iterable[LogLine]:
         """Return the last lines of a training's log.
@@ -60,7 +70,7 @@ class RunSource(Protocol):
 
 
 def open_source(directory: Path) -> RunSource:
-    """Open a run directory: of ``freetrain run``, or of a Parsl script (``runinfo/000``).
+    """Open a run directory: of ``freetrain run``, of a Parsl script (``runinfo/000``), or of the demo.
 
     Raises
     ------
@@ -69,11 +79,16 @@ def open_source(directory: Path) -> RunSource:
     """
     directory = directory.absolute()
     if not (directory / DATABASE).exists():
-        found = sorted([*directory.glob(_JOURNAL), *directory.glob(f"*/{_JOURNAL}")])
+        found = sorted(path for pattern in _JOURNALS for path in directory.glob(pattern))
         if len(found) == 1:
-            return ScriptSource(directory, found[0])
+            (journal,) = found
+            # Logs are in Parsl's run directory, above the executor's.
+            return ScriptSource(directory if journal.parent == directory else journal.parents[1], journal)
         if found:
-            raise InvalidInput(f"{shown(directory)} has {len(found)} journals; give the directory of one of them")
+            raise InvalidInput(
+                f"{shown(directory)} has {len(found)} journals; give the directory of one of them, such as "
+                f"{shown(found[-1].parent)}"
+            )
     return CampaignSource(RunStore(directory))
 
 
@@ -104,6 +119,10 @@ class CampaignSource:
         """The campaign's name."""
         return str(self._store.fact("name"))
 
+    def at_several_sites(self) -> bool:
+        """Return whether it is a run at several sites."""
+        return self._store.fact("sites", None) is not None
+
     def journals(self) -> list[DriverJournal]:
         """Return the journals of its drivers so far, the first one first."""
         if self._read_at is None or self._monotonic() - self._read_at >= _KEPT:
@@ -116,6 +135,16 @@ class CampaignSource:
                 if driver.journal is not None:
                     self._journals.append(DriverJournal(Path(driver.journal), how, driver.ended))
         return self._journals
+
+    def trainings(self) -> list[TrainingRecord]:
+        """Return the state of its trainings."""
+        from freetrain_parsl.campaign.summary import trainings_of  # the page, which also reads here, does not need it
+
+        return trainings_of(self._store)
+
+    def drivers(self) -> int:
+        """Return how many drivers it has had."""
+        return len(self._store.drivers())
 
     def log(self, training: str, tail: int) -> Iterable[LogLine]:
         """Return the last lines of a training's log."""
@@ -156,8 +185,34 @@ class ScriptSource:
 
     def journals(self) -> list[DriverJournal]:
         """Return its journal."""
-        alive = any(has_writer(place / LOGS) for place in (self._directory, self._directory.parent))
-        return [DriverJournal(self._journal, None if alive else "ended")]
+        return [DriverJournal(self._journal, None if self.is_running() else "ended")]
+
+    def is_running(self) -> bool:
+        """Return whether the script runs."""
+        return any(has_writer(place / LOGS) for place in (self._directory, self._directory.parent))
+
+    def trainings(self) -> list[TrainingRecord]:
+        """Return what the journal says of its trainings; their results are in the script's futures only.
+
+        Raises
+        ------
+        InvalidInput
+            The journal cannot be read.
+        """
+        from freetrain_parsl.report.run import RunState
+
+        try:
+            found = RunState(self._journal).refresh().trainings.values()
+        except (OSError, sqlite3.Error, *DAMAGED) as error:
+            raise InvalidInput(f"the journal {self._journal} cannot be read: {error}") from None
+        return [
+            TrainingRecord(item.name, item.state, item.share_done, item.nodes, {}, item.error or None, _last(item))
+            for item in found
+        ]
+
+    def drivers(self) -> int:
+        """Return one: the script itself."""
+        return 1
 
     def log(self, training: str, tail: int) -> Iterable[LogLine]:
         """Return the last lines of a training's log."""
@@ -166,6 +221,16 @@ class ScriptSource:
     def stop(self) -> str:
         """Refuse: only the script can end itself."""
         raise InvalidInput("this run belongs to a Parsl script; end the script to stop it")
+
+
+def _last(training: TrainingState) -> str:
+    """Return the remark on a training, and the figures of its last report."""
+    figures = [
+        f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}"
+        for key in ("epoch", "samples", "loss")
+        if (value := training.progress.get(key)) is not None
+    ]
+    return "; ".join(filter(None, [", ".join(figures), training.remark()]))
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b")

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -283,7 +285,7 @@ def _watch(
 def _print_changes(console: Console, run: RunState, printed: dict[str, str], elapsed: float) -> None:
     """Print one line per training whose nodes or state have changed (without a terminal)."""
     for training in run.trainings.values():
-        line = f"{training.state} on {', '.join(training.nodes) or 'no nodes'}"
+        line = training.state + (f" on {', '.join(training.nodes)}" if training.nodes else "")
         if printed.get(training.name) != line:
             printed[training.name] = line
             share = training.share_done
@@ -327,4 +329,29 @@ def _report(
     console.print(table)
     picture = directory / "timeline.png"
     draw_timeline(run, history, picture, title="Nodes over time: main jobs grey, trainings coloured")
-    console.print(f"timeline: {picture}")
+    console.print(f"timeline: {picture}", soft_wrap=True)
+    for line in _next_commands(directory):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _next_commands(directory: Path) -> list[str]:
+    """Return the commands that open the run, as they are typed in the current directory."""
+    script, run = Path(sys.executable).with_name("freetrain"), _typed(directory)
+    # `make demo` does not activate the environment.
+    known = not script.is_file() or shutil.which("freetrain") == str(script)
+    freetrain = "freetrain" if known else _typed(script)
+    commands = [
+        (f"dashboard {run}", "the page of this run, in your browser; Ctrl-C ends it"),
+        (f"status {run}", "its trainings"),
+        (f"explain {run}", "why each is where it is"),
+        (f"logs {run} {_CAMPAIGN[0].name}", "what one of them printed"),
+        (f"report {run}", "what the run used, by cause, and gave back"),
+    ]
+    width = max(len(command) for command, _ in commands)
+    return ["", *(f"{freetrain} {command:{width}}  # {what}" for command, what in commands)]
+
+
+def _typed(path: Path) -> str:
+    """Return a path as it is typed in the current directory."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

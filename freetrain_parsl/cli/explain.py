@@ -13,10 +13,12 @@ import typer
 from rich.console import Console
 
 from freetrain_parsl.campaign.run import run_directories
+from freetrain_parsl.campaign.run_source import CampaignSource, open_source
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.cli.explain_sites import explain_run, sentences
 from freetrain_parsl.cli.preview import ask_planner
+from freetrain_parsl.cli.script_view import reason_figures, reason_lines
 from freetrain_parsl.cli.sources import (
     AccountOption,
     ClusterOption,
@@ -37,7 +39,7 @@ from freetrain_parsl.planning.blocks.rules import format_span
 from freetrain_parsl.windows.slurm.hostlist import show_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from freetrain_parsl.cli.preview import PlannerAnswer
     from freetrain_parsl.planning.explain import Verdict
@@ -50,8 +52,7 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[CAMPAIGN]",
-            help="Campaign file, or the run directory of a run at several sites. Default: one training on any number "
-            "of nodes.",
+            help="Campaign file, or a run directory. Default: one training on any number of nodes.",
         ),
     ] = None,
     config: ConfigOption = None,
@@ -69,15 +70,15 @@ def explain(
 ) -> None:
     """Show for every window whether it would be used now, and if not, why. Submits nothing.
 
-    Of a run at several sites: why each training is at its site, or waits, as its coordinator has decided last.
+    Of a run: why each training waits, as its driver has recorded last; at several sites: why it is at its site.
     """
     with errors_in_one_line("explain"):
         if campaign is not None and Path(campaign).is_dir():
-            figures = explain_run(RunStore(Path(campaign).absolute()))
+            figures, lines = _explain_directory(Path(campaign).absolute())
             if json:
                 Console().print_json(json_format.dumps(figures))
             else:
-                Console().print("\n".join(sentences(figures)), highlight=False, markup=False, soft_wrap=True)
+                Console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
             return
         variables = read_variables(set_)
         options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
@@ -90,6 +91,16 @@ def explain(
             Console().print_json(json_format.dumps(explanation_figures(answer)))
         else:
             print_explanation(Console(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
+
+
+def _explain_directory(directory: Path) -> tuple[dict[str, Any], Iterable[str]]:
+    """Describe why the trainings of a run are where they are, as figures and as sentences."""
+    source = open_source(directory)
+    if isinstance(source, CampaignSource) and source.at_several_sites():
+        figures = explain_run(RunStore(directory))
+        return figures, sentences(figures)
+    figures = reason_figures(source)
+    return figures, reason_lines(figures)
 
 
 def runs_here() -> Iterator[str]:

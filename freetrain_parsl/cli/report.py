@@ -18,13 +18,13 @@ from rich.text import Text
 
 from freetrain_parsl.campaign.report_page import PHASES, UNUSED, missing_lines, write_report_page
 from freetrain_parsl.campaign.run import find_run
-from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.campaign.summary import trainings_of
+from freetrain_parsl.campaign.run_source import open_source
 from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from freetrain_parsl.campaign.run_source import RunSource
     from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.report.counted_steps import CountedSteps
     from freetrain_parsl.report.incidents import Incidents
@@ -44,7 +44,7 @@ def report(
 ) -> None:
     """Show what a run used, by cause, and what it gave back."""
     with errors_in_one_line("report"):
-        figures = run_report(RunStore(find_run(run_dir).absolute()))
+        figures = run_report(open_source(find_run(run_dir)))
         if page is not None:
             _write_page(figures, page)
         if json:
@@ -69,12 +69,12 @@ def _write_page(figures: dict[str, Any], path: Path) -> None:
         raise InvalidInput(f"--page {path} cannot be written: {error.strerror or error}") from None
 
 
-def run_report(store: RunStore) -> dict[str, Any]:
+def run_report(source: RunSource) -> dict[str, Any]:
     """Return the figures of a run, from the journals of all its drivers.
 
     Parameters
     ----------
-    store
+    source
         The run.
 
     Returns
@@ -87,16 +87,16 @@ def run_report(store: RunStore) -> dict[str, Any]:
     InvalidInput
         A journal cannot be read.
     """
-    found = _read(store)
+    found = _read(source)
     account, progress = found.account, found.progress
-    trainings = trainings_of(store)
+    trainings = source.trainings()
     states = ("finished", "running", "waiting", "failed", "cancelled")
     return {
-        "name": store.fact("name"),
-        "run_dir": str(store.directory),
+        "name": source.name,
+        "run_dir": str(source.directory),
         "begin": account.begin,
         "end": account.end,
-        "drivers": len(store.drivers()),
+        "drivers": source.drivers(),
         "trainings": {state: sum(item.state == state for item in trainings) for state in states},
         "samples": int(sum(each.get("samples", 0) for each in progress.values())),
         "samples_lost": int(sum(each.get("samples_lost", 0) for each in progress.values())),
@@ -135,9 +135,8 @@ class _Journals:
     missing: list[str] = field(default_factory=list)
 
 
-def _read(store: RunStore) -> _Journals:
+def _read(source: RunSource) -> _Journals:
     """Add up the journals, and list missing ones."""
-    from freetrain_parsl.campaign.run_source import CampaignSource
     from freetrain_parsl.executor.journal import newest_report, read_journal, read_progress
     from freetrain_parsl.report.counted_steps import CountedSteps
     from freetrain_parsl.report.incidents import Incidents
@@ -150,7 +149,7 @@ def _read(store: RunStore) -> _Journals:
         found.counted.take(entry)
         found.incidents.take(entry)
 
-    for journal in CampaignSource(store).journals():
+    for journal in source.journals():
         path = journal.path
         try:
             if not path.exists():

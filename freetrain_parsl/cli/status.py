@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from freetrain_parsl.campaign.run import find_run
+from freetrain_parsl.campaign.run_source import ScriptSource, open_source
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import (
     driver_line,
@@ -20,6 +21,7 @@ from freetrain_parsl.campaign.summary import (
 )
 from freetrain_parsl.cli.campaign_view import print_trainings
 from freetrain_parsl.cli.run_directory import RunDirectory
+from freetrain_parsl.cli.script_view import print_script, script_figures
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.remote.sites.coordinator_file import site_lines
 
@@ -32,7 +34,14 @@ def status(
 ) -> None:
     """Show the trainings of a run, and whether its driver is alive."""
     with errors_in_one_line("status"):
-        store = RunStore(find_run(run_dir).absolute())
+        directory = find_run(run_dir).absolute()
+        if isinstance(source := open_source(directory), ScriptSource):
+            if json:
+                typer.echo(json_format.dumps(script_figures(source), indent=2))
+            else:
+                print_script(Console(), source)
+            return
+        store = RunStore(directory)
         sites = None if store.fact("sites", None) is None else site_lines(store.directory)
         if json:
             typer.echo(json_format.dumps({**summary(store), **({} if sites is None else {"sites": sites})}, indent=2))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,6 +73,30 @@ def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path:
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "timeline" in done.stdout
     assert done.stderr == ""
+    _try_the_commands(done.stdout, tmp_path)
+
+
+def _try_the_commands(printed: str, directory: Path) -> None:
+    """Run each command that the demo ends with, in the directory in which it was started."""
+    after = printed.partition("timeline: ")[2].splitlines()[1:]
+    commands = [shlex.split(line, comments=True) for line in after if line]
+    assert [command[1] for command in commands] == ["dashboard", "status", "explain", "logs", "report"]
+    # The installed command may be of another checkout.
+    dashboard, *others = (
+        [sys.executable, "-c", "from freetrain_parsl.cli import main; main()", *c[1:]] for c in commands
+    )
+    for command in others:
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, ""), command
+        assert "digits-wide" in done.stdout or "7 of 7 trainings finished" in done.stdout
+    with subprocess.Popen(dashboard, cwd=directory, stdout=subprocess.PIPE, text=True) as page:
+        assert page.stdout is not None
+        try:
+            address = next(line.strip() for line in page.stdout if "http://" in line)
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                assert answer.status == 200
+        finally:
+            page.terminate()
 
 
 @pytest.mark.parametrize(

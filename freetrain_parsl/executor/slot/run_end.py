@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["end_by", "print_exception", "serialized_exception"]
 
 _LONGEST_REASON = 500  # characters
+_WHERE_MODULES_ARE = (
+    "a node finds modules in the directory of the function's own file, those that are installed, and those on "
+    "PYTHONPATH, which the provider's worker_init may export; what a script adds to sys.path counts on its host only"
+)
 
 
 def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
@@ -46,6 +50,10 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
         case BaseException() if not isinstance(error, Exception):  # asyncio.CancelledError, …: the same
             raised = TrainingError(f"the training function raised {type(error).__name__}: {text_of(error)}")
             error = raised.with_traceback(error.__traceback__)
+        case ModuleNotFoundError() if type(error) is ModuleNotFoundError:
+            # Typically the driver found it by a sys.path that the script has changed, which nothing says on a node.
+            missing = ModuleNotFoundError(f"{text_of(error)}; {_WHERE_MODULES_ARE}", name=error.name, path=error.path)
+            error = missing.with_traceback(error.__traceback__)
     reason = shorten(f"{type(error).__name__}: {text_of(error)}", _LONGEST_REASON)
     return RunFailed(reason), serialized_exception(error)
 
