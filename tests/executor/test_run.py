@@ -288,6 +288,23 @@ def test_a_keyboard_interrupt_in_a_member_of_an_array_never_reaches_the_driver_a
     assert type(error_in(payload)) is TrainingError
 
 
+def test_a_module_that_only_the_driver_finds_is_explained() -> None:
+    """A script's changes of sys.path are not on the nodes, which is not what the plain message says."""
+    end, payload = end_by(ModuleNotFoundError("No module named 'helper'", name="helper"))
+    error = error_in(payload)
+    assert isinstance(error, ModuleNotFoundError)
+    assert str(error).startswith("No module named 'helper'; a node finds modules in the directory of the function's")
+    assert len(str(error).splitlines()) == 1
+    assert isinstance(end, RunFailed)
+    assert "sys.path" in end.reason
+
+    class OwnError(ModuleNotFoundError):
+        pass
+
+    end, _ = end_by(OwnError("mine"))
+    assert end == RunFailed("OwnError: mine"), "the user's own are passed on as they are"
+
+
 @pytest.mark.parametrize("stream", ["closed", "removed"])
 def test_an_error_arrives_although_the_training_cannot_print_it(
     slot: _Slot, stream: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
