@@ -28,6 +28,11 @@ _EXACT = 1e-7  # of float64, after some steps
 _COARSE = 2e-3  # of float32, in the first step
 _CASTS = 3e-2  # with bfloat16
 _DIFFER = "ReplicasDiffer"
+_SAME_FILE = (
+    "all processes run this line: if one writes a file while another reads it, let only the first write, under "
+    "`if session.is_first:`, or keep its content in session.state"
+)
+_HALF_A_FILE = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
 _USUALLY = "; usually "  # between what differs and what to do about it
 _LOST = ("PeerFailed", CRASHED)
 _BY_SHARE = (Kind.STATISTICS, Kind.OWN)  # differ between processes by design
@@ -449,7 +454,9 @@ class Judge:
             mend = (
                 "put what needs the gradients or a step under `if session.backward(loss):` or `if session.step(loss):`"
             )
-            self._find("error", f"{when}: {record.error}{place}", where=record.trace, mend=mend if interrupted else "")
+            if not interrupted:
+                mend = _SAME_FILE if _reads_half_a_file(record) else ""
+            self._find("error", f"{when}: {record.error}{place}", where=record.trace, mend=mend)
         elif not self._has("replicas", "buffer"):
             cause, _, mend = record.error.partition(_USUALLY)[2].partition(": ")
             name = "" if difference is None else difference.name
@@ -486,6 +493,12 @@ class Judge:
 def _what_differs(error: str) -> str:
     """Return what is not the same on all processes, without who says so."""
     return error.partition(_USUALLY)[0].rpartition("agree: ")[2]
+
+
+def _reads_half_a_file(record: ProcessRecord) -> bool:
+    """Return whether an error is that of a file that another process of the group is writing."""
+    reads = record.error.startswith(_HALF_A_FILE) or "PytorchStreamReader" in record.error
+    return reads and record.variant.size > 1
 
 
 def _first_line(error: str) -> str:

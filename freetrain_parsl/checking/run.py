@@ -87,12 +87,22 @@ class Checker:
         Seconds for the plain run.
     double
         Whether to compute in float64, if the function runs in it.
+    progress
+        Called with what begins, in words.
     """
 
-    def __init__(self, call: Call, *, limit: float = LIMIT, double: bool = True) -> None:
+    def __init__(
+        self,
+        call: Call,
+        *,
+        limit: float = LIMIT,
+        double: bool = True,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._call = call
         self._limit = limit
         self._double = double
+        self._progress = progress
         code = getattr(inspect.unwrap(call.function), "__code__", None)
         self._file = "" if code is None else code.co_filename
         where = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
@@ -123,6 +133,7 @@ class Checker:
         return self.report
 
     def _check(self) -> None:
+        self._progress("one process")
         plain = self._run_plain()
         if plain.error:
             place = f" ({short_place(plain.trace)})" if plain.trace else ""
@@ -136,12 +147,16 @@ class Checker:
         at = min(BATCHES + BATCHES // 2, max(1, steps // 2)) if steps >= _FEW_STEPS else 1
         judge = Judge(self.report, plain, self._file, at)
         judge.look_at_plain()
+        self._progress("stopped and resumed")
         self._check_resume(judge, at)
         two = self._check_members(judge, plain)
         if two is not None and not judge.hangs:
+            self._progress("a process that joins")
             judge.joined(self._run({"grow_at": at}, {"rank": 1, "size": 2, "joins": True}), two)
         if not judge.hangs:
+            self._progress("a process that fails")
             self._check_failure(judge, plain, at)
+        self._progress("two members of one array")
         (fused,) = self._run({"fused": True})
         judge.fused(fused, plain)
 
@@ -173,6 +188,7 @@ class Checker:
             (reference,) = self._run({"steady": True})
         two = None
         for size in (2, 3):
+            self._progress(f"{size} processes")
             group = self._group(size)
             two = two or group
             steady = self._group(size, steady=True) if judge.depends_on_share else group

@@ -283,6 +283,8 @@ class VariableCauses:
         initial = self._initial(suspect, key)
         own = "per_process=True, " if by_share and of in (*_TENSORS, "list", "deque") else ""
         mend = f"state = session.state({own}{key}={initial}) before the loop, and state.{key} in its place"
+        if of in _TENSORS:
+            mend += ", changed under `if session.step(loss):`"  # an average must not take a batch twice
         if suspect.one.text.isdigit() and not suspect.is_part:
             mend += '; or session.metrics["steps"], the number of the step'
         return mend

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json as json_format
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,12 @@ import typer
 
 from freetrain_parsl.campaign.apps import check_call, load_function
 from freetrain_parsl.campaign.yaml_file import Section, Variables
+from freetrain_parsl.checking.report import CheckReport
 from freetrain_parsl.cli.sources import errors_in_one_line
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import FreeTrainError, InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["check"]
 
@@ -33,7 +36,7 @@ def check(
 
     Exit code 0: it holds; 1: a cause was found; 2: the function does not run.
     """
-    with errors_in_one_line("check"):
+    with _errors(json):
         arguments = _arguments(settings)
         function = load_function(reference, Path())
 
@@ -41,9 +44,31 @@ def check(
 
         plain = getattr(function, "training_function", function)
         check_call(inspect.signature(plain), arguments, lambda **given: call_of(function, **given))
-        report = Checker(call_of(function, **arguments), limit=limit, double=not float32).run()
+        report = Checker(call_of(function, **arguments), limit=limit, double=not float32, progress=_progress()).run()
     typer.echo(json_format.dumps(report.as_json(), indent=2) if json else str(report))
     raise typer.Exit(_EXIT_CODES[report.verdict.value])
+
+
+@contextmanager
+def _errors(json: bool) -> Iterator[None]:
+    """End the command as other read-only ones do; with ``--json`` also with a report, and after Ctrl-C with a line."""
+    with errors_in_one_line("check"):
+        try:
+            yield
+        except FreeTrainError as error:
+            if json:
+                typer.echo(json_format.dumps(CheckReport("", failure=str(error)).as_json(), indent=2))
+            raise
+        except KeyboardInterrupt:
+            typer.echo("freetrain check: interrupted; its processes were ended", err=True)
+            raise
+
+
+def _progress() -> Callable[[str], None]:
+    """Return what prints a line for each comparison that begins, in a terminal."""
+    if not sys.stderr.isatty():
+        return lambda _: None
+    return lambda phase: typer.echo(f"checking: {phase} …", err=True)
 
 
 def _arguments(settings: Iterable[str]) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def _run(
     from freetrain_parsl.report.figures import run_figures
     from freetrain_parsl.report.run import RunState
 
-    console.print(f"run directory: {directory}")
+    console.print(f"run directory: {directory}", soft_wrap=True)
     provider = EmbeddedClusterProvider(nodes=nodes, workload=tuple(workload), cluster_dir=str(directory / "cluster"))
     executor = _executor(provider, directory, policy)
     apps = _load_apps()

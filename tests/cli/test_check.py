@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from freetrain_parsl.checking.run import Checker, call_of
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.check_suggestion import check_suggestion
 from freetrain_parsl.storage.checked_code import note_checked, state_directory, take_unchecked
 from freetrain_parsl.training.checkpoints.code_identity import code_of
+from tests.checking import corpus
 
 CORPUS = Path(__file__).parents[1] / "checking" / "corpus.py"
 
@@ -99,3 +101,54 @@ def test_a_state_directory_that_cannot_be_used_only_forgets(tmp_path, monkeypatc
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert take_unchecked({"d1": "train"}) == ["d1"]
     assert take_unchecked({"d1": "train"}) == [], "at least in this process"
+
+
+def test_a_mistake_is_a_report_where_json_is_asked_for():
+    result = check("none.py:train", "--json")
+    assert result.exit_code == 2
+    report = json.loads(result.stdout)
+    assert report["verdict"] == "does not run"
+    assert "no such file: " in report["failure"]
+    assert result.stderr.startswith("freetrain check: no such file: ")
+
+
+def test_an_interruption_is_said(monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("freetrain_parsl.checking.run.Checker.run", interrupted)
+    result = check(f"{CORPUS}:regression")
+    assert (result.exit_code, result.stderr) == (130, "freetrain check: interrupted; its processes were ended\n")
+
+
+@pytest.mark.slow
+def test_what_is_compared_is_said_while_it_runs():
+    said = []
+    report = Checker(call_of(corpus.regression), progress=said.append).run()
+    assert len(said) == len(report.rows) + 1
+    assert (said[0], said[-1]) == ("one process", "two members of one array")
+
+
+READS_ITS_FILE = """
+import torch
+
+
+def train(session):
+    x = torch.randn(64, 4)
+    model, _ = session.prepare(torch.nn.Linear(4, 1), torch.optim.SGD, lr=0.1)
+    data = session.loader(torch.utils.data.TensorDataset(x), batch_size=8)
+    for _ in session.epochs(2):
+        for (rows,) in data:
+            session.step(model(rows).square().mean())
+            if session.world_size > 1:
+                raise EOFError  # as torch.load of a file that is being written
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_several_processes_write_is_told_as_a_cause(tmp_path):
+    (tmp_path / "reads.py").write_text(READS_ITS_FILE)
+    result = check(f"{tmp_path}/reads.py:train")
+    assert result.exit_code == 1, result.output
+    assert "On 2 processes: EOFError (reads.py:" in result.stdout
+    assert "if session.is_first:" in result.stdout
