@@ -498,7 +498,7 @@ def _what_differs(error: str) -> str:
 def _reads_half_a_file(record: ProcessRecord) -> bool:
     """Return whether an error is that of a file that another process of the group is writing."""
     reads = record.error.startswith(_HALF_A_FILE) or "PytorchStreamReader" in record.error
-    return reads and record.variant.size > 1
+    return reads and (record.variant.size > 1 or record.variant.grow_at is not None)
 
 
 def _first_line(error: str) -> str:

@@ -283,7 +283,7 @@ class VariableCauses:
         initial = self._initial(suspect, key)
         own = "per_process=True, " if by_share and of in (*_TENSORS, "list", "deque") else ""
         mend = f"state = session.state({own}{key}={initial}) before the loop, and state.{key} in its place"
-        if of in _TENSORS:
+        if of in _TENSORS or "[" in shown_path(suspect.path):
             mend += ", changed under `if session.step(loss):`"  # an average must not take a batch twice
         if suspect.one.text.isdigit() and not suspect.is_part:
             mend += '; or session.metrics["steps"], the number of the step'
