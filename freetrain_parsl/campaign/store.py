@@ -11,26 +11,31 @@ import os
 import sqlite3
 import time
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.campaign.stored_run import (
+    DATABASE,
+    VERSION,
+    DriverRecord,
+    StateUnreadable,
+    StoredRun,
+    TrainingRecord,
+)
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import open_directory, require_own_directory
+from freetrain_parsl.read_only_database import refuse_super_journal
 from freetrain_parsl.storage.staging import sync_directory, sync_name
+from freetrain_parsl.stored_json import is_deep
 from freetrain_parsl.strict_yaml import shown
 from freetrain_parsl.texts import storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 __all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord", "plain_scalar"]
 
-DATABASE = "campaign.sqlite"
-
-_VERSION = 2
-_JOURNAL_DEPTH = 4  # parsl/000/freetrain/journal.sqlite
 _BUSY = 30.0  # seconds to wait for another process's lock
-_DEEPEST_RESULT = 100  # containers in one another that are kept as JSON
 _LONGEST_RESULT = 200_000_000  # characters; SQLite takes 1e9 bytes
 _WITHOUT_DRIVER = (  # what they waited for was the driver's business
     "UPDATE training SET state = 'waiting', nodes = '[]', remark = NULL WHERE state IN ('waiting', 'running')"
@@ -72,45 +77,8 @@ CREATE TABLE request (        -- from other shells
 """
 
 
-class StateUnreadable(InvalidInput, sqlite3.OperationalError):
-    """The state of a run cannot be read or written: a reader is told why in one line, a driver tries again."""
-
-
-@dataclass(frozen=True)
-class DriverRecord:
-    """A process that drives, or drove, the campaign; see the table ``driver``."""
-
-    id: int
-    host: str
-    pid: int
-    started: int
-    since: float
-    heartbeat: float
-    ended: float | None
-    how: str | None
-    job_prefix: str | None
-    journal: str | None
-
-
-@dataclass(frozen=True)
-class TrainingRecord:
-    """The state of a training of the campaign; see the table ``training``."""
-
-    name: str
-    state: str
-    share: float | None
-    nodes: tuple[str, ...]
-    result: Any
-    error: str | None
-    remark: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Describe it for ``--json``."""
-        return {**vars(self), "nodes": list(self.nodes)}
-
-
-class RunStore:
-    """The database of one run. Each call is one short transaction on its own connection, from any process.
+class RunStore(StoredRun):
+    """The database of one run of this user. Each call is one short transaction on its own connection, from any process.
 
     Parameters
     ----------
@@ -122,22 +90,20 @@ class RunStore:
     Raises
     ------
     InvalidInput
-        The directory contains no campaign.
+        The directory contains no campaign, or belongs to another user, or others may write it.
     """
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
-        self.directory = directory
-        self._path = directory / DATABASE
-        self._clock = clock
-        try:
-            found = self._path.is_file()
-        except OSError as error:  # belongs to another user, or its name is too long
-            raise InvalidInput(f"{shown(directory)}: {error.strerror or error}") from None
-        if not found:
-            raise InvalidInput(f"{shown(directory)} is not a run directory of 'freetrain run': it has no {DATABASE}")
-        version = self._one("PRAGMA user_version")[0]
-        if version != _VERSION:
-            raise InvalidInput(f"{self._path} is of another version of FreeTrain (format {version}, not {_VERSION})")
+    def _prepare(self) -> None:
+        """Refuse the run of another user: whoever opens its database to write it does what is in its journal."""
+        if self.distrust.startswith("belongs to"):
+            raise InvalidInput(
+                f"{shown(self.directory)} {self.distrust}; only its owner can resume, stop, cancel, prune or clean it"
+            )
+        if self.distrust:
+            raise InvalidInput(
+                f"{shown(self.directory)} {self.distrust}, so its content may be theirs; if not, run: "
+                f"chmod -R go-w {shown(self.directory)}"
+            )
 
     @classmethod
     def create(
@@ -152,8 +118,9 @@ class RunStore:
         Raises
         ------
         InvalidInput
-            Another process creates, or has created, a run in this directory.
+            Another process creates, or has created, a run in this directory, or it may be of others.
         """
+        require_own_directory(directory, "give another directory")
         path = directory / DATABASE
         aside = path.with_suffix(".new")
         try:
@@ -170,18 +137,11 @@ class RunStore:
                 "VALUES (?, ?, 'waiting', '[]', 0, ?)",
                 [(name, position, clock()) for position, name in enumerate(trainings)],
             )
-            database.execute(f"PRAGMA user_version = {_VERSION}")
+            database.execute(f"PRAGMA user_version = {VERSION}")
         aside.rename(path)
         sync_directory(directory)  # it has to survive a power cut: it has the names of the jobs
         sync_name(directory)
         return cls(directory, clock)
-
-    # Constants of the run.
-
-    def fact(self, key: str, *default: Any) -> Any:
-        """Return one of the constants with which the run was created; if it has none, the default, if there is one."""
-        rows = self._rows("SELECT value FROM fact WHERE key = ?", key)
-        return default[0] if default and not rows else json.loads(rows[0][0])
 
     # Drivers.
 
@@ -244,62 +204,7 @@ class RunStore:
             database.execute("UPDATE driver SET ended = ?, how = ? WHERE id = ?", (self._clock(), how, driver))
             database.execute(_WITHOUT_DRIVER)
 
-    def drivers(self) -> list[DriverRecord]:
-        """Return all drivers, the first one first."""
-        return [self._driver(row) for row in self._rows("SELECT * FROM driver ORDER BY id")]
-
-    def last_driver(self) -> DriverRecord | None:
-        """Return the last driver."""
-        row = self._rows("SELECT * FROM driver ORDER BY id DESC LIMIT 1")
-        return self._driver(row[0]) if row else None
-
-    def _driver(self, row: Sequence[Any]) -> DriverRecord:
-        """Return a driver, with the place of its journal if the run directory was moved or copied."""
-        driver = DriverRecord(*row)
-        if driver.journal is None:
-            return driver
-        here = self.directory.joinpath(*Path(driver.journal).parts[-_JOURNAL_DEPTH:])
-        return replace(driver, journal=str(here)) if here.exists() else driver
-
-    def job_prefixes(self) -> list[str]:
-        """Return the prefixes of the job names of all its drivers."""
-        return [row[0] for row in self._rows("SELECT DISTINCT job_prefix FROM driver WHERE job_prefix IS NOT NULL")]
-
     # Trainings.
-
-    def trainings(self) -> list[TrainingRecord]:
-        """Return all trainings in campaign order."""
-        rows = self._rows(
-            "SELECT name, state, share, nodes, result, result_is_json, error, remark FROM training ORDER BY position"
-        )
-        return [
-            TrainingRecord(
-                name,
-                state,
-                share,
-                tuple(json.loads(nodes)),
-                json.loads(result) if plain else result,
-                error,
-                remark,
-            )
-            for name, state, share, nodes, result, plain, error, remark in rows
-        ]
-
-    def training(self, name: str) -> TrainingRecord:
-        """Return one training.
-
-        Raises
-        ------
-        InvalidInput
-            There is none of that name.
-        """
-        trainings = {item.name: item for item in self.trainings()}
-        if name not in trainings:
-            raise InvalidInput(
-                f"{self.directory} has no training {name[:80]!r}{did_you_mean(name[:80], trainings)}; "
-                f"freetrain status {self.directory} lists them"
-            )
-        return trainings[name]
 
     def finish(self, name: str, result: object, remark: str = "") -> None:
         """Store the result of a training, as JSON if possible, else as its repr, and a remark."""
@@ -368,28 +273,19 @@ class RunStore:
             raise InvalidInput(f"{name} has ended already: {state}{again}")
         self._write("INSERT INTO request (kind, time) VALUES (?, ?)", f"cancel {name}", self._clock())
 
-    def cancellations(self) -> list[str]:
-        """Return the trainings with a cancel request to the current driver."""
-        rows = self._rows("SELECT DISTINCT kind FROM request WHERE kind LIKE 'cancel %'")
-        return [row[0].removeprefix("cancel ") for row in rows]
-
-    def stop_requested(self) -> bool:
-        """Return whether the current driver has a stop request."""
-        return bool(self._rows("SELECT 1 FROM request WHERE kind = 'stop' LIMIT 1"))
-
     # SQLite.
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         try:
+            with open_directory(self.directory) as directory:
+                refuse_super_journal(directory, DATABASE)
             # Without the mode, a database that was removed would be made again, empty.
             name = f"{self._path.absolute().as_uri()}?mode=rw"
             with closing(sqlite3.connect(name, timeout=_BUSY, uri=True)) as database, database:
                 yield database
-        except sqlite3.Error as error:
-            if not self._path.exists():
-                raise StateUnreadable(f"{shown(self.directory)} was removed, or its {DATABASE}") from None
-            raise StateUnreadable(f"{self._path} cannot be used: {error}") from None
+        except (OSError, sqlite3.Error) as error:
+            raise self._unreadable(error) from None
 
     def _write(self, statement: str, *values: Any) -> None:
         with self._transaction() as database:
@@ -398,9 +294,6 @@ class RunStore:
     def _rows(self, query: str, *values: Any) -> list[Any]:
         with self._transaction() as database:
             return database.execute(query, values).fetchall()
-
-    def _one(self, query: str, *values: Any) -> Any:
-        return self._rows(query, *values)[0]
 
 
 def plain_scalar(value: Any) -> Any:
@@ -415,18 +308,13 @@ def _stored(result: object) -> tuple[str, bool]:
     """Return a result as JSON if possible, else as its repr, and whether it is JSON."""
     try:
         text, plain = json.dumps(result, allow_nan=False, default=_plain_scalar), True
-        if _is_deep(result):  # its readers may have less of the stack left than this function
+        if is_deep(result):  # its readers may have less of the stack left than this function
             text, plain = _repr(result), False
     except BaseException:  # noqa: BLE001 - methods of the user's objects may raise anything, as in `plain_scalar`
         text, plain = _repr(result), False
     if len(text) > _LONGEST_RESULT:  # else it would be tried again, and all trainings that end would wait for it
         text, plain = f"<{type(result).__name__}, whose representation has {len(text)} characters: too many>", False
     return text, plain
-
-
-def _is_deep(value: object, left: int = _DEEPEST_RESULT) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return not left or any(_is_deep(part, left - 1) for part in parts)
 
 
 def _repr(result: object) -> str:

@@ -9,6 +9,7 @@ import os
 import sqlite3
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,16 @@ from freetrain_parsl.executor.value_samples import ValueSamples
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import type_name
 from freetrain_parsl.protocol.journal import record_of
+from freetrain_parsl.read_only_database import open_for_reading
+from freetrain_parsl.stored_json import parse_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.protocol.reports import Progress
+    from freetrain_parsl.read_only_database import DatabaseReading
 
 logger = logging.getLogger(__name__)
 
@@ -184,27 +188,42 @@ class Journal:
 
 
 def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, JournalEntry]]:
-    """Yield (id, entry) pairs with an id greater than `after`, in order."""
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
-        rows = database.execute("SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,))
-        for number, time, kind, subject, detail in rows:
-            yield number, JournalEntry(time, kind, subject, json.loads(detail))
-    finally:
-        database.close()
+    """Yield (id, entry) pairs with an id greater than `after`, in order.
+
+    Raises
+    ------
+    OSError, sqlite3.Error
+        It cannot be read.
+    ValueError
+        An entry is damaged.
+    """
+    with _opened(path) as reading:
+        rows = reading.connection.execute(
+            "SELECT id, time, kind, subject, detail FROM event WHERE id > ? ORDER BY id", (after,)
+        )
+        for number, time, kind, subject, detail in _in_order(reading, rows):
+            yield number, JournalEntry(time, kind, subject, parse_stored(detail))
+
+
+def _in_order(reading: DatabaseReading, rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield rows whose ids grow: a damaged file, in which they lie in a circle, would be read for ever."""
+    last = 0
+    for row in rows:
+        if row[0] <= last:
+            raise ValueError(f"entry {row[0]} follows entry {last}")
+        last = row[0]
+        yield row
+        reading.restart()
 
 
 def read_kinds(path: Path, kinds: Sequence[type[Record]]) -> Iterator[JournalEntry]:
     """Yield the entries of some kinds of records, in order, without reading the others."""
     names = [type_name(kind) for kind in kinds]
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
-        places = ", ".join("?" * len(names))
-        query = f"SELECT time, kind, subject, detail FROM event WHERE kind IN ({places}) ORDER BY id"  # noqa: S608 - only ?
-        for time, kind, subject, detail in database.execute(query, names):
-            yield JournalEntry(time, kind, subject, json.loads(detail))
-    finally:
-        database.close()
+    places = ", ".join("?" * len(names))
+    query = f"SELECT id, time, kind, subject, detail FROM event WHERE kind IN ({places}) ORDER BY id"  # noqa: S608 - only ?
+    with _opened(path) as reading:
+        for _number, time, kind, subject, detail in _in_order(reading, reading.connection.execute(query, names)):
+            yield JournalEntry(time, kind, subject, parse_stored(detail))
 
 
 def last_record(path: Path, kind: type[Record], containing: str = "") -> Record | None:
@@ -219,44 +238,42 @@ def last_record(path: Path, kind: type[Record], containing: str = "") -> Record 
     containing
         A text that the record's JSON object must have.
     """
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
-        row = database.execute(
+    with _opened(path) as reading:
+        row = reading.connection.execute(
             "SELECT time, kind, subject, detail FROM event WHERE kind = ? AND instr(detail, ?) "
             "ORDER BY id DESC LIMIT 1",
             (type_name(kind), containing or "{"),
         ).fetchone()
-    finally:
-        database.close()
     if row is None:
         return None
     time, name, subject, detail = row
-    return JournalEntry(time, name, subject, json.loads(detail)).record
+    return JournalEntry(time, name, subject, parse_stored(detail)).record
 
 
 def newest_entry(path: Path) -> int:
     """Return the id of the newest entry; 0 if there is none."""
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
-        return int(database.execute("SELECT COALESCE(MAX(id), 0) FROM event").fetchone()[0])
-    finally:
-        database.close()
+    with _opened(path) as reading:
+        return int(reading.connection.execute("SELECT COALESCE(MAX(id), 0) FROM event").fetchone()[0])
 
 
 def newest_report(path: Path) -> float:
     """Return the time of the newest progress report, seconds since the epoch; 0.0 if there is none."""
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-    try:
-        return float(database.execute("SELECT COALESCE(MAX(time), 0.0) FROM progress").fetchone()[0])
-    finally:
-        database.close()
+    with _opened(path) as reading:
+        return float(reading.connection.execute("SELECT COALESCE(MAX(time), 0.0) FROM progress").fetchone()[0])
 
 
 def read_progress(path: Path) -> dict[str, dict[str, Any]]:
     """Return the last progress report of each training: name -> report."""
-    database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    with _opened(path) as reading:
+        rows = reading.connection.execute("SELECT training, detail FROM progress").fetchall()
+    return {training: parse_stored(detail) for training, detail in rows}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[DatabaseReading]:
+    """Open a journal for reading; what it is and whose it is, is an error like any other of the file."""
     try:
-        rows = database.execute("SELECT training, detail FROM progress").fetchall()
-    finally:
-        database.close()
-    return {training: json.loads(detail) for training, detail in rows}
+        with open_for_reading(path) as reading:
+            yield reading
+    except (InvalidInput, OSError) as error:
+        raise sqlite3.OperationalError(str(error)) from None

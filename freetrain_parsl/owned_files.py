@@ -1,0 +1,259 @@
+"""Directories and files are opened by descriptor, after a check of whose they are and what they are.
+
+A run directory may have been left by another user, in a shared directory. Nothing of it is trusted: a link may point
+anywhere, a pipe blocks its reader, and a database can name files that SQLite removes. A directory that others may write
+counts as one of others, as its content may be theirs. For root, too, only root's own directories are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from freetrain_parsl.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "LARGEST_OF_OTHERS",
+    "OpenDirectory",
+    "open_directory",
+    "open_own_file",
+    "open_text",
+    "read_small_file",
+    "require_own_directory",
+    "user_name",
+]
+
+LARGEST_OF_OTHERS: Final = 256 << 20
+"""Bytes of a file of another user that are read."""
+
+_LARGEST_SMALL = 64 << 20  # bytes of a file that is read at once
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class OpenDirectory:
+    """An open directory: what is opened in it is in the directory that was checked, whatever its path names later.
+
+    Parameters
+    ----------
+    path
+        Where it was opened, without a link as its last part.
+    descriptor
+        Of the directory.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        facts = os.fstat(descriptor)
+        self.owner = facts.st_uid
+        self.mode = stat.S_IMODE(facts.st_mode)
+
+    def distrust(self, name: str | None = None) -> str:
+        """Return why its content may be of others: ``belongs to …``; empty if only this user could have written it.
+
+        Parameters
+        ----------
+        name
+            A file in it that must be this user's, too, if it exists.
+
+        Raises
+        ------
+        OSError
+            The file cannot be accessed.
+        """
+        if self.owner != os.geteuid():
+            return f"belongs to {user_name(self.owner)}"
+        if self.mode & _OTHERS_WRITE:
+            return f"can be changed by other users (mode {self.mode:04o})"
+        if name is None:
+            return ""
+        try:
+            facts = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return ""
+        if facts.st_uid != self.owner:
+            return f"has a {name} that belongs to {user_name(facts.st_uid)}"
+        if stat.S_ISREG(facts.st_mode) and facts.st_mode & _OTHERS_WRITE:
+            return f"has a {name} that can be changed by other users (mode {stat.S_IMODE(facts.st_mode):04o})"
+        return ""
+
+    def open_file(self, name: str, most: int | None = None) -> int:
+        """Open a file for reading, and return its descriptor.
+
+        Parameters
+        ----------
+        name
+            Its name.
+        most
+            Bytes that it may have.
+
+        Raises
+        ------
+        InvalidInput
+            It is a link, a pipe or another thing than a regular file, it belongs to somebody else than the directory,
+            or it is larger.
+        OSError
+            It does not exist, or cannot be accessed.
+        """
+        path = self.path / name
+        facts = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        if not stat.S_ISREG(facts.st_mode):  # opening a device may do anything, so before
+            raise InvalidInput(f"{path} is {_kind(facts.st_mode)}, not a regular file; remove it")
+        descriptor = os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=self.descriptor)
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != self.owner:
+                raise InvalidInput(
+                    f"{path} belongs to {user_name(facts.st_uid)}, its directory to {user_name(self.owner)}; remove it"
+                )
+            if most is not None and facts.st_size > most:
+                raise InvalidInput(f"{path} has {facts.st_size:,} bytes; at most {most:,} are read")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def state_of(self, name: str) -> tuple[int, int, int]:
+        """Return what changes when a file is written or replaced: inode, size and time; zeros if there is none."""
+        try:
+            facts = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0, 0, 0
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+@contextmanager
+def open_directory(path: Path) -> Iterator[OpenDirectory]:
+    """Open a directory. A link of this user's, or of root's, is followed to it, others are refused.
+
+    Raises
+    ------
+    InvalidInput
+        It is a link of another user.
+    OSError
+        It does not exist, is no directory, or cannot be accessed.
+    """
+    facts = os.lstat(path)
+    if stat.S_ISLNK(facts.st_mode):
+        if facts.st_uid not in (os.geteuid(), 0):
+            raise InvalidInput(f"{path} is a link of {user_name(facts.st_uid)}; give the directory itself")
+        path = Path(os.path.realpath(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield OpenDirectory(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_own_directory(path: Path, remedy: str) -> None:
+    """Refuse a directory in which another user could have put anything, before anything in it is opened.
+
+    Parameters
+    ----------
+    path
+        An existing directory.
+    remedy
+        What to do instead.
+
+    Raises
+    ------
+    InvalidInput
+        It is not this user's, or others may write it.
+    OSError
+        It cannot be accessed.
+    """
+    with open_directory(path) as directory:
+        if why := directory.distrust():
+            raise InvalidInput(f"{path} {why}; {remedy}")
+
+
+def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file to write it, in a directory of this user's, and return its descriptor; links are not followed.
+
+    Parameters
+    ----------
+    path
+        The file.
+    flags
+        Of `os.open`, with ``O_CREAT`` if it may be missing.
+    mode
+        Permissions of a file that is created.
+
+    Raises
+    ------
+    InvalidInput
+        It, or its directory, is not this user's, or it is not a regular file.
+    OSError
+        It cannot be opened.
+    """
+    with open_directory(path.parent) as directory:
+        if why := directory.distrust():
+            raise InvalidInput(f"{directory.path} {why}; its files are not written")
+        with suppress(FileNotFoundError):
+            found = os.stat(path.name, dir_fd=directory.descriptor, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise InvalidInput(
+                    f"{path} is {_kind(found.st_mode)} of {user_name(found.st_uid)}, not a file of yours; remove it"
+                )
+        return os.open(path.name, flags | _NO_LINK, mode, dir_fd=directory.descriptor)
+
+
+def read_small_file(path: Path) -> str:
+    """Return the text of a file of a run.
+
+    Raises
+    ------
+    InvalidInput
+        It is a link, a pipe or another thing than a regular file of the owner of its directory, or it is too large.
+    OSError
+        It does not exist, or cannot be accessed.
+    UnicodeDecodeError
+        It is not UTF-8.
+    """
+    with open_directory(path.parent) as directory:
+        descriptor = directory.open_file(path.name, _LARGEST_SMALL)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(_LARGEST_SMALL).decode()
+
+
+def open_text(path: Path) -> IO[str]:
+    """Open a text of a run, such as a log, whose lines end with a line feed; what is not UTF-8 is replaced.
+
+    Raises
+    ------
+    InvalidInput
+        As of `read_small_file`; of others, files up to `LARGEST_OF_OTHERS` are read.
+    OSError
+        It does not exist, or cannot be accessed.
+    """
+    with open_directory(path.parent) as directory:
+        most = LARGEST_OF_OTHERS if directory.distrust() else None
+        descriptor = directory.open_file(path.name, most)
+    return os.fdopen(descriptor, encoding="utf-8", errors="replace", newline="\n")
+
+
+def user_name(number: int) -> str:
+    """Return the name of a user."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _kind(mode: int) -> str:
+    kinds = (
+        (stat.S_ISREG, "a file"),
+        (stat.S_ISLNK, "a symbolic link"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    return next((name for test, name in kinds if test(mode)), "a device")
