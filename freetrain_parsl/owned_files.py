@@ -108,17 +108,15 @@ class OpenDirectory:
         if not stat.S_ISREG(facts.st_mode):  # opening a device may do anything, so before
             raise InvalidInput(f"{path} is {_kind(facts.st_mode)}, not a regular file; remove it")
         descriptor = os.open(name, os.O_RDONLY | _NO_LINK, dir_fd=self.descriptor)
-        try:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != self.owner:
-                raise InvalidInput(
-                    f"{path} belongs to {user_name(facts.st_uid)}, its directory to {user_name(self.owner)}; remove it"
-                )
-            if most is not None and facts.st_size > most:
-                raise InvalidInput(f"{path} has {facts.st_size:,} bytes; at most {most:,} are read")
-        except BaseException:
+        facts = os.fstat(descriptor)
+        why = ""
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != self.owner:
+            why = f"belongs to {user_name(facts.st_uid)}, its directory to {user_name(self.owner)}; remove it"
+        elif most is not None and facts.st_size > most:
+            why = f"has {facts.st_size:,} bytes; at most {most:,} are read"
+        if why:
             os.close(descriptor)
-            raise
+            raise InvalidInput(f"{path} {why}")
         return descriptor
 
     def state_of(self, name: str) -> tuple[int, int, int]:

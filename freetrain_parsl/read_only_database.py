@@ -267,8 +267,8 @@ def refuse_super_journal(directory: OpenDirectory, name: str, original: Path | N
         length, _checksum, magic = _TAIL.unpack(file.read(_TAIL.size))
     if magic == _JOURNAL_MAGIC and length:
         raise InvalidInput(
-            f"{(original or directory.path) / journal} names another file, which SQLite would remove; it was tampered with: "
-            "remove the run directory"
+            f"{(original or directory.path) / journal} names another file, which SQLite would remove; it was "
+            "tampered with: remove the run directory"
         )
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import read_small_file
 from freetrain_parsl.storage.staging import replace_text
+from freetrain_parsl.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +50,7 @@ class Assignment:
             It is damaged.
         """
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_stored(read_small_file(path))
             return cls(int(document["order"]), tuple(map(str, document["trainings"])))
         except FileNotFoundError:
             return cls()

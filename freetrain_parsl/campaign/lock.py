@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.cluster.processes import is_running, process_info
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import open_own_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from freetrain_parsl.campaign.store import DriverRecord, RunStore
+    from freetrain_parsl.campaign.stored_run import DriverRecord, StoredRun
 
 __all__ = ["BEAT", "DriverState", "driver_lock", "driver_state", "is_silent", "own_identity"]
 
@@ -61,7 +62,7 @@ def driver_state(driver: DriverRecord | None, clock: Callable[[], float] = time.
 
 
 def is_silent(
-    store: RunStore,
+    store: StoredRun,
     *,
     clock: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
@@ -96,7 +97,10 @@ def driver_lock(directory: Path) -> Iterator[None]:
     InvalidInput
         Another process holds the lock.
     """
-    file = os.open(directory / "driver.lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        file = open_own_file(directory / "driver.lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise InvalidInput(f"{directory}: driver.lock cannot be opened: {error.strerror}") from None
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

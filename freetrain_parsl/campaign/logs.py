@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.logs.lines import names_in
 from freetrain_parsl.executor.logs.reader import follow_logs, has_writer, read_logs
@@ -40,7 +40,7 @@ def trainings_of(run_dir: Path) -> list[str]:
     """
     if (run_dir / LOGS).is_dir() and not (run_dir / DATABASE).exists():
         return names_in(run_dir / LOGS)
-    return [training.name for training in RunStore(run_dir.absolute()).trainings()]
+    return [training.name for training in StoredRun(run_dir.absolute()).trainings()]
 
 
 def log_lines(
@@ -100,7 +100,7 @@ def log_lines(
 
 def _has_ended(run_dir: Path) -> bool:
     if (run_dir / DATABASE).exists():
-        return driver_state(RunStore(run_dir.absolute()).last_driver()) is not DriverState.ALIVE
+        return driver_state(StoredRun(run_dir.absolute()).last_driver()) is not DriverState.ALIVE
     return not has_writer(run_dir / LOGS)
 
 

@@ -48,6 +48,8 @@ def remove_orphans(
 
     Raises
     ------
+    InvalidInput
+        A prefix is not that of jobs of this run; none is cancelled.
     BatchSystemError
         The batch system does not respond, or the jobs do not end.
     """
@@ -76,4 +78,6 @@ def remove_orphans(
 
 
 def _find(source: WindowSource, prefixes: list[str]) -> dict[str, str]:
-    return {job: name for prefix in prefixes for job, name in source.find_jobs(prefix).items()}
+    """Return the jobs with these prefixes, whatever the batch system's own filter lets through."""
+    found = {job: name for prefix in prefixes for job, name in source.find_jobs(prefix).items()}
+    return {job: name for job, name in found.items() if name.startswith(tuple(prefixes))}

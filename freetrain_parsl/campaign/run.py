@@ -25,7 +25,8 @@ from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.campaign.providers import make_executor, make_window_source
 from freetrain_parsl.campaign.required_nodes import refuse_impossible, refuse_too_large
 from freetrain_parsl.campaign.site import Site
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import (
     CollectionUnavailable,
@@ -34,7 +35,8 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingCancelled,
 )
-from freetrain_parsl.executor.run_directory import check_run_directory
+from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
+from freetrain_parsl.owned_files import open_directory
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.storage.posix import check_writable
@@ -114,7 +116,7 @@ def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
 
 
 def find_run(directory: Path | None) -> Path:
-    """Return the given run directory, or the newest one in the current directory.
+    """Return the given run directory, or the newest one of this user's in the current directory.
 
     Raises
     ------
@@ -123,10 +125,11 @@ def find_run(directory: Path | None) -> Path:
     """
     if directory is not None:
         return directory
-    found = run_directories()
+    found, left_out = _runs_here()
     if not found:
-        raise InvalidInput(f"there is no {_RUN_NAME}… here; give the run directory")
-    return max(found, key=lambda run: (RunStore(run).fact("created"), run.name))
+        others = f" ({left_out[0]})" if left_out else ""
+        raise InvalidInput(f"there is no {_RUN_NAME}… of yours here{others}; give the run directory")
+    return max(found, key=lambda run: (found[run], run.name))
 
 
 def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, bool]:
@@ -154,6 +157,7 @@ def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, boo
     made = not run_dir.exists()
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_new_run_directory(run_dir, made=made)
         if any(path.name not in BEFORE_THE_RUN for path in run_dir.iterdir()):
             raise InvalidInput(
                 f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
@@ -165,8 +169,27 @@ def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, boo
 
 
 def run_directories() -> list[Path]:
-    """List the run directories here that have default names."""
-    return [file.parent for file in sorted(Path().glob(f"{_RUN_NAME}*/{DATABASE}"))]
+    """List the run directories here that have default names, are this user's, and can be read."""
+    return list(_runs_here()[0])
+
+
+def _runs_here() -> tuple[dict[Path, float], list[str]]:
+    """Return the runs of this user here with the times of their creation, and why others are left out."""
+    found: dict[Path, float] = {}
+    left_out: list[str] = []
+    for directory in sorted(Path().glob(f"{_RUN_NAME}*")):
+        try:
+            with open_directory(directory) as opened:
+                why = opened.distrust(DATABASE)
+                if not opened.state_of(DATABASE)[0]:
+                    continue
+            if why:
+                left_out.append(f"{directory} {why}")
+                continue
+            found[directory] = float(StoredRun(directory).fact("created"))
+        except (InvalidInput, OSError, ValueError, TypeError) as error:  # it does not stand in the way of other runs
+            left_out.append(text_of(error))
+    return found, left_out
 
 
 @dataclass
@@ -474,7 +497,7 @@ class CampaignRun:
             self._unwritable = False
 
 
-def read_site(store: RunStore) -> Site:
+def read_site(store: StoredRun) -> Site:
     """Return the site that a run was created with, without its campaign.
 
     Raises

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.logs import LOGS, log_lines
-from freetrain_parsl.campaign.store import DATABASE, RunStore, TrainingRecord
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun, TrainingRecord
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.logs.reader import has_writer
+from freetrain_parsl.owned_files import open_directory
 from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal
 from freetrain_parsl.strict_yaml import shown
 
@@ -40,6 +42,10 @@ class RunSource(Protocol):
     @property
     def name(self) -> str:
         """The name of the run."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What its reader should know, in lines."""
 
     def journals(self) -> list[DriverJournal]:
         """Return the journals of its drivers so far, the first one first."""
@@ -89,7 +95,7 @@ def open_source(directory: Path) -> RunSource:
                 f"{shown(directory)} has {len(found)} journals; give the directory of one of them, such as "
                 f"{shown(found[-1].parent)}"
             )
-    return CampaignSource(RunStore(directory))
+    return CampaignSource(StoredRun(directory))
 
 
 class CampaignSource:
@@ -103,7 +109,7 @@ class CampaignSource:
         Clock in seconds.
     """
 
-    def __init__(self, store: RunStore, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: StoredRun, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._monotonic = monotonic
         self._journals: list[DriverJournal] = []
@@ -118,6 +124,11 @@ class CampaignSource:
     def name(self) -> str:
         """The campaign's name."""
         return str(self._store.fact("name"))
+
+    @property
+    def notes(self) -> list[str]:
+        """Whose it is, if it may be of others."""
+        return self._store.notes
 
     def at_several_sites(self) -> bool:
         """Return whether it is a run at several sites."""
@@ -152,9 +163,11 @@ class CampaignSource:
 
     def stop(self) -> str:
         """Ask the driver to save all trainings and end."""
+        if self._store.distrust:
+            raise InvalidInput(f"{self.directory} {self._store.distrust}; only its owner can stop it")
         if driver_state(self._store.last_driver()) is not DriverState.ALIVE:
             raise InvalidInput(f"no driver of {self.directory} runs; there is nothing to stop")
-        self._store.request_stop()
+        RunStore(self.directory).request_stop()
         return "The driver was asked to stop: trainings save their state, and jobs are withdrawn."
 
 
@@ -182,6 +195,13 @@ class ScriptSource:
     def name(self) -> str:
         """The last two parts of the directory, such as ``runinfo/000``."""
         return "/".join(self._directory.parts[-2:])
+
+    @property
+    def notes(self) -> list[str]:
+        """Whose it is, if it may be of others."""
+        with open_directory(self._journal.parent) as directory:
+            why = directory.distrust(self._journal.name)
+        return [f"{self._directory} {why}; it is shown from a copy"] if why else []
 
     def journals(self) -> list[DriverJournal]:
         """Return its journal."""

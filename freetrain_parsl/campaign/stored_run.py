@@ -150,14 +150,13 @@ class StoredRun:
             driver = DriverRecord(*row)
         except TypeError:
             raise StateUnreadable(f"{self._path} is damaged: a driver has {len(row)} columns") from None
-        whole = (driver.id, driver.pid, driver.started)
-        numbers = (driver.since, driver.heartbeat, driver.ended or 0.0)
-        texts = (driver.host, driver.how or "", driver.job_prefix or "", driver.journal or "")
-        if not (
-            all(isinstance(item, int) for item in whole)
-            and all(isinstance(item, (int, float)) for item in numbers)
-            and all(isinstance(item, str) and "\0" not in item for item in texts)
-        ):
+        number, host, pid, started, since, heartbeat, ended, how, prefix, journal = row
+        types = [
+            *(isinstance(item, int) for item in (number, pid, started)),
+            *(isinstance(item, (int, float)) for item in (since, heartbeat, ended or 0.0)),
+            *(isinstance(item, str) for item in (host, how or "", prefix or "", journal or "")),
+        ]
+        if not all(types) or "\0" in (journal or ""):
             raise StateUnreadable(f"{self._path} is damaged: driver {str(driver.id)[:20]} has values of other types")
         if driver.journal is None:
             return driver
@@ -215,15 +214,11 @@ class StoredRun:
         return [self._training(*row) for row in rows]
 
     def _training(
-        self, name: str, state: str, share: Any, nodes: str, result: Any, plain: Any, error: Any, remark: Any
+        self, name: Any, state: Any, share: Any, nodes: Any, result: Any, plain: Any, error: Any, remark: Any
     ) -> TrainingRecord:
         held = self._parsed(nodes, "nodes")
-        if not (
-            all(isinstance(item, str) for item in (name, state, result or "", error or "", remark or ""))
-            and isinstance(share, (int, float, type(None)))
-            and isinstance(held, list)
-            and all(isinstance(node, str) for node in held)
-        ):
+        texts = (name, state, result or "", error or "", remark or "", *(held if isinstance(held, list) else [None]))
+        if not isinstance(share, (int, float, type(None))) or not all(isinstance(item, str) for item in texts):
             raise StateUnreadable(f"{self._path} is damaged: training {str(name)[:80]!r} has values of other types")
         if plain and result is not None:
             result = self._parsed(result, f"result of {name[:80]}")

@@ -16,7 +16,7 @@ from freetrain_parsl.report.run import FailedStarts, RunState
 from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
-    from freetrain_parsl.campaign.store import RunStore, TrainingRecord
+    from freetrain_parsl.campaign.stored_run import StoredRun, TrainingRecord
 
 __all__ = [
     "ago",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-def trainings_of(store: RunStore) -> list[TrainingRecord]:
+def trainings_of(store: StoredRun) -> list[TrainingRecord]:
     """Return the current trainings; those of a dead driver wait for a resume, and for nothing else."""
     trainings = [
         item if item.state not in ("failed", "cancelled") else replace(item, remark=None)  # of an earlier version
@@ -46,7 +46,7 @@ def trainings_of(store: RunStore) -> list[TrainingRecord]:
     ]
 
 
-def summary(store: RunStore) -> dict[str, Any]:
+def summary(store: StoredRun) -> dict[str, Any]:
     """Describe a run for ``--json``; times are seconds since the epoch."""
     driver = store.last_driver()
     trainings = trainings_of(store)
@@ -80,7 +80,7 @@ def summary(store: RunStore) -> dict[str, Any]:
     }
 
 
-def home_lines(store: RunStore) -> list[str]:
+def home_lines(store: StoredRun) -> list[str]:
     """Return what the living driver's mover is doing."""
     from freetrain_parsl.storage.globus.mover_state import MoverState
 
@@ -96,7 +96,7 @@ def ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s ago"
 
 
-def failed_starts_of(store: RunStore) -> FailedStarts | None:
+def failed_starts_of(store: StoredRun) -> FailedStarts | None:
     """Return the failed block starts that the journal of the living driver has recorded last."""
     if (journal := _living_journal(store)) is None:
         return None
@@ -107,7 +107,7 @@ def failed_starts_of(store: RunStore) -> FailedStarts | None:
     return FailedStarts.of(entry) if isinstance(entry, record.StartsFailed) else None
 
 
-def failures_of(store: RunStore) -> int | None:
+def failures_of(store: StoredRun) -> int | None:
     """Return the number of failures of the run so far; ``None`` if a journal cannot be read here."""
     journals = (Path(driver.journal) for driver in store.drivers() if driver.journal is not None)
     try:
@@ -116,7 +116,7 @@ def failures_of(store: RunStore) -> int | None:
         return None
 
 
-def reasons_of(store: RunStore) -> list[str]:
+def reasons_of(store: StoredRun) -> list[str]:
     """Return what keeps the waiting trainings of the living driver from nodes, see `RunState.reasons`."""
     if (journal := _living_journal(store)) is None:
         return []
@@ -131,7 +131,7 @@ def failures_line(number: int | None) -> str:
     return "" if not number else "1 failure so far" if number == 1 else f"{number:,} failures so far"
 
 
-def journal_state_of(store: RunStore) -> RunState | None:
+def journal_state_of(store: StoredRun) -> RunState | None:
     """Return what the journal of the living driver says; ``None`` without such a driver, or if it cannot be read."""
     if (journal := _living_journal(store)) is None:
         return None
@@ -141,14 +141,14 @@ def journal_state_of(store: RunStore) -> RunState | None:
         return None
 
 
-def _living_journal(store: RunStore) -> Path | None:
+def _living_journal(store: StoredRun) -> Path | None:
     driver = store.last_driver()
     if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
         return None
     return Path(driver.journal)
 
 
-def driver_line(store: RunStore, clock: float | None = None) -> str:
+def driver_line(store: StoredRun, clock: float | None = None) -> str:
     """Describe the state of a run's driver in one line."""
     driver = store.last_driver()
     state = driver_state(driver)

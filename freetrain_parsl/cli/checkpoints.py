@@ -15,7 +15,8 @@ from rich.table import Table
 
 from freetrain_parsl.campaign.home import prune_home
 from freetrain_parsl.campaign.run import read_site
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
 
@@ -75,11 +76,12 @@ def prune(
     with errors_in_one_line("checkpoints prune"):
         if keep < 1:
             raise UsageError("give the number of checkpoints to keep per training, at least 1, e.g. --keep 2")
+        is_run = (directory / DATABASE).is_file()
+        store = RunStore(directory.absolute()) if is_run else None  # it refuses the runs of others
         trainings = choose_training(find_trainings(_checkpoints_of(directory)), training)
         doomed = [(owner, old) for name, owner in trainings.items() for old in removable(name, owner, keep)]
         _remove(doomed, dry_run=dry_run)
-        if (directory / DATABASE).is_file():
-            store = RunStore(directory.absolute())
+        if store is not None:
             prune_home(read_site(store), store, keep, training, typer.echo, dry_run=dry_run)
 
 
@@ -87,7 +89,7 @@ def _checkpoints_of(directory: Path) -> Path:
     """Return the checkpoint directory of a run, if its site file names one; else the directory itself."""
     if not (directory / DATABASE).is_file():
         return directory
-    return read_site(RunStore(directory.absolute())).checkpoint_dir or directory
+    return read_site(StoredRun(directory.absolute())).checkpoint_dir or directory
 
 
 def _remove(doomed: Iterable[tuple[CheckpointDirectory, Listed]], *, dry_run: bool) -> None:

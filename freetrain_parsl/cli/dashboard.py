@@ -41,6 +41,8 @@ def dashboard(
         hosts = tuple(name.lower() for name in allow_host or ())
         options = ServerOptions(port=port, path=socket, prefix=prefix, hosts=hosts, token_needed=not no_token)
         source = open_source(_newest_run() if run_dir is None else run_dir)
+        for line in source.notes:
+            typer.echo(line, err=True)
         serve(source, options, lambda address: _print(source.directory, address))
 
 

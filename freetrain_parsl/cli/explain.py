@@ -13,11 +13,12 @@ import typer
 from rich.console import Console
 
 from freetrain_parsl.campaign.run import run_directories
-from freetrain_parsl.campaign.run_source import CampaignSource, open_source
-from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.run_source import CampaignSource
+from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.cli.explain_sites import explain_run, sentences
 from freetrain_parsl.cli.preview import ask_planner
+from freetrain_parsl.cli.run_directory import open_run
 from freetrain_parsl.cli.script_view import reason_figures, reason_lines
 from freetrain_parsl.cli.sources import (
     AccountOption,
@@ -95,9 +96,9 @@ def explain(
 
 def _explain_directory(directory: Path) -> tuple[dict[str, Any], Iterable[str]]:
     """Describe why the trainings of a run are where they are, as figures and as sentences."""
-    source = open_source(directory)
+    source = open_run(directory)
     if isinstance(source, CampaignSource) and source.at_several_sites():
-        figures = explain_run(RunStore(directory))
+        figures = explain_run(StoredRun(directory))
         return figures, sentences(figures)
     figures = reason_figures(source)
     return figures, reason_lines(figures)
@@ -111,7 +112,7 @@ def runs_here() -> Iterator[str]:
     """
     for directory in run_directories():
         try:
-            run = journal_state_of(RunStore(directory.absolute()))
+            run = journal_state_of(StoredRun(directory.absolute()))
         except FreeTrainError:
             continue  # of another version
         if run is None:

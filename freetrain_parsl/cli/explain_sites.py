@@ -11,12 +11,12 @@ from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, Coordinat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.campaign.stored_run import StoredRun
 
 __all__ = ["explain_run", "sentences"]
 
 
-def explain_run(store: RunStore) -> dict[str, Any]:
+def explain_run(store: StoredRun) -> dict[str, Any]:
     """Describe where the trainings of a run are and why, as its coordinator has decided last.
 
     Returns

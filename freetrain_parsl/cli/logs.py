@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from freetrain_parsl.campaign.logs import LOGS, log_lines, shown_line, trainings_of
-from freetrain_parsl.campaign.run_source import open_source
+from freetrain_parsl.campaign.stored_run import DATABASE
+from freetrain_parsl.cli.run_directory import open_run
 from freetrain_parsl.cli.sources import errors_in_one_line
 
 __all__ = ["logs"]
@@ -32,8 +33,8 @@ def logs(
 ) -> None:
     """Show what the trainings of a run have printed, in order, with marks where they moved."""
     with errors_in_one_line("logs"):
-        if not (run_dir / LOGS).is_dir():
-            run_dir = open_source(run_dir).directory  # of a directory above Parsl's, such as the demo's
+        if (run_dir / DATABASE).exists() or not (run_dir / LOGS).is_dir():
+            run_dir = open_run(run_dir).directory  # of a directory above Parsl's, such as the demo's
         names = [] if training is not None else trainings_of(run_dir)
         width = max(map(len, names), default=0) if len(names) > 1 else 0
         try:

@@ -17,9 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.campaign.report_page import PHASES, UNUSED, missing_lines, write_report_page
-from freetrain_parsl.campaign.run import find_run
-from freetrain_parsl.campaign.run_source import open_source
-from freetrain_parsl.cli.run_directory import RunDirectory
+from freetrain_parsl.cli.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
 
@@ -44,7 +42,7 @@ def report(
 ) -> None:
     """Show what a run used, by cause, and what it gave back."""
     with errors_in_one_line("report"):
-        figures = run_report(open_source(find_run(run_dir)))
+        figures = run_report(open_run(run_dir))
         if page is not None:
             _write_page(figures, page)
         if json:

@@ -51,7 +51,7 @@ def resume(
         if on_code_change is not None:
             check_on_code_change(on_code_change)
         directory = find_run(run_dir)
-        if RunStore(directory.absolute()).fact("sites", None) is not None:
+        if RunStore(directory.absolute()).fact("sites", None) is not None:  # it refuses the runs of others
             if config is not None or on_code_change is not None or detach:
                 raise UsageError(
                     f"{directory} is a run at several sites: it continues with the files of its start, here; give only "

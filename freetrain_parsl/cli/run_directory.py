@@ -7,8 +7,20 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-__all__ = ["RunDirectory"]
+from freetrain_parsl.campaign.run_source import RunSource, open_source
+
+__all__ = ["RunDirectory", "open_run"]
 
 RunDirectory: TypeAlias = Annotated[
     Path | None, typer.Argument(metavar="[RUN_DIR]", help="Run directory. Default: newest in the current directory.")
 ]
+
+
+def open_run(run_dir: Path | None) -> RunSource:
+    """Open a run for reading, by default the newest one of this user's here; say on stderr if it may be of others."""
+    from freetrain_parsl.campaign.run import find_run  # imports the planner, which not every verb needs
+
+    run = open_source(find_run(run_dir).absolute())
+    for line in run.notes:
+        typer.echo(line, err=True)
+    return run

@@ -21,7 +21,7 @@ from freetrain_parsl.remote.sites.coordinator_file import site_lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.campaign.stored_run import StoredRun
     from freetrain_parsl.remote.sites.coordinator import Coordinator
     from freetrain_parsl.remote.sites.run import SitesRun
     from freetrain_parsl.remote.sites.state import TrainingPlace
@@ -76,7 +76,7 @@ def _table(coordinator: Coordinator) -> Table:
     return table
 
 
-def sites_summary(store: RunStore) -> dict[str, Any]:
+def sites_summary(store: StoredRun) -> dict[str, Any]:
     """Describe a run at several sites for ``--json``."""
     return {**summary(store), "sites": site_lines(store.directory)}
 

@@ -7,9 +7,8 @@ import json as json_format
 import typer
 from rich.console import Console
 
-from freetrain_parsl.campaign.run import find_run
-from freetrain_parsl.campaign.run_source import ScriptSource, open_source
-from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.run_source import ScriptSource
+from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.campaign.summary import (
     driver_line,
     failures_line,
@@ -20,7 +19,7 @@ from freetrain_parsl.campaign.summary import (
     trainings_of,
 )
 from freetrain_parsl.cli.campaign_view import print_trainings
-from freetrain_parsl.cli.run_directory import RunDirectory
+from freetrain_parsl.cli.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.script_view import print_script, script_figures
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.remote.sites.coordinator_file import site_lines
@@ -34,14 +33,14 @@ def status(
 ) -> None:
     """Show the trainings of a run, and whether its driver is alive."""
     with errors_in_one_line("status"):
-        directory = find_run(run_dir).absolute()
-        if isinstance(source := open_source(directory), ScriptSource):
+        source = open_run(run_dir)
+        if isinstance(source, ScriptSource):
             if json:
                 typer.echo(json_format.dumps(script_figures(source), indent=2))
             else:
                 print_script(Console(), source)
             return
-        store = RunStore(directory)
+        store = StoredRun(source.directory)
         sites = None if store.fact("sites", None) is None else site_lines(store.directory)
         if json:
             typer.echo(json_format.dumps({**summary(store), **({} if sites is None else {"sites": sites})}, indent=2))

@@ -13,16 +13,17 @@ from freetrain_parsl.campaign.app_source import check_campaign
 from freetrain_parsl.campaign.entries import CampaignFile
 from freetrain_parsl.campaign.run import BEFORE_THE_RUN, CELLS
 from freetrain_parsl.campaign.site import Site, find_site_file
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.yaml_file import Variables, user_path
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
-from freetrain_parsl.executor.run_directory import check_run_directory
+from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
 from freetrain_parsl.notebook.cells import CAMPAIGN_FILE, CellCampaign
 from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import environment_of_user
 from freetrain_parsl.notebook.run import StartedRun
 from freetrain_parsl.notebook.shown import ShownCampaign
 from freetrain_parsl.notebook.snapshot import short_path
+from freetrain_parsl.owned_files import require_own_directory
 from freetrain_parsl.protocol.options import check_on_code_change
 from freetrain_parsl.remote.detached import driver_process, local_status, run_detached
 from freetrain_parsl.strict_yaml import read_text
@@ -116,6 +117,7 @@ class NotebookCampaign:
         """
         if on_code_change is not None:
             check_on_code_change(on_code_change)
+        self._refuse_directory_of_others()
         if not (self._run_dir / DATABASE).exists():
             with _STARTING:
                 run = self._begin()
@@ -199,9 +201,20 @@ class NotebookCampaign:
         variables.refuse_unused()
         return checked
 
+    def _refuse_directory_of_others(self) -> None:
+        """Refuse a run directory whose name was taken by somebody else, before anything in it is opened."""
+        try:
+            require_own_directory(self._run_dir, "give another run_dir")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise InvalidInput(f"run_dir {self._run_dir}: {error.strerror}; choose another directory") from None
+
     def _make_directory(self) -> None:
         try:
+            made = not self._run_dir.exists()
             self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_new_run_directory(self._run_dir, made=made)
             if any(path.name not in BEFORE_THE_RUN for path in self._run_dir.iterdir()):
                 raise InvalidInput(f"{self._run_dir} is not empty, and not a run; give another run_dir")
         except OSError as error:
@@ -221,7 +234,7 @@ class NotebookCampaign:
         return path if is_name and not in_directory.is_file() else in_directory
 
     def _refuse_another_campaign(self) -> None:
-        store = RunStore(self._run_dir)
+        store = StoredRun(self._run_dir)
         text = self._cells.text if self._cells is not None else self._file_text()
         if store.fact("campaign_text") != text:
             raise InvalidInput(

@@ -13,6 +13,8 @@ import platform
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.campaign.run import CONTROL
+from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import open_own_file, open_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +29,18 @@ def take_control(run_dir: Path) -> bool:
     """Make this process the one that controls a run, until it ends; return whether it does.
 
     On a file system without locks, each process does; in a directory that cannot be written, none.
+
+    Raises
+    ------
+    InvalidInput
+        The file is a link, or not this user's.
     """
     path = run_dir / CONTROL
     with contextlib.suppress(OSError):  # it may have been removed, with its directory, and made again
         if _identity(path.stat()) in _HELD:
             return True
     try:
-        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        file = open_own_file(path, os.O_CREAT | os.O_RDWR)
     except OSError:
         return False
     try:
@@ -57,6 +64,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def controller_of(run_dir: Path) -> str:
     """Describe the process that controlled a run last; empty: none did."""
     try:
-        return (run_dir / CONTROL).read_text(encoding="utf-8", errors="replace")[:100]
-    except OSError:
+        with open_text(run_dir / CONTROL) as file:
+            return file.read(100)
+    except (OSError, InvalidInput):
         return ""

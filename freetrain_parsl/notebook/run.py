@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.logs import log_lines, shown_line, trainings_of
+from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.notebook.control import controller_of
 from freetrain_parsl.notebook.launch import run_command
@@ -190,7 +191,7 @@ class StartedRun(WatchedRun):
         while (state := self.state) == "starting" and time.monotonic() < end:
             self._sleep(_POLL)  # a driver that begins ignores earlier requests
         if state == "running":
-            self._campaign.store.request_stop()
+            RunStore(self._campaign.directory).request_stop()
         return self.wait(max(0.0, end - time.monotonic()))
 
     def resume(self, *, on_code_change: OnCodeChange | None = None, retry_failed: bool = False) -> None:

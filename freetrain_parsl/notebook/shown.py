@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.run_source import CampaignSource
-from freetrain_parsl.campaign.store import DATABASE, RunStore, plain_scalar
+from freetrain_parsl.campaign.store import plain_scalar
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import driver_line, failures_line, home_lines, trainings_of
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import read_progress
@@ -113,14 +114,14 @@ class ShownCampaign(ShownRun):
         self._name = name or self.directory.name
         self._expected = tuple(trainings)
         self._earlier: tuple[list[Path], dict[str, dict[str, Any]]] = ([], {})
-        self._store: RunStore | None = None
+        self._store: StoredRun | None = None
         self._campaign: CampaignSource | None = None
         if self._open() is None and driver_process(self.directory) is None:
-            RunStore(self.directory)  # it refuses by name
+            StoredRun(self.directory)  # it refuses by name
         self._reader = RunReader(self._name, self._driver_journals, clock)
 
     @property
-    def store(self) -> RunStore:
+    def store(self) -> StoredRun:
         """The state of the run.
 
         Raises
@@ -134,10 +135,10 @@ class ShownCampaign(ShownRun):
             raise InvalidInput(reason_in(status.message) if status.over else f"{self.directory} is {status.state}")
         return store
 
-    def _open(self) -> RunStore | None:
+    def _open(self) -> StoredRun | None:
         """Return the state of the run, once it has been created."""
         if self._store is None and (self.directory / DATABASE).exists():
-            self._store = RunStore(self.directory)
+            self._store = StoredRun(self.directory)
             self._campaign = CampaignSource(self._store)
             self._name = str(self._store.fact("name"))
         return self._store

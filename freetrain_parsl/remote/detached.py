@@ -16,7 +16,7 @@ from freetrain_parsl.remote.verbs import status_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.campaign.stored_run import StoredRun
     from freetrain_parsl.remote.launch import Process
     from freetrain_parsl.remote.messages import RemoteStatus
 
@@ -63,7 +63,7 @@ def driver_process(run_dir: Path) -> Process | None:
     return process_of(run_dir / DRIVER)
 
 
-def local_status(run_dir: Path, store: RunStore | None) -> RemoteStatus:
+def local_status(run_dir: Path, store: StoredRun | None) -> RemoteStatus:
     """Return the state of a run on this host: of its detached process if it has one, else of its last driver.
 
     It has no summary, so that it can be asked for every second.

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.cluster.processes import is_running
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import open_own_file, read_small_file, require_own_directory
 from freetrain_parsl.remote.environment import scrubbed
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,9 +82,10 @@ def launch(
     environment
         Default: that of this process, without what looks secret.
     """
+    require_own_directory(directory, "give another run directory")
     for path in (directory / _RECORD, *directory.glob(_exit_name("*", "*"))):
         path.unlink(missing_ok=True)
-    descriptor = os.open(directory / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    descriptor = open_own_file(directory / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     with os.fdopen(descriptor, "ab") as log:
         # The first process only starts the second and ends, which makes that one nobody's child.
         first = subprocess.Popen(
@@ -142,7 +145,7 @@ def read_document(path: Path, *keys: str) -> dict[str, Any] | None:
         It is damaged.
     """
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = parse_stored(read_small_file(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.site import Site
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import DamagedCheckpoint, InvalidInput
@@ -96,7 +96,7 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"held": [], "samples_left": {}, "sizes": {}, "measured": [], "copying": []}
     if not (run_dir / DATABASE).is_file():
         return facts
-    store = RunStore(run_dir)
+    store = StoredRun(run_dir)
     mover = MoverState.read(run_dir)
     facts["measured"] = [[copy.from_home, copy.size, copy.seconds] for copy in mover.measured]
     site = Site.parse(store.fact("site_text"), store.fact("site_file"), Variables(store.fact("variables")))

@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.remote.launch import read_document
 from freetrain_parsl.report.output import write_output
 
@@ -31,7 +32,7 @@ def retried(root: Path) -> dict[str, int]:
 def failed_before(root: Path, run_dir: Path, attempts: Mapping[str, int]) -> list[str]:
     """Return the trainings of a run that have failed or were cancelled here before the given attempts."""
     done = retried(root)
-    states = {item.name: item.state for item in RunStore(run_dir).trainings()}
+    states = {item.name: item.state for item in StoredRun(run_dir).trainings()}
     return [
         name for name, attempt in attempts.items() if attempt > done.get(name, 0) and states.get(name) in _UNSUCCESSFUL
     ]

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.assignment import ASSIGNMENT, Assignment
 from freetrain_parsl.campaign.lock import DriverState, driver_state
-from freetrain_parsl.campaign.store import DATABASE, RunStore
+from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
 from freetrain_parsl.remote.archive import unpack
@@ -88,7 +89,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def status_of(
     root: Path,
     process: Process | None,
-    store: RunStore | None,
+    store: StoredRun | None,
     clock: Callable[[], float] = time.time,
     *,
     with_summary: bool = True,
@@ -206,7 +207,7 @@ def _drive_assigned(root: Path, stored: Mapping[str, Any], assignment: Assignmen
     """Start a driver, unless one runs or nothing is to be done."""
     run_dir = root / "run"
     created = (run_dir / DATABASE).is_file()
-    ended = {item.name for item in RunStore(run_dir).trainings() if item.state not in _OPEN} if created else set()
+    ended = {item.name for item in StoredRun(run_dir).trainings() if item.state not in _OPEN} if created else set()
     started = process_of(root) is not None
     if ended.issuperset(assignment.trainings) or (started and not _status(root).over):
         return
@@ -292,7 +293,7 @@ def _unpack_request(base: Path, root: Path, request: Mapping[str, Any], wanted: 
 
 def _status(root: Path) -> RemoteStatus:
     run_dir = root / "run"
-    store = RunStore(run_dir) if (run_dir / DATABASE).is_file() else None
+    store = StoredRun(run_dir) if (run_dir / DATABASE).is_file() else None
     return status_of(root, process_of(root), store)
 
 

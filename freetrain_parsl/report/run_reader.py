@@ -9,6 +9,7 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.journal import newest_entry, newest_report, read_journal, read_progress
+from freetrain_parsl.read_only_database import seen_state
 from freetrain_parsl.report.run_view import RunView
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DAMAGED", "DriverJournal", "RunReader"]
 
 _PORTION: Final = 5000  # records taken at once
-DAMAGED: Final = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+DAMAGED: Final = (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError, RecursionError)
 """What records with unexpected content raise, wherever that is noticed."""
 
 
@@ -128,7 +129,7 @@ class RunReader:
             self.view.begin_driver()
         elif place.file != (status.st_dev, status.st_ino):
             raise ValueError("it was replaced by another file")
-        changed = _state_of(journal.path)
+        changed = seen_state(journal.path)
         if changed != place.changed:
             self._read(journal, place)
             if self.is_behind:
@@ -178,15 +179,3 @@ class RunReader:
             except DAMAGED as error:  # noqa: PERF203 - once for each damaged entry
                 place.damage = f"entry {number - length_hint(waiting)} has unexpected content ({error!r})"
         portion.clear()
-
-
-def _state_of(path: Path) -> tuple[int, ...]:
-    """Return what changes when a journal is written: sizes and times of the file and its write-ahead log."""
-    found: list[int] = []
-    for file in (path, path.with_name(path.name + "-wal")):
-        try:
-            status = file.stat()
-        except FileNotFoundError:
-            continue
-        found += [status.st_size, status.st_mtime_ns]
-    return tuple(found)

@@ -9,8 +9,10 @@ from collections import deque
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
+from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.logs.lines import SUFFIX, LogLine, log_files, parse_line
 from freetrain_parsl.executor.logs.writer import LEFT_BEHIND, LOCK
+from freetrain_parsl.owned_files import open_directory, open_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,8 +83,9 @@ def follow_logs(
 def has_writer(directory: Path) -> bool:
     """Return whether a driver writes these logs; works where the file system supports locks."""
     try:
-        file = os.open(directory / LOCK, os.O_RDWR)
-    except OSError:
+        with open_directory(directory) as opened:
+            file = opened.open_file(LOCK)
+    except (OSError, InvalidInput):
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -105,7 +108,7 @@ def _lines_of(directory: Path, training: str) -> Iterator[LogLine]:
 
 
 def _lines_in(training: str, path: Path) -> Iterator[LogLine]:
-    with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+    with suppress(FileNotFoundError), open_text(path) as file:
         yield from _parsed(training, file)  # otherwise it was rotated or adopted meanwhile
 
 
@@ -146,7 +149,7 @@ class _Tail:
         self._rest = ""
         self._file = None
         with suppress(FileNotFoundError):
-            self._file = path.open(encoding="utf-8", errors="replace", newline="\n")
+            self._file = open_text(path)
         return self._file
 
     def _read(self, file: IO[str]) -> Iterator[LogLine]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import read_small_file
 from freetrain_parsl.storage.staging import replace_text
+from freetrain_parsl.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +53,7 @@ class CoordinatorFile:
         """
         path = run_dir / COORDINATOR
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_stored(read_small_file(path))
             return cls({**document["coordinator"]}, tuple(map(str, document["lines"])))
         except FileNotFoundError:
             return None

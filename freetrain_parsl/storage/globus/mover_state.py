@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import read_small_file
 from freetrain_parsl.storage.globus.carrier import CopyJob
 from freetrain_parsl.storage.staging import replace_text
+from freetrain_parsl.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +93,7 @@ class MoverState:
         """
         path = run_dir / STATE_FILE
         try:
-            document: Any = json.loads(path.read_text(encoding="utf-8"))
+            document: Any = parse_stored(read_small_file(path))
             if document["version"] != _VERSION:
                 raise InvalidInput(f"{path} is of another version of FreeTrain")
             measured = (
