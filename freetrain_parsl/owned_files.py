@@ -27,6 +27,7 @@ __all__ = [
     "open_text",
     "read_small_file",
     "require_own_directory",
+    "require_own_entries",
     "user_name",
 ]
 
@@ -171,6 +172,29 @@ def require_own_directory(path: Path, remedy: str) -> None:
     with open_directory(path) as directory:
         if why := directory.distrust():
             raise InvalidInput(f"{path} {why}; {remedy}")
+
+
+def require_own_entries(path: Path, remedy: str) -> None:
+    """Apply `require_own_directory`, and refuse links and things of others directly in the directory.
+
+    Parameters
+    ----------
+    path, remedy
+        As of `require_own_directory`.
+
+    Raises
+    ------
+    InvalidInput
+        It, or something in it, is not this user's.
+    OSError
+        It cannot be accessed.
+    """
+    require_own_directory(path, remedy)
+    with os.scandir(path) as entries:
+        for entry in entries:
+            facts = entry.stat(follow_symlinks=False)
+            if stat.S_ISLNK(facts.st_mode) or facts.st_uid != os.geteuid():
+                raise InvalidInput(f"{entry.path} is {_kind(facts.st_mode)} of {user_name(facts.st_uid)}; {remedy}")
 
 
 def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:

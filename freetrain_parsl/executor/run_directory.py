@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.owned_files import open_directory, user_name
+from freetrain_parsl.owned_files import open_directory, require_own_entries, user_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,13 +45,15 @@ def check_new_run_directory(directory: Path, *, made: bool) -> None:
     Raises
     ------
     InvalidInput
-        It belongs to another user: somebody has taken its name, or the file system gives files to another user.
+        It, or something in it, belongs to another user: somebody has taken its name, or the file system gives files to
+        another user.
     OSError
         It cannot be accessed.
     """
     with open_directory(directory) as opened:
         if opened.owner == os.geteuid():
             os.fchmod(opened.descriptor, 0o700)  # of an empty directory, to which others may have had access
+            require_own_entries(directory, "choose another directory")
             return
         owner = user_name(opened.owner)
     if made:

@@ -23,6 +23,7 @@ import yaml
 
 from freetrain_parsl.campaign.yaml_file import user_path
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.owned_files import require_own_entries
 from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.protocol.options import Code, digest_of
 from freetrain_parsl.report.output import write_output
@@ -124,6 +125,7 @@ class CellCampaign:
         self.check()
         payload = pack_training(_nothing, (), dict(self.apps))
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_own_entries(directory, "give another run_dir")  # compiled modules of others would be imported instead
         write_output(directory / f"{_MODULE}.py", _SOURCE)
         _write_private(directory / _PICKLE, payload)
         self.write_code(directory)

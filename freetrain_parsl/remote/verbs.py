@@ -32,6 +32,7 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
+from freetrain_parsl.owned_files import require_own_directory
 from freetrain_parsl.remote.archive import unpack
 from freetrain_parsl.remote.launch import LOG, launch, process_of, read_document
 from freetrain_parsl.remote.look import planned_blocks, run_facts, site_facts
@@ -384,6 +385,7 @@ def _wait(root: Path, request: Mapping[str, Any], enough: Callable[[RemoteStatus
 def _base() -> Path:
     base = Path(os.environ.get(DIRECTORY) or "~/.freetrain/remote").expanduser()
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own_directory(base, f"set {DIRECTORY} to another directory")
     return base
 
 

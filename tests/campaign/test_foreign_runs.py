@@ -21,6 +21,7 @@ from freetrain_parsl.cli.commands import app as command_line
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.executor.run_directory import check_new_run_directory
 from freetrain_parsl.notebook import Campaign
+from freetrain_parsl.notebook.control import take_control
 from freetrain_parsl.storage.globus.mover_state import STATE_FILE, MoverState
 from tests.foreign_runs import BOB, add_driver, add_hot_journal, as_two_users, change, give, plant
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory like ``/scratch``, which is the current one."""
+    """Make a directory like ``/scratch``, and work there."""
     place = tmp_path / "shared"
     place.mkdir()
     place.chmod(0o1777)
@@ -64,7 +65,7 @@ def test_runs_of_others_and_damaged_ones_do_not_stand_in_the_way(shared: Path) -
     os.mkfifo(pipe / DATABASE)
     (shared / "freetrain-run-6").symlink_to(shared / "freetrain-run-2")
     give(plant(shared / "elsewhere"))
-    os.symlink(mine, shared / "freetrain-run-7")
+    (shared / "freetrain-run-7").symlink_to(mine)
     os.chown(shared / "freetrain-run-7", BOB, BOB, follow_symlinks=False)
     assert [run.name for run in run_directories()] == ["freetrain-run-1"]
     assert find_run(None).name == "freetrain-run-1"
@@ -151,7 +152,7 @@ def test_jobs_are_cancelled_by_prefixes_of_this_run_only(shared: Path, prefix: s
     def make_source(_site: object) -> Any:
         raise AssertionError("the batch system was asked")
 
-    with pytest.raises(InvalidInput, match="as the prefix of its jobs.*no job is cancelled"):
+    with pytest.raises(InvalidInput, match=r"as the prefix of its jobs.*no job is cancelled"):
         remove_orphans(Site(), RunStore(run), print, make_source=make_source)  # type: ignore[arg-type]
 
 
@@ -215,11 +216,11 @@ def test_a_squatted_directory_is_refused_before_it_is_opened(shared: Path, tmp_p
     (squatted / "driver.lock").symlink_to(victim)
     os.mkfifo(squatted / "driver")
     give(squatted)
-    with pytest.raises(InvalidInput, match="belongs to .*choose another directory"):
+    with pytest.raises(InvalidInput, match=r"belongs to .*choose another directory"):
         make_run_directory(squatted, datetime.now(timezone.utc))
     (shared / "job.py").write_text("from freetrain_parsl import training_app\n")
     campaign = Campaign([{"app": "job.py:train"}], name="sweep", config="local")
-    with pytest.raises(InvalidInput, match="belongs to .*; give another run_dir"):
+    with pytest.raises(InvalidInput, match=r"belongs to .*; give another run_dir"):
         campaign.start()
     with pytest.raises(InvalidInput, match="belongs to"), driver_lock(squatted):
         pass
@@ -239,19 +240,14 @@ def test_a_file_system_that_gives_files_to_others_is_refused_by_name(tmp_path: P
 
 @pytest.mark.parametrize("name", ["driver.lock", "notebook.lock"])
 def test_locks_do_not_follow_links(tmp_path: Path, name: str) -> None:
-    from freetrain_parsl.notebook.control import take_control
-
     victim = tmp_path / "results.txt"
     victim.write_text("five years of work")
     run = tmp_path / "run"
     run.mkdir()
     (run / name).symlink_to(victim)
+    lock = (lambda: driver_lock(run).__enter__()) if name == "driver.lock" else (lambda: take_control(run))
     with pytest.raises(InvalidInput, match=f"{name} is a symbolic link"):
-        if name == "driver.lock":
-            with driver_lock(run):
-                pass
-        else:
-            take_control(run)
+        lock()
     assert victim.read_text() == "five years of work"
 
 
@@ -278,3 +274,13 @@ def test_odd_files_of_a_run_end_in_one_line(shared: Path, name: str, kind: str) 
     with pytest.raises(FreeTrainError) as error:
         calls[name]()
     assert "\n" not in str(error.value)
+
+
+@as_two_users
+def test_what_others_have_left_in_a_new_run_directory_is_refused(tmp_path: Path) -> None:
+    """A compiled module there would be imported instead of the app that was written and hashed."""
+    run = tmp_path / "run"
+    (run / "notebook" / "__pycache__").mkdir(parents=True)
+    give(run / "notebook")
+    with pytest.raises(InvalidInput, match=r"run/notebook is a directory of .*; choose another directory"):
+        make_run_directory(run, datetime.now(timezone.utc))
