@@ -127,8 +127,8 @@ def find_run(directory: Path | None) -> Path:
         return directory
     found, left_out = _runs_here()
     if not found:
-        others = f" ({left_out[0]})" if left_out else ""
-        raise InvalidInput(f"there is no {_RUN_NAME}… of yours here{others}; give the run directory")
+        others = f" of yours here ({left_out[0]})" if left_out else " here"
+        raise InvalidInput(f"there is no {_RUN_NAME}…{others}; give the run directory")
     return max(found, key=lambda run: (found[run], run.name))
 
 

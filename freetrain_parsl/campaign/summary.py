@@ -102,7 +102,7 @@ def failed_starts_of(store: StoredRun) -> FailedStarts | None:
         return None
     try:
         entry = last_record(journal, record.StartsFailed)
-    except sqlite3.Error:  # as in `journal_state_of`; or it does not exist yet
+    except (sqlite3.Error, *DAMAGED):  # as in `journal_state_of`; or it does not exist yet
         return None
     return FailedStarts.of(entry) if isinstance(entry, record.StartsFailed) else None
 
@@ -137,7 +137,7 @@ def journal_state_of(store: StoredRun) -> RunState | None:
         return None
     try:
         return RunState(journal).refresh()
-    except sqlite3.Error:  # the write-ahead log of another host cannot be read here
+    except (sqlite3.Error, *DAMAGED):  # the write-ahead log of another host cannot be read here
         return None
 
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.assignment import Assignment
-from freetrain_parsl.campaign.lock import driver_lock
+from freetrain_parsl.campaign.lock import driver_lock, own_identity
 from freetrain_parsl.campaign.logs import log_lines
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.run import find_run, make_run_directory, run_directories
@@ -284,3 +284,20 @@ def test_what_others_have_left_in_a_new_run_directory_is_refused(tmp_path: Path)
     give(run / "notebook")
     with pytest.raises(InvalidInput, match=r"run/notebook is a directory of .*; choose another directory"):
         make_run_directory(run, datetime.now(timezone.utc))
+
+
+def test_a_damaged_journal_of_a_living_driver_does_not_end_status(shared: Path) -> None:
+    run = plant(shared / "run")
+    journal = run / "parsl" / "000" / "freetrain" / "journal.sqlite"
+    journal.parent.mkdir(parents=True)
+    change(
+        journal,
+        "CREATE TABLE event (id INTEGER PRIMARY KEY, time, kind, subject, detail);"
+        "CREATE TABLE progress (training, time, detail);",
+    )
+    change(journal, "INSERT INTO event VALUES (1, 1.0, 'starts_failed', 'x', ?)", "[" * 100_000)
+    host, pid, started = own_identity()
+    add_driver(run, journal=str(journal), host=host, pid=pid, started=started, ended=None)
+    done = freetrain("status", str(run))
+    assert done.exit_code == 0
+    assert "camp: 0 of 1 trainings finished" in done.output
