@@ -8,10 +8,12 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+import freetrain_parsl
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.owned_files import LARGEST_OF_OTHERS
 from freetrain_parsl.read_only_database import PrivateCopies, open_for_reading, seen_state
@@ -19,7 +21,6 @@ from tests.foreign_runs import add_hot_journal, as_two_users, change, give
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ENDLESS = (
     "CREATE VIEW endless AS WITH RECURSIVE c(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM c) "
@@ -208,3 +209,16 @@ def test_a_pipe_and_a_link_are_refused(tmp_path: Path, database: Path) -> None:
         rows(pipe)
     with pytest.raises(InvalidInput, match="is a symbolic link, not a regular file"):
         rows(link)
+
+
+def test_only_writers_open_a_database_otherwise() -> None:
+    """Whoever shows something opens a database by `open_for_reading`."""
+    package = Path(freetrain_parsl.__file__).parent
+    calling = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "sqlite3.connect(" in path.read_text("utf-8")
+    }
+    writers = {"campaign/store.py", "executor/journal.py"}
+    assert calling == {*writers, "read_only_database.py", "testing/chaos/campaign.py"}
+    assert (package / "executor" / "journal.py").read_text("utf-8").count("sqlite3.connect(") == 1

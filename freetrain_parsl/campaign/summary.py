@@ -122,7 +122,7 @@ def reasons_of(store: StoredRun) -> list[str]:
         return []
     try:
         return RunState.with_reasons(journal).reasons(time.time())
-    except sqlite3.Error:  # as in `journal_state_of`; or it does not exist yet
+    except (sqlite3.Error, *DAMAGED):  # as in `journal_state_of`; or it does not exist yet
         return []
 
 
