@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.planning.model import BlockTerms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from freetrain_parsl.planning.model import Window
 
-__all__ = ["OUR_JOBS", "BlockState", "BlockStatus", "Refusal", "Survey", "WindowSource"]
+__all__ = ["OUR_JOBS", "BlockState", "BlockStatus", "Refusal", "Survey", "WindowSource", "without_nodes"]
 
 OUR_JOBS = "freetrain."
 """Prefix of the names of all FreeTrain batch jobs of all users: they do not yield to each other."""
@@ -141,6 +141,14 @@ class Survey:
             blocks=blocks,
             wanted={node: time + seconds for node, time in self.wanted.items()},
         )
+
+
+def without_nodes(windows: Sequence[Window], nodes: Collection[str]) -> tuple[Window, ...]:
+    """Return the windows without some of their nodes, and without those that would have none."""
+    if not nodes:
+        return tuple(windows)
+    left = [(window, tuple(name for name in window.nodes if name not in nodes)) for window in windows]
+    return tuple(window if names == window.nodes else replace(window, nodes=names) for window, names in left if names)
 
 
 def _shifted(window: Window, seconds: float) -> Window:

@@ -58,6 +58,8 @@ class BlockSpec:
         Whether it must run on exactly these nodes, because others of the partition close too early.
     node_kind
         Kind of the nodes; empty where there is one kind only.
+    avoided
+        Nodes that are free but must not be used: slots could not start there. PBS cannot exclude nodes.
     """
 
     block: str
@@ -66,6 +68,7 @@ class BlockSpec:
     least_seconds: float
     pinned: bool = True
     node_kind: str = ""
+    avoided: tuple[str, ...] = ()
 
 
 def provider_for(provider: Any, spec: BlockSpec) -> Any:
@@ -83,6 +86,8 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
         lines = ["", "#SBATCH --no-requeue", f"#SBATCH --signal={_WARNING}"]
         if spec.pinned:
             lines.append(f"#SBATCH --nodelist={','.join(_checked(spec.nodes))}")
+        elif spec.avoided:
+            lines.append(f"#SBATCH --exclude={','.join(_checked(spec.avoided))}")
         changed.scheduler_options = provider.scheduler_options + "\n".join([*lines, ""])
     elif isinstance(provider, PBSProProvider):
         changed.walltime = pbs_walltime_request(min(spec.least_seconds, spec.seconds), spec.seconds)
@@ -93,7 +98,7 @@ def provider_for(provider: Any, spec: BlockSpec) -> Any:
         if "place=" not in provider.scheduler_options:
             changed.scheduler_options = f"{provider.scheduler_options}\n#PBS -l place=scatter\n"
     else:
-        changed.nodelist = spec.nodes if spec.pinned else None
+        changed.nodelist = spec.nodes if spec.pinned or spec.avoided else None
     return changed
 
 

@@ -72,7 +72,8 @@ class BlockCycle:
         kind = request.window.node_kind
         self._registry.blocks[name] = Block(name, nodes, seconds, closes, kind)
         least = min(seconds, least_walltime(self._settings))
-        self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned, kind))
+        avoided = tuple(sorted(self._registry.avoided.difference(nodes)))
+        self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned, kind, avoided))
         self._write(record.BlockRequested(name, list(nodes), seconds, closes, kind))
 
     def on_submitted(self, name: str, job: str) -> None:

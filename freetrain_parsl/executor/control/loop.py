@@ -57,7 +57,7 @@ from freetrain_parsl.protocol.messages import (
     Values,
 )
 from freetrain_parsl.texts import text_of
-from freetrain_parsl.windows.base import Survey
+from freetrain_parsl.windows.base import Survey, without_nodes
 from freetrain_parsl.windows.commands import COMMAND_COUNTS
 
 if TYPE_CHECKING:
@@ -360,7 +360,11 @@ class ControlLoop:
 
     def _on_survey(self, survey: Survey) -> None:
         self._surveyed_at = self._clock()
-        self._events.append(ev.WindowsSeen(survey.time, survey.windows, survey.terms, survey.terms_by_kind))
+        free = {node for window in survey.windows for node in window.nodes}
+        self._registry.avoided = self._registry.aside & free
+        windows = without_nodes(survey.windows, self._registry.avoided)
+        self._events.append(ev.WindowsSeen(survey.time, windows, survey.terms, survey.terms_by_kind))
+        self._slots.nodes_there_are = survey.nodes
         self._manager.machine_has(survey.nodes, survey.nodes_by_kind)
         for note in survey.notes:
             if note not in self._notes:

@@ -10,11 +10,13 @@ from parsl.executors.high_throughput.errors import ManagerLost
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.control.environment_check import EnvironmentCheck
+from freetrain_parsl.executor.control.node_starts import NodeStarts
 from freetrain_parsl.executor.control.slot_registry import Slot
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import PoolNode
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import Exit, Welcome
+from freetrain_parsl.texts import printable, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +67,8 @@ class SlotCycle:
         Seconds since the epoch, never stepped.
     """
 
-    _MOST_FAILED_STARTS = 5
+    _LONGEST_REASON = 500  # characters
+    _RETRY = 1.0  # seconds; HTEX may give the task that replaces a failed one to the same node at once
     _MOST_FAULTS = 5  # messages of a slot that cannot be handled
     _MOST_DENIALS = 15  # heartbeats; at least five are sent within the heartbeat timeout
     _NEARLY_SILENT = 0.7  # of the heartbeat timeout, which is at least five heartbeats
@@ -103,7 +106,10 @@ class SlotCycle:
         """Tokens of the slot tasks whose slots have connected."""
         self._known: set[str] = set()
         """Names of all slots that ever joined; a slot cannot join twice."""
-        self._failed_starts = 0
+        self._starts = NodeStarts()
+        self._request_after: float | None = None
+        self.nodes_there_are: int | None = None
+        """Number of nodes on which blocks can ever start, as far as known."""
 
     # Requests for slots.
 
@@ -128,7 +134,7 @@ class SlotCycle:
         self._submit_slot(f"slot-{self._tokens}")
 
     def on_task_ended(self, ended: SlotTaskEnded) -> BatchSystemError | None:
-        """Handle the end of a slot's HTEX task; return an error once too many slots in a row could not start."""
+        """Handle the end of a slot's HTEX task; return an error once it is clear that no slot can start."""
         slot = self._registry.by_token(ended.token)
         if slot is not None:
             self.lose(slot, f"its process ended: {ended.error}", crash=True)
@@ -139,16 +145,28 @@ class SlotCycle:
             self.request_missing()
             return None
         else:
-            self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
-            self._failed_starts += 1
-            logger.warning("a slot could not start: %s", ended.error)
-        if self._failed_starts >= self._MOST_FAILED_STARTS:
-            return BatchSystemError(
-                f"{self._failed_starts} slots in a row could not start on their nodes, the last: {ended.error}"
-            )
+            return self._could_not_start(ended.error)
         if self._registry.blocks:
             self._request()
         return None
+
+    def _could_not_start(self, error: BaseException | None) -> BatchSystemError | None:
+        now = self._clock()
+        reason = "its process ended" if error is None else printable(text_of(error))[: self._LONGEST_REASON]
+        self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
+        host = str(getattr(error, "hostname", "(unknown)"))  # of `SlotNotStarted`, or HTEX's `WorkerLost`
+        node = next((name for block in self._registry.blocks.values() if (name := block.node_of(host)) != host), host)
+        self._request_after = max(self._request_after or 0.0, now + self._RETRY)
+        if (pause := self._starts.failed(node, reason, now)) is None:
+            return None
+        logger.warning("a slot could not start on node %s: %s; the next one starts there in %.0f s", node, reason, pause)
+        if self._registry.holds(node):
+            self._registry.hold_back(node, now + pause, reason)
+        else:
+            self._request_after = now + pause  # it is not known whose slot is missing
+        self._write(record.NodeSetAside(node, pause, f"a slot could not start there: {reason}"))
+        hopeless = None if self._registry.has_complete_nodes else self._starts.hopeless(now, self.nodes_there_are)
+        return None if hopeless is None else BatchSystemError(hopeless)
 
     # Joining.
 
@@ -162,7 +180,6 @@ class SlotCycle:
             return
         self._known.add(name)
         self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
-        self._failed_starts = 0
         self._greeted.add(message.token)
         block = self._registry.blocks.get(message.block)
         if block is None or block.releasing:
@@ -203,6 +220,8 @@ class SlotCycle:
 
     def _join_node(self, slot: Slot, block: Block) -> None:
         """Add the node of a slot, all of whose slots have joined, to the pool."""
+        self._starts.joined(slot.node)
+        self._registry.start_errors.pop(slot.node, None)
         closes = block.loses_nodes_at(self._clock())
         self._emit(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes, node_kind=block.node_kind),)))
         self._write(record.NodeJoined(slot.node, block.name, closes, block.node_kind))
@@ -215,10 +234,16 @@ class SlotCycle:
         self._leave_pool(slot, reason)
 
     def take_back(self) -> None:
-        """Return nodes that were set aside to the pool when their time is over."""
+        """Return nodes that were set aside to the pool when their time is over, and start the slots that they lack."""
+        aside = self._registry.aside
         for slot in self._registry.returning(self._clock()):
             if (block := self._registry.blocks.get(slot.block)) is not None and self._registry.completes(slot):
                 self._join_node(slot, block)
+        if self._registry.aside != aside:
+            self._request_after = self._request_after or self._clock()
+        if self._request_after is not None and self._clock() >= self._request_after:
+            self._request_after = None
+            self.request_missing()
 
     # Loss.
 

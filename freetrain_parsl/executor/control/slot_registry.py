@@ -146,6 +146,10 @@ class SlotRegistry:
         self._complete: set[str] = set()
         self._aside: dict[str, float] = {}
         self._times_aside: Counter[str] = Counter()
+        self.start_errors: dict[str, str] = {}
+        """Node -> why a slot could not start there, until all its slots have started."""
+        self.avoided: frozenset[str] = frozenset()
+        """The free nodes on which no block should start at present: they are set aside."""
 
     @property
     def slots_per_node(self) -> int:
@@ -200,6 +204,25 @@ class SlotRegistry:
         self._aside[node] = now + pause
         return pause
 
+    def hold_back(self, node: str, until: float, error: str) -> None:
+        """Start no slot on a node for some time: one could not start there."""
+        self._aside[node] = max(until, self._aside.get(node, until))
+        self.start_errors[node] = error
+
+    @property
+    def aside(self) -> frozenset[str]:
+        """The nodes that are set aside at present."""
+        return frozenset(self._aside)
+
+    @property
+    def has_complete_nodes(self) -> bool:
+        """Whether all slots of any node have started."""
+        return bool(self._complete)
+
+    def holds(self, node: str) -> bool:
+        """Return whether a block has this node, or is meant for it."""
+        return any(node in block.nodes for block in self.blocks.values())
+
     def returning(self, now: float) -> list[Slot]:
         """Return one slot of each node whose time aside is over; the node may be complete again."""
         nodes = [node for node, until in self._aside.items() if until <= now]
@@ -239,7 +262,10 @@ class SlotRegistry:
         return count
 
     def _lacking(self, block: Block) -> int:
-        return max(0, len(block.nodes) * self.kinds[block.node_kind].per_node - len(self.of_block(block.name)))
+        """Return how many slots a block lacks, apart from nodes on which none can start at present."""
+        held_back = self._aside.keys() & self.start_errors.keys() & set(block.nodes)
+        connected = sum(slot.node not in held_back for slot in self.of_block(block.name))
+        return max(0, (len(block.nodes) - len(held_back)) * self.kinds[block.node_kind].per_node - connected)
 
     def _is_short(self, slot: Slot) -> bool:
         """Return whether slots of a slot's node are missing."""

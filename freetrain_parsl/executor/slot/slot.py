@@ -38,6 +38,7 @@ from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import occupy
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.signals import SignalSocket
+from freetrain_parsl.executor.slot.start_error import SlotNotStarted
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.protocol.messages import (
     AddMember,
@@ -124,16 +125,28 @@ def run_slot(settings: SlotSettings, token: str) -> None:
     """Run a slot until the process ends; submitted by the executor as an HTEX task, identified by `token`.
 
     Its processes connect once torch is imported, so that assignments never wait for imports.
+
+    Raises
+    ------
+    SlotNotStarted
+        A process cannot be started here, or has failed outside the user's function.
     """
-    import torch
+    try:
+        import torch
 
-    import freetrain_parsl.training.fragment  # noqa: F401 - already imported by `executor.htex.worker_pool`
+        import freetrain_parsl.training.fragment  # noqa: F401 - already imported by `executor.htex.worker_pool`
 
-    torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
-    for name in _SECRETS:
-        os.environ.pop(name, None)
-    gc.freeze()  # garbage collections would copy the memory of all imported objects
-    occupy(lambda before: _Slot(settings, token, before).serve())
+        torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
+        for name in _SECRETS:
+            os.environ.pop(name, None)
+        gc.freeze()  # garbage collections would copy the memory of all imported objects
+        occupy(lambda before: _Slot(settings, token, before).serve())
+    except Exception as error:  # whatever it is, the driver has to know on which node
+        raise SlotNotStarted(_name_of_node(), f"{type(error).__name__}: {text_of(error)}") from error
+
+
+def _name_of_node() -> str:
+    return next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
 
 
 class _Slot:
@@ -141,7 +154,7 @@ class _Slot:
         self._pilot = pilot_of_node()
         self._settings = settings
         self._token = token
-        self._node = next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
+        self._node = _name_of_node()
         self._name = f"{self._node}/{os.environ.get('PARSL_WORKER_RANK', '0')}/{uuid.uuid4().hex[:8]}"
         self._inbox: queue.SimpleQueue[ToSlot | None] = queue.SimpleQueue()  # ``None`` wakes the main thread
         self._assigned: StartRun | StartArray | StartTask | None = None  # received and not ended
