@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from parsl.executors.high_throughput.errors import WorkerLost
@@ -11,85 +11,18 @@ from parsl.executors.high_throughput.errors import WorkerLost
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.batch.start_failures import StartWatch
 from freetrain_parsl.executor.control.node_starts import NodeStarts
-from freetrain_parsl.executor.control.slot_cycle import SlotCycle, SlotTaskEnded
-from freetrain_parsl.executor.control.slot_registry import Block, SlotRegistry
+from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.slot.slot import run_slot
 from freetrain_parsl.executor.slot.start_error import SlotNotStarted
 from freetrain_parsl.planning.model import Window
-from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import Hello
 from freetrain_parsl.windows.base import BlockState, without_nodes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.executor.slot_bench import SlotBench
 
 NO_FILES = "OSError: [Errno 24] Too many open files"
 
 
 def refused_on(node: str) -> SlotNotStarted:
     return SlotNotStarted(node, NO_FILES)
-
-
-class Driver:
-    """The slot cycle of a driver: its channel, batch system and clock are the test's."""
-
-    def __init__(self, *blocks: tuple[str, ...], slots_per_node: int = 1) -> None:
-        self.now = 0.0
-        self.requested: list[tuple[float, str]] = []
-        """Time and token of each slot task."""
-        self.records: list[record.Record] = []
-        self.failed_blocks: list[str] = []
-        self.registry = SlotRegistry(slots_per_node)
-        for number, nodes in enumerate(blocks):
-            block = self.registry.blocks[str(number)] = Block(str(number), nodes, 3600.0, None)
-            block.start(0.0, nodes, 3600.0)
-        self.cycle = SlotCycle(
-            self.registry,
-            self,  # type: ignore[arg-type] - the test's channel
-            self,  # type: ignore[arg-type] - the test's job submitter
-            submit_slot=lambda token: self.requested.append((self.now, token)),
-            emit=lambda _event: None,
-            write=self.records.append,
-            on_lost=lambda _slot, _reason, _crash: None,
-            fail_all=lambda _error: None,
-            heartbeat_timeout=10.0,
-            aside=10.0,
-            clock=lambda: self.now,
-        )
-        self.cycle.request_missing()
-
-    def send(self, _slot: str, _message: object) -> None: ...
-
-    def failed_to_start(self, _block: str, _job: str, how: str) -> None:
-        self.failed_blocks.append(how)
-
-    def open_tasks(self) -> list[str]:
-        """Take the slot tasks that were submitted since the last call."""
-        tokens, self.requested[:] = [token for _, token in self.requested], []
-        return tokens
-
-    def let_pass(self, seconds: float) -> None:
-        self.now += seconds
-        self.cycle.take_back()
-
-    def join(self, token: str, node: str, block: str = "0") -> None:
-        self.cycle.on_hello(f"{node}/{token}", Hello(token, node, block, 0))
-
-    def run(self, fate: Callable[[float, str], BaseException | str], seconds: float) -> BatchSystemError | None:
-        """Let each task end, or its slot join the node that `fate` returns, for some time; return what ends the run."""
-        until = self.now + seconds
-        while self.now < until:
-            for token in self.open_tasks():
-                outcome = fate(self.now, token)
-                if isinstance(outcome, str):
-                    self.join(token, outcome)
-                elif (error := self.cycle.on_task_ended(SlotTaskEnded(token, outcome))) is not None:
-                    return error
-            self.let_pass(0.25)
-        return None
-
-    def aside(self) -> list[tuple[str, float]]:
-        return [(one.subject, one.seconds) for one in self.records if isinstance(one, record.NodeSetAside)]
 
 
 def test_failures_within_a_pause_are_one_problem_and_the_pause_doubles() -> None:
@@ -130,7 +63,7 @@ def test_problems_on_several_nodes_at_one_moment_are_not_the_end_unless_they_las
 
 def test_a_node_that_fails_every_start_within_milliseconds_neither_ends_the_run_nor_is_flooded() -> None:
     """Five failures in 16 ms ended the run."""
-    driver = Driver(("n0",), ("n1",))
+    driver = SlotBench(("n0",), ("n1",))
     driver.cycle.nodes_there_are = 2
     first, second = driver.open_tasks()
     assert driver.cycle.on_task_ended(SlotTaskEnded(first, refused_on("n0"))) is None
@@ -147,7 +80,7 @@ def test_a_node_that_fails_every_start_within_milliseconds_neither_ends_the_run_
 
 
 def test_the_tasks_that_a_bad_node_takes_from_a_good_one_are_sent_again() -> None:
-    driver = Driver(("n0", "n1"))
+    driver = SlotBench(("n0", "n1"))
     attempts = 0
 
     def fate(_now: float, _token: str) -> BaseException | str:
@@ -162,7 +95,7 @@ def test_the_tasks_that_a_bad_node_takes_from_a_good_one_are_sent_again() -> Non
 @pytest.mark.parametrize(("nodes", "until"), [(1, 75.0), (2, 75.0), (4, 75.0)])
 def test_starts_that_fail_on_all_nodes_end_the_run_within_a_minute_or_so(nodes: int, until: float) -> None:
     names = tuple(f"n{number}" for number in range(nodes))
-    driver = Driver(names)
+    driver = SlotBench(names)
     driver.cycle.nodes_there_are = nodes
     count = 0
 
@@ -180,7 +113,7 @@ def test_starts_that_fail_on_all_nodes_end_the_run_within_a_minute_or_so(nodes: 
 
 
 def test_a_pool_with_a_node_that_works_does_not_end() -> None:
-    driver = Driver(("n0",), ("n1",), ("n2",), ("n3",))
+    driver = SlotBench(("n0",), ("n1",), ("n2",), ("n3",))
     driver.cycle.nodes_there_are = 4
     driver.join(driver.open_tasks()[0], "n3", "3")
     count = 0
@@ -195,7 +128,7 @@ def test_a_pool_with_a_node_that_works_does_not_end() -> None:
 
 def test_failures_on_a_node_that_is_not_known_slow_the_requests_down() -> None:
     """HTEX's own errors name the host, which need not be the batch system's node."""
-    driver = Driver(("n0",))
+    driver = SlotBench(("n0",))
     count = 0
 
     def fate(_now: float, _token: str) -> BaseException:
@@ -209,7 +142,7 @@ def test_failures_on_a_node_that_is_not_known_slow_the_requests_down() -> None:
 
 def test_a_node_of_which_one_worker_place_always_fails_gets_longer_and_longer_pauses() -> None:
     """The slots that do start there say nothing about the one that does not."""
-    driver = Driver(("n0",), slots_per_node=2)
+    driver = SlotBench(("n0",), slots_per_node=2)
     driver.cycle.nodes_there_are = 1
     joined = 0
 
@@ -223,7 +156,7 @@ def test_a_node_of_which_one_worker_place_always_fails_gets_longer_and_longer_pa
 
 
 def test_the_report_about_a_failed_block_says_why_no_slot_has_started() -> None:
-    driver = Driver(("n0",))
+    driver = SlotBench(("n0",))
     watch = StartWatch(driver.registry, driver, startup=60.0, clock=lambda: driver.now)  # type: ignore[arg-type]
     driver.run(lambda _now, _token: refused_on("n0"), 61.0)
     watch.given_back(driver.registry.blocks["0"], 0.0)

@@ -63,12 +63,16 @@ class StartWatch:
         """Handle a block that is about to be released; it failed if it ran for `least` seconds without any slot."""
         if not block.releasing and block.started is not None and self._ran_in_vain(block, max(least, self._startup)):
             ran = format_span(self._clock() - block.started)
-            self._submitter.failed_to_start(block.name, block.job, f"ran for {ran} and no worker connected{self._why(block)}")
+            self._submitter.failed_to_start(
+                block.name, block.job, f"ran for {ran} and no worker connected{self._why(block)}"
+            )
 
     def _why(self, block: Block) -> str:
         """Return why slots could not start on its nodes, as an addition to a sentence; empty if unknown."""
         errors = self._registry.start_errors
-        return next((f"; a slot could not start on {node}: {errors[node]}" for node in block.nodes if node in errors), "")
+        return next(
+            (f"; a slot could not start on {node}: {errors[node]}" for node in block.nodes if node in errors), ""
+        )
 
     def _ran_in_vain(self, block: Block, seconds: float) -> bool:
         return block.joined is None and block.started is not None and self._clock() - block.started >= seconds

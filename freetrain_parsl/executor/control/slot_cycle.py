@@ -72,6 +72,7 @@ class SlotCycle:
     _MOST_FAULTS = 5  # messages of a slot that cannot be handled
     _MOST_DENIALS = 15  # heartbeats; at least five are sent within the heartbeat timeout
     _NEARLY_SILENT = 0.7  # of the heartbeat timeout, which is at least five heartbeats
+    _REPLACEMENT = 2.0  # seconds in which a worker place has another process after a crash, while its node is alive
     _PATIENCE = 60.0  # seconds until new slot tasks are submitted for a running block whose slots are missing
 
     def __init__(
@@ -107,6 +108,8 @@ class SlotCycle:
         self._known: set[str] = set()
         """Names of all slots that ever joined; a slot cannot join twice."""
         self._starts = NodeStarts()
+        self._replaced: dict[str, tuple[float, str]] = {}
+        """Node, of the pool as far as the planner knows, one of whose slots is being replaced -> until when, reason."""
         self._request_after: float | None = None
         self.nodes_there_are: int | None = None
         """Number of nodes on which blocks can ever start, as far as known."""
@@ -137,7 +140,7 @@ class SlotCycle:
         """Handle the end of a slot's HTEX task; return an error once it is clear that no slot can start."""
         slot = self._registry.by_token(ended.token)
         if slot is not None:
-            self.lose(slot, f"its process ended: {ended.error}", crash=True)
+            self._replace(slot, f"its process ended: {ended.error}")
         elif isinstance(ended.error, ManagerLost):
             return None  # its block has ended, which HTEX has only now noticed
         elif ended.token in self._greeted:
@@ -159,7 +162,9 @@ class SlotCycle:
         self._request_after = max(self._request_after or 0.0, now + self._RETRY)
         if (pause := self._starts.failed(node, reason, now)) is None:
             return None
-        logger.warning("a slot could not start on node %s: %s; the next one starts there in %.0f s", node, reason, pause)
+        logger.warning(
+            "a slot could not start on node %s: %s; the next one starts there in %.0f s", node, reason, pause
+        )
         if self._registry.holds(node):
             self._registry.hold_back(node, now + pause, reason)
         else:
@@ -219,9 +224,11 @@ class SlotCycle:
             self._join_node(slot, block)
 
     def _join_node(self, slot: Slot, block: Block) -> None:
-        """Add the node of a slot, all of whose slots have joined, to the pool."""
+        """Add the node of a slot, all of whose slots have joined, to the pool, unless the planner has not missed it."""
         self._starts.joined(slot.node)
         self._registry.start_errors.pop(slot.node, None)
+        if self._replaced.pop(slot.node, None) is not None:
+            return
         closes = block.loses_nodes_at(self._clock())
         self._emit(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes, node_kind=block.node_kind),)))
         self._write(record.NodeJoined(slot.node, block.name, closes, block.node_kind))
@@ -234,7 +241,13 @@ class SlotCycle:
         self._leave_pool(slot, reason)
 
     def take_back(self) -> None:
-        """Return nodes that were set aside to the pool when their time is over, and start the slots that they lack."""
+        """Return nodes that were set aside to the pool when their time is over, and start the slots that they lack.
+
+        Nodes whose slots were not replaced in time leave the pool.
+        """
+        for node, (until, reason) in list(self._replaced.items()):
+            if self._clock() >= until or not self._registry.holds(node):
+                self._left_pool(node, reason)
         aside = self._registry.aside
         for slot in self._registry.returning(self._clock()):
             if (block := self._registry.blocks.get(slot.block)) is not None and self._registry.completes(slot):
@@ -323,15 +336,37 @@ class SlotCycle:
         crash
             Whether it failed; ignored if its node or block was about to end anyway.
         """
+        crash = self._drop(slot, reason, crash=crash)
+        self._leave_pool(slot, reason)
+        self._on_lost(slot, reason, crash)
+
+    def _replace(self, slot: Slot, reason: str) -> None:
+        """Drop a slot whose process has crashed, as its node's worker pool reports: it soon starts another one there.
+
+        Until then the planner keeps the node. Else it would stop a training that needs all its nodes, to start it anew
+        a moment later: a second restart, while the first has just made the survivors go on.
+        """
+        crash = self._drop(slot, reason, crash=True)
+        if not crash:
+            self._leave_pool(slot, reason)
+        elif self._registry.incomplete(slot):
+            self._replaced[slot.node] = self._clock() + self._REPLACEMENT, reason
+        self._on_lost(slot, reason, crash)
+
+    def _drop(self, slot: Slot, reason: str, *, crash: bool) -> bool:
+        """Remove a slot; return whether it has crashed on a node that we keep."""
         self._registry.slots.pop(slot.name, None)
         self._server.forget(slot.name)
         crash = crash and not slot.leaving and slot.block in self._registry.blocks
         logger.log(logging.WARNING if crash else logging.INFO, "dropped slot %s: %s", slot.name, reason)
         self._write(record.SlotLost(slot.name, slot.node, reason, planned=not crash))
-        self._leave_pool(slot, reason)
-        self._on_lost(slot, reason, crash)
+        return crash
 
     def _leave_pool(self, slot: Slot, reason: str) -> None:
-        if self._registry.incomplete(slot):
-            self._emit(ev.NodesLeft(self._clock(), (slot.node,)))
-            self._write(record.NodeLeft(slot.node, reason))
+        if self._registry.incomplete(slot) or slot.node in self._replaced:
+            self._left_pool(slot.node, reason)
+
+    def _left_pool(self, node: str, reason: str) -> None:
+        self._replaced.pop(node, None)
+        self._emit(ev.NodesLeft(self._clock(), (node,)))
+        self._write(record.NodeLeft(node, reason))
