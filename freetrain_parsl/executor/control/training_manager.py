@@ -47,6 +47,13 @@ class _Managed:
 
     training: Training
     machine: TrainingMachine
+    look_at: float = 0.0
+    """When time may next have an effect; only a training that waits for nodes is not looked at in every turn."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is over, and all its processes have ended."""
+        return self.machine.over and not self.machine.participants
 
 
 class TrainingManager:
@@ -72,7 +79,13 @@ class TrainingManager:
         Seconds since the epoch, never stepped.
     settle
         Calls a function that settles a future, now or later.
+
+    Notes
+    -----
+    Ten thousand trainings may wait at a time: what concerns one of them must not look at the others.
     """
+
+    _LOOK = 1.0  # seconds between looks at a training that waits for nodes
 
     def __init__(
         self,
@@ -106,6 +119,10 @@ class TrainingManager:
             lambda: probe_root(settings.options.checkpoint_root, settings.options.root_identity), clock
         )
         self._managed: list[_Managed] = []
+        self._by_name: dict[str, _Managed] = {}
+        self._by_future: dict[Future[Any], _Managed] = {}
+        self._by_slot: dict[str, _Managed] = {}
+        """Slot -> the training that was last started there."""
         self._numbers = count(1)
         self._machine_nodes: tuple[int | None, Mapping[str, int]] = (None, {})
         self._curves = CurveLearning({kind: slots.speed for kind, slots in registry.kinds.items() if kind})
@@ -141,6 +158,7 @@ class TrainingManager:
         machine = TrainingMachine(training.request, settings.limits, settings.costs, self._numbers, self._clock())
         managed = _Managed(training, machine)
         self._managed.append(managed)
+        self._by_name[training.name] = self._by_future[training.future] = managed
         self._curves.recall(training.name, training.rates)
         self._carry_out(managed, machine.submit())
         self._compare_with_machine(managed)
@@ -163,16 +181,14 @@ class TrainingManager:
     def cancel(self, future: Future[Any]) -> None:
         """End a training with a checkpoint, if it is not over, and take its nodes away."""
         self._cohorts.cancel(future)
-        for managed in self._managed:
-            if managed.training.future is future:
-                self._handle(managed, on.Cancelled())
+        if (managed := self._by_future.get(future)) is not None:
+            self._handle(managed, on.Cancelled())
 
     def assign(self, name: str, nodes: frozenset[str]) -> None:
         """Set the nodes on which a training, or a cohort, should run."""
         self._cohorts.assign(name, nodes)
-        for managed in self._managed:
-            if managed.machine.name == name:
-                self._handle(managed, on.Assigned(nodes))
+        if (managed := self._by_name.get(name)) is not None:
+            self._handle(managed, on.Assigned(nodes))
 
     def fail_waiting(self, error: Exception) -> None:
         """Fail the trainings that are not running and have no nodes assigned."""
@@ -194,11 +210,23 @@ class TrainingManager:
         """Advance every training one step towards its assignment."""
         self._watch_storage()
         self._cohorts.advance()
-        for managed in list(self._managed):
+        now = self._clock()
+        for managed in [one for one in self._managed if one.look_at <= now]:
             group = managed.machine.next_group
             key = None if group is None else self._store(managed, group.number)
             self._handle(managed, on.TimePassed(frozenset() if key is None else self.rendezvous.arrived(key)))
-        self._managed = [one for one in self._managed if one.machine.participants or not one.machine.over]
+            if managed.machine.waits_for_nodes:
+                managed.look_at = now + self._LOOK
+        if gone := [one for one in self._managed if one.look_at <= now and one.gone]:
+            self._forget(gone)
+
+    def _forget(self, gone: Iterable[_Managed]) -> None:
+        for managed in gone:
+            self._by_future.pop(managed.training.future, None)
+            if self._by_name.get(managed.machine.name) is managed:  # else there is another one of this name by now
+                del self._by_name[managed.machine.name]
+        self._by_slot = {slot: one for slot, one in self._by_slot.items() if not one.gone}
+        self._managed = [one for one in self._managed if not one.gone]
 
     # Messages from slots. A slot's messages arrive in order, and it has one assignment at a time.
 
@@ -274,13 +302,15 @@ class TrainingManager:
     # Events and commands.
 
     def _of(self, slot: str) -> _Managed | None:
-        return next((managed for managed in self._managed if slot in managed.machine.participants), None)
+        managed = self._by_slot.get(slot)
+        return managed if managed is not None and slot in managed.machine.participants else None
 
     def _handle_all(self, event: Event) -> None:
         for managed in self._managed:
             self._handle(managed, event)
 
     def _handle(self, managed: _Managed, event: Event) -> None:
+        managed.look_at = 0.0
         self._carry_out(managed, managed.machine.handle(event, self._registry, self._clock()))
 
     def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:
@@ -298,6 +328,8 @@ class TrainingManager:
                 case do.Inform(event):
                     self._inform(self._curves.completed(event))
                 case _:
+                    if isinstance(command, do.Start):
+                        self._by_slot[command.slot] = managed
                     self._runner.run(managed.machine.name, managed.training, command)
 
     @staticmethod
@@ -308,6 +340,8 @@ class TrainingManager:
         """Let the trainings that wait for the checkpoint directory retry once it can be used."""
         ready, postponed = self._storage.turn()
         self._cohorts.on_storage(ready, postponed)
+        if not (ready or postponed):
+            return
         for managed in self._managed:
             if managed.machine.name in postponed:
                 condition, until = postponed[managed.machine.name]

@@ -133,6 +133,12 @@ class TrainingMachine:
         return isinstance(self.phase, Ended)
 
     @property
+    def waits_for_nodes(self) -> bool:
+        """Whether it has neither processes nor nodes on which to start them, so that only an event can change it."""
+        waits = isinstance(self.phase, Waiting) and not self.participants and self._recovering is None
+        return waits and not self.desired and self.goal is Goal.TRAIN
+
+    @property
     def next_group(self) -> GroupMembers | None:
         """The group that is being formed."""
         return self._processes.next_group
