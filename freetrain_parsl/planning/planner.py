@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.alike import without_surplus
 from freetrain_parsl.planning.blocks.planner import Holdings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
 from freetrain_parsl.planning.node_kinds import allocate_over_kinds, kinds_of
@@ -349,6 +350,7 @@ class Planner:
         self, purpose: str, pool: Pool, trainers: list[Trainer], current: Allocation, now: float
     ) -> Decision | None:
         """Call the policy; return ``None`` and log the error if it fails or its allocation is invalid."""
+        trainers = without_surplus(trainers, current, len(pool))
         try:
             decision = allocate_over_kinds(self.policy, pool, trainers, current, now)
             check_allocation(decision.allocation, pool, trainers)

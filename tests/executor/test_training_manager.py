@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
+from freetrain_parsl.executor.control.training.machine import TrainingMachine
 from freetrain_parsl.executor.control.training.next_change import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.planning import events as ev
@@ -427,3 +428,37 @@ def test_the_remark_on_a_training_has_its_batch_and_noise(stage: Stage, tmp_path
     state = RunState(stage.journal.path).refresh().trainings["t"]
     expected = "in batches of 64 (at first 32, changed once), gradient noise scale 5000"
     assert state.remark() == state.batch_remark() == expected
+
+
+def test_trainings_that_wait_cost_the_others_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 10,000 of them waiting, each message and each turn looked at all."""
+    handled: list[str] = []
+    original = TrainingMachine.handle
+
+    def counted(self: TrainingMachine, *arguments: Any) -> Any:
+        handled.append(self.name)
+        return original(self, *arguments)
+
+    futures = [stage.submit(f"w{number}") for number in range(50)]
+    stage.running("n0")
+    stage.now += 0.5
+    stage.turn()
+    monkeypatch.setattr(TrainingMachine, "handle", counted)
+    stage.now += 0.25
+    stage.turn()
+    stage.manager.on_heartbeat(stage.registry.slots["s0"], 0.0)
+    stage.progress("s0", step=2)
+    assert set(handled) == {"t"}
+    handled.clear()
+    stage.manager.cancel(futures[7])
+    assert handled == ["w7"]
+    stage.turn()
+    assert futures[7].done()
+    assert not futures[8].done()
+    handled.clear()
+    stage.on("n1", name="w9")
+    assert set(handled) == {"t", "w9"}
+    handled.clear()
+    stage.now += 1.0
+    stage.turn()
+    assert {"w8", "w10"} < set(handled), "they explain what they wait for"
