@@ -315,3 +315,40 @@ def test_ordinary_tasks_share_a_process_until_one_fails_or_a_training_comes(driv
     trained = deserialize(_train(driver, tmp_path, 1, _leaves_everything).payload)[0]
     assert trained not in (first, third)
     assert deserialize(run(5, _pid).payload) not in (first, third, trained)
+
+
+def test_a_process_that_stops_itself_is_ended_and_its_place_with_it() -> None:
+    """It obeys no command: the worker place was lost until the end of its block, for every job."""
+    place = _place(
+        """
+import freetrain_parsl.executor.slot.place as module
+module._LOOK, module._LONGEST_STOP = 0.05, 5
+
+def work(before):
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    )
+    place.communicate(timeout=60)
+    assert place.returncode == 128 + signal.SIGKILL
+
+
+def test_a_process_that_is_stopped_for_a_moment_goes_on() -> None:
+    place = _place(
+        """
+import freetrain_parsl.executor.slot.place as module
+module._LOOK, module._LONGEST_STOP = 0.05, 1000
+
+def work(before):
+    waker = os.fork()
+    if waker == 0:
+        while not module._is_stopped(os.getppid()):
+            time.sleep(0.01)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    tell("went on")
+"""
+    )
+    output, _ = place.communicate(timeout=60)
+    assert json.loads(output) == ["went on"]
+    assert place.returncode == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
@@ -29,6 +30,7 @@ _T = TypeVar("_T")
 _PASSED_ON: Final = (signal.SIGTERM, signal.SIGUSR1)
 _AWAITED: Final = {signal.SIGCHLD, signal.SIGINT, *_PASSED_ON}
 _LOOK: Final = 1.0  # seconds after which a process is found to have ended if another thread received its SIGCHLD
+_LONGEST_STOP: Final = 15  # looks at a stopped process until it is ended
 _COMM: Final = Path("/proc/self/comm")
 
 
@@ -74,9 +76,14 @@ def occupy(work: Callable[[_T | None], _T | None]) -> None:
 
 
 def _attend(pid: int, received: set[int]) -> int:
-    """Wait for the end of a process, and pass signals on to it; return its exit code, negative if a signal ended it."""
+    """Wait for the end of a process, and pass signals on to it; return its exit code, negative if a signal ended it.
+
+    A process that has stopped itself would keep its place for good: it cannot obey the driver, which has dropped it. If
+    the batch system suspends a job, it stops this process, too, which then does not look.
+    """
     for number in received:
         os.kill(pid, number)
+    stopped = 0
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -85,6 +92,19 @@ def _attend(pid: int, received: set[int]) -> int:
         if arrived is not None and arrived.si_signo in _PASSED_ON:
             received.add(arrived.si_signo)
             os.kill(pid, arrived.si_signo)
+        elif arrived is None:
+            stopped = stopped + 1 if _is_stopped(pid) else 0
+            if stopped >= _LONGEST_STOP:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a child is stopped by a signal, and not by a debugger."""
+    with suppress(ProcessLookupError, FileNotFoundError):  # gone: another thread has waited for it
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "T"
+        )
+    return False
 
 
 def _fork(work: Callable[[_T | None], _T | None], left: _T | None, outcome: int, mask: set[int]) -> int:
