@@ -25,6 +25,7 @@
     │   ├── NonFiniteLoss       the loss is NaN or infinite
     │   ├── ReplicasDiffer      the processes no longer have the same parameters, buffers or hyperparameters
     │   └── TooManyRestarts     members keep crashing without reaching a new step
+    ├── DriverSuperseded        another driver has taken over the run of this one
     ├── RemoteError             Globus Compute or an endpoint failed or did not answer (retry may help)
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
         ├── UnreadableAnswer    its output cannot be parsed                           (retry may help)
@@ -53,6 +54,7 @@ __all__ = [
     "CollectionUnavailable",
     "CommandNotFound",
     "DamagedCheckpoint",
+    "DriverSuperseded",
     "ForeignCheckpoint",
     "FreeTrainError",
     "GlobusRefused",
@@ -224,6 +226,10 @@ class ReplicasDiffer(TrainingError):
 
 class TooManyRestarts(TrainingError):
     """A training's processes keep crashing without reaching a new step, although their nodes were not taken."""
+
+
+class DriverSuperseded(FreeTrainError):
+    """Another driver has taken over the run, while this one was suspended or silent; the message names it."""
 
 
 class RemoteError(FreeTrainError):

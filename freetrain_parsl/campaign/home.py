@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.site import Site
     from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.executor.driver_fence import DriverFence
     from freetrain_parsl.storage.globus.carrier import Parcel
 
 __all__ = ["check_home", "clean_home", "open_mover", "prune_home"]
@@ -45,8 +46,10 @@ def check_home(site: Site) -> None:
 
 
 @contextmanager
-def open_mover(site: Site, store: RunStore) -> Iterator[Mover | None]:
+def open_mover(site: Site, store: RunStore, fence: DriverFence) -> Iterator[Mover | None]:
     """Run the mover of a run, if its site has a home; at the end, the last checkpoints are copied.
+
+    A driver that was replaced ends it at once: the trainings, and the copies, are those of the other one.
 
     The client secret is not in the environment afterwards, also without a home: jobs would inherit it.
     """
@@ -56,12 +59,22 @@ def open_mover(site: Site, store: RunStore) -> Iterator[Mover | None]:
         return
     with logged_in(make_app()) as app:
         forget_secret()
-        mover = Mover(site.globus, site.checkpoint_dir, store.directory, store.fact("run_id"), Collections(app))
+        mover = Mover(
+            site.globus,
+            site.checkpoint_dir,
+            store.directory,
+            store.fact("run_id"),
+            Collections(app),
+            allowed=fence.allows,
+        )
         mover.start()
         try:
             yield mover
         finally:
-            mover.close(_LAST_COPIES)
+            if fence.allows():
+                mover.close(_LAST_COPIES)
+            else:
+                mover.halt()
 
 
 def clean_home(site: Site, store: RunStore, report: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from parsl.providers.base import ExecutionProvider
 
     from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.executor.driver_fence import DriverFence
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.windows.base import WindowSource
@@ -132,7 +133,12 @@ def make_window_source(site: Site) -> WindowSource:
 
 
 def make_executor(
-    site: Site, *, run_dir: Path | None = None, run_id: str | None = None, import_paths: Sequence[Path] = ()
+    site: Site,
+    *,
+    run_dir: Path | None = None,
+    run_id: str | None = None,
+    import_paths: Sequence[Path] = (),
+    fence: DriverFence | None = None,
 ) -> FreeTrainExecutor:
     """Make the executor; Parsl starts it.
 
@@ -146,6 +152,8 @@ def make_executor(
         Part of its job names.
     import_paths
         Directories from which the nodes import modules.
+    fence
+        Whether this driver may still act. Default: always.
 
     Raises
     ------
@@ -171,7 +179,7 @@ def make_executor(
             "slots_per_node": site.node.slots,
             "available_accelerators": accelerators if isinstance(accelerators, int) else list(accelerators),
         }
-    return FreeTrainExecutor(
+    executor = FreeTrainExecutor(
         planner=site.planner_settings,
         checkpoint_dir=checkpoints,
         log_dir=None if run_dir is None else run_dir / LOGS,
@@ -180,6 +188,9 @@ def make_executor(
         job_tag=run_id,
         **settings,
     )
+    if fence is not None:
+        executor.obey(fence)
+    return executor
 
 
 def _node_kinds(site: Site, import_paths: Sequence[Path], run_dir: Path | None) -> list[NodeKind]:

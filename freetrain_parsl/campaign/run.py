@@ -35,6 +35,7 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingCancelled,
 )
+from freetrain_parsl.executor.driver_fence import DriverFence
 from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
 from freetrain_parsl.owned_files import open_directory
 from freetrain_parsl.planning.blocks.rules import least_walltime
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     Show = Callable[[RunState, float, Sequence[str]], None]
 
+    from freetrain_parsl.campaign.store import DriverRecord
     from freetrain_parsl.protocol.options import OnCodeChange
 
 logger = logging.getLogger(__name__)
@@ -209,6 +211,7 @@ class CampaignRun:
     campaign: Campaign
     _owned: OwnedTrainings = field(default_factory=OwnedTrainings)
     _unwritable: bool = False
+    _fence: DriverFence = field(default_factory=DriverFence)
     _assignment: tuple[str, ...] | None = None
     _cancelled: set[str] = field(default_factory=set)
 
@@ -330,20 +333,23 @@ class CampaignRun:
         ------
         InvalidInput
             Another driver is running.
+        DriverSuperseded
+            Another driver has taken the run over, while this one was suspended.
         """
-        refuse_living_driver(self.store)
+        before = refuse_living_driver(self.store)
         report, show = contained(report), contained(show)
         with driver_lock(self.directory):
-            if resuming:
-                remove_orphans(self.site, self.store, report)
-                preflight(self.site, self.directory, resuming=True)
-                self._report_retries(report)
             try:
-                driver = self.store.begin_driver(*own_identity())
+                driver = self.store.begin_driver(*own_identity(), replaces=before)
             except sqlite3.OperationalError as error:
                 raise InvalidInput(f"{self.directory} cannot be written: {error}; free some space") from error
+            self._fence = DriverFence(self.store.check_driver)
             how = "failed"
             try:
+                if resuming:  # now: an earlier driver that continues meanwhile submits nothing more
+                    remove_orphans(self.site, self.store, report)
+                    preflight(self.site, self.directory, resuming=True)
+                    self._report_retries(report)
                 with run_signals() as caught:
                     how = self._drive(driver, caught, report, show)
             finally:
@@ -377,6 +383,7 @@ class CampaignRun:
             run_dir=self.directory,
             run_id=self.store.fact("run_id"),
             import_paths=self.campaign.import_paths,
+            fence=self._fence,
         )
         config = Config(
             executors=[executor],
@@ -384,7 +391,7 @@ class CampaignRun:
             strategy="none",
             initialize_logging=True,
         )
-        with open_mover(self.site, self.store) as mover:
+        with open_mover(self.site, self.store, self._fence) as mover:
             with parsl.load(config):
                 self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)
                 unfinished = {item.name for item in self.store.trainings() if item.state == "waiting"}
@@ -419,6 +426,7 @@ class CampaignRun:
         begin = time.monotonic()
         next_beat = begin
         while True:
+            self._fence.check()
             _refresh(run)
             now = time.monotonic()
             owned.admit()
@@ -449,7 +457,9 @@ class CampaignRun:
         for name in (*names, *self._owned.held, *self._owned.elsewhere):
             remarks[name] = "; ".join(filter(None, [remarks.get(name), self._owned.remark(name)]))
         running = {item.name: (item.state, item.share_done, item.nodes) for item in current}
+        since = self._fence.now()
         self.store.beat(driver, {**states, **running}, remarks)
+        self._fence.confirm(since)
 
     def _assigned(self) -> tuple[str, ...] | None:
         """Return the trainings that are assigned to this site; ``None``: all.
@@ -510,8 +520,13 @@ def read_site(store: StoredRun) -> Site:
     return Site.parse(store.fact("site_text"), store.fact("site_file"), Variables(store.fact("variables")))
 
 
-def refuse_living_driver(store: RunStore) -> None:
+def refuse_living_driver(store: RunStore) -> DriverRecord | None:
     """Reject a run that has a live driver.
+
+    Returns
+    -------
+    DriverRecord or None
+        The last driver, which has ended or died.
 
     Raises
     ------
@@ -524,6 +539,7 @@ def refuse_living_driver(store: RunStore) -> None:
             f"{store.directory}: its driver runs on {driver.host} (process {driver.pid}); "
             f"stop it first: freetrain stop {store.directory}"
         )
+    return driver
 
 
 def _some(names: list[str], most: int = 5) -> str:

@@ -21,7 +21,7 @@ from freetrain_parsl.campaign.stored_run import (
     StoredRun,
     TrainingRecord,
 )
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import DriverSuperseded, InvalidInput
 from freetrain_parsl.owned_files import open_directory, require_own_directory
 from freetrain_parsl.read_only_database import refuse_super_journal
 from freetrain_parsl.storage.staging import sync_directory, sync_name
@@ -93,6 +93,8 @@ class RunStore(StoredRun):
         The directory contains no campaign, or belongs to another user, or others may write it.
     """
 
+    _driver_id: int | None = None  # that this process has begun
+
     def _prepare(self) -> None:
         """Refuse the run of another user: whoever opens its database to write it does what is in its journal."""
         if self.distrust.startswith("belongs to"):
@@ -145,15 +147,37 @@ class RunStore(StoredRun):
 
     # Drivers.
 
-    def begin_driver(self, host: str, pid: int, started: int) -> int:
+    def begin_driver(self, host: str, pid: int, started: int, *, replaces: DriverRecord | None = None) -> int:
         """Register this process as the driver, and clear requests and running states of earlier drivers.
+
+        From now on, all that earlier drivers write is refused with `DriverSuperseded`.
+
+        Parameters
+        ----------
+        host, pid, started
+            This process.
+        replaces
+            The last driver, as it was when it was found to have ended or died.
 
         Returns
         -------
         int
-            Its number.
+            Its number: the newest one drives the run.
+
+        Raises
+        ------
+        InvalidInput
+            That driver has shown a sign of life since, or another one has begun.
         """
         with self._transaction() as database:
+            database.execute("BEGIN IMMEDIATE")
+            row = database.execute("SELECT * FROM driver ORDER BY id DESC LIMIT 1").fetchone()
+            if replaces is not None and row is not None and _unlike(DriverRecord(*row), replaces):
+                other = DriverRecord(*row)
+                raise InvalidInput(
+                    f"{shown(self.directory)}: its driver runs on {other.host} (process {other.pid}); "
+                    f"stop it first: freetrain stop {shown(self.directory)}"
+                )
             database.execute("DELETE FROM request")
             database.execute(_WITHOUT_DRIVER)
             now = self._clock()
@@ -162,11 +186,25 @@ class RunStore(StoredRun):
                 (host, pid, started, now, now),
             )
         assert cursor.lastrowid is not None, "an INSERT has a row"
+        self._driver_id = cursor.lastrowid
         return cursor.lastrowid
+
+    def check_driver(self) -> None:
+        """Check that the driver that this process has begun is the newest one.
+
+        Raises
+        ------
+        DriverSuperseded
+            Another driver has begun since.
+        StateUnreadable
+            The database cannot be read for now.
+        """
+        with self._transaction() as database:
+            self._refuse_superseded(database)
 
     def describe_driver(self, driver: int, job_prefix: str, journal: Path) -> None:
         """Record the prefix of its job names, before the first is submitted, and the path of its journal."""
-        self._write("UPDATE driver SET job_prefix = ?, journal = ? WHERE id = ?", job_prefix, str(journal), driver)
+        self._drive("UPDATE driver SET job_prefix = ?, journal = ? WHERE id = ?", job_prefix, str(journal), driver)
 
     def beat(
         self,
@@ -190,7 +228,7 @@ class RunStore(StoredRun):
             (state, share, json.dumps(list(nodes)), storable((remarks or {}).get(name, "")) or None, now, name)
             for name, (state, share, nodes) in trainings.items()
         ]
-        with self._transaction() as database:
+        with self._driving() as database:
             database.execute("UPDATE driver SET heartbeat = ? WHERE id = ?", (now, driver))
             database.executemany(
                 "UPDATE training SET state = ?, share = COALESCE(?, share), nodes = ?, remark = ?, updated = ? "
@@ -200,31 +238,35 @@ class RunStore(StoredRun):
 
     def end_driver(self, driver: int, how: str) -> None:
         """Record that the driver ends cleanly; running trainings become waiting."""
-        with self._transaction() as database:
+        with self._driving() as database:
             database.execute("UPDATE driver SET ended = ?, how = ? WHERE id = ?", (self._clock(), how, driver))
             database.execute(_WITHOUT_DRIVER)
 
     # Trainings.
 
     def finish(self, name: str, result: object, remark: str = "") -> None:
-        """Store the result of a training, as JSON if possible, else as its repr, and a remark."""
+        """Store the result of a training that has not ended, as JSON if possible, else as its repr, and a remark."""
         text, plain = _stored(result)
-        self._write(
+        self._drive(
             "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
-            "error = NULL, remark = ?, updated = ? WHERE name = ?",
+            "error = NULL, remark = ?, updated = ? WHERE name = ? AND state IN ('waiting', 'running')",
             text, plain, storable(remark) or None, self._clock(), name,
         )  # fmt: skip
 
     def fail(self, name: str, error: str, *, final: bool) -> None:
-        """Record why a training failed; if the cause is external it is not `final`, and waits to be resumed."""
-        self._write(
-            "UPDATE training SET state = ?, nodes = '[]', error = ?, remark = NULL, updated = ? WHERE name = ?",
+        """Record why a training failed, unless it had ended before.
+
+        If the cause is external it is not `final`: the training waits to be resumed.
+        """
+        self._drive(
+            "UPDATE training SET state = ?, nodes = '[]', error = ?, remark = NULL, updated = ? "
+            "WHERE name = ? AND state IN ('waiting', 'running')",
             "failed" if final else "waiting", storable(error), self._clock(), name,
         )  # fmt: skip
 
     def cancel(self, name: str) -> None:
         """Record that a training was cancelled, unless it had ended before."""
-        self._write(
+        self._drive(
             "UPDATE training SET state = 'cancelled', nodes = '[]', error = NULL, remark = NULL, updated = ? "
             "WHERE name = ? AND state IN ('waiting', 'running')",
             self._clock(), name,
@@ -287,6 +329,29 @@ class RunStore(StoredRun):
         except (OSError, sqlite3.Error) as error:
             raise self._unreadable(error) from None
 
+    @contextmanager
+    def _driving(self) -> Iterator[sqlite3.Connection]:
+        """Write as the driver: in one transaction with the check that no other driver has begun."""
+        with self._transaction() as database:
+            database.execute("BEGIN IMMEDIATE")
+            self._refuse_superseded(database)
+            yield database
+
+    def _refuse_superseded(self, database: sqlite3.Connection) -> None:
+        """Refuse what a driver does after another one has begun; other processes are not affected."""
+        row = database.execute("SELECT * FROM driver ORDER BY id DESC LIMIT 1").fetchone()
+        if self._driver_id is None or row is None or (newest := DriverRecord(*row)).id == self._driver_id:
+            return
+        raise DriverSuperseded(
+            f"{shown(self.directory)}: this driver (process {os.getpid()}) was suspended, or could not be seen to be "
+            f"alive, and was replaced by process {newest.pid} on {newest.host}, which continues the run; "
+            "this one ends without a change, and nothing is left to do"
+        )
+
+    def _drive(self, statement: str, *values: Any) -> None:
+        with self._driving() as database:
+            database.execute(statement, values)
+
     def _write(self, statement: str, *values: Any) -> None:
         with self._transaction() as database:
             database.execute(statement, values)
@@ -294,6 +359,11 @@ class RunStore(StoredRun):
     def _rows(self, query: str, *values: Any) -> list[Any]:
         with self._transaction() as database:
             return database.execute(query, values).fetchall()
+
+
+def _unlike(driver: DriverRecord, before: DriverRecord) -> bool:
+    """Return whether a driver is another one, or has shown a sign of life."""
+    return (driver.id, driver.heartbeat, driver.ended) != (before.id, before.heartbeat, before.ended)
 
 
 def plain_scalar(value: Any) -> Any:

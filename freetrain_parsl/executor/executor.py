@@ -29,6 +29,7 @@ from freetrain_parsl.executor.check_suggestion import check_suggestion
 from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop
 from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver_fence import DriverFence
 from freetrain_parsl.executor.htex.blocks import HtexBlocks
 from freetrain_parsl.executor.htex.connection import HtexInterchange
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
@@ -271,6 +272,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._slot_settings: SlotSettings | None = None
         self._blocks = HtexBlocks(self, self.job_prefix, self._kinds)
         self._submissions = Submissions()
+        self._fence = DriverFence()
+
+    def obey(self, fence: DriverFence) -> None:
+        """Let a fence end this executor, without a change to what its run has; to be called before it is started."""
+        self._fence = fence
 
     # Parsl's executor interface.
 
@@ -313,7 +319,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._checkpoint_root = root
         self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
         log_dir = Path(self.log_dir or Path(self.run_dir) / "logs").absolute()
-        self._logs = LogWriter(log_dir)
+        self._logs = LogWriter(log_dir, allowed=self._fence.allows)
         self._values = ValueWriter(root, Path(self.logdir).absolute())
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
@@ -343,6 +349,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             max_failed_blocks=self.manners.max_failed_blocks,
             last_words=self._blocks.last_words,
             job_prefix=self.job_prefix,
+            require=self._fence.require,
         )
         self._watch = InterchangeWatch(
             HtexInterchange(self, self._submit_slot, self._watch_slot_task),
@@ -377,6 +384,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             refuse_new=self._refuse_new,
             take_output=self._logs.take,
             take_values=self._take_values,
+            check_driver=self._fence.check,
             clock=time.time,
         )
         self._logs.start()

@@ -10,6 +10,7 @@ from freetrain_parsl.campaign.home import check_home, clean_home, open_mover, pr
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.executor.driver_fence import DriverFence
 from freetrain_parsl.storage.globus.login import CLIENT_SECRET
 from tests.storage.globus.conftest import HOME, A, B, globus_is_here, world  # noqa: F401 - fixtures
 
@@ -93,7 +94,7 @@ def test_the_driver_does_not_pass_on_the_client_secret(world, monkeypatch):  # n
     site, store = run_of(world, "a")
     world.collections("a")
     check_home(site)
-    with open_mover(site, store) as mover:
+    with open_mover(site, store, DriverFence()) as mover:
         assert mover is not None
         assert "FREETRAIN_GLOBUS_CLIENT_SECRET" not in os.environ
 
@@ -101,6 +102,6 @@ def test_the_driver_does_not_pass_on_the_client_secret(world, monkeypatch):  # n
 def test_a_run_without_a_home_passes_no_client_secret_to_its_jobs(monkeypatch, tmp_path):
     monkeypatch.setenv(CLIENT_SECRET, "secret")
     site = Site.parse("system: local\n", "s.yaml", Variables({}, {}))
-    with open_mover(site, RunStore.create(tmp_path, {"run_id": "a1"}, ["net"])) as mover:
+    with open_mover(site, RunStore.create(tmp_path, {"run_id": "a1"}, ["net"]), DriverFence()) as mover:
         assert mover is None
         assert CLIENT_SECRET not in os.environ

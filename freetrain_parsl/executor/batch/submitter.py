@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, TypeAlias
 
-from freetrain_parsl.errors import BatchSystemError, ClusterGone, FreeTrainError
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSuperseded, FreeTrainError
 from freetrain_parsl.executor.batch.providers import complaint_of
 from freetrain_parsl.windows.base import BlockState
 
@@ -134,6 +134,9 @@ class JobSubmitter:
         is submitted. Blocks that were submitted at the same time count as one attempt.
     last_words
         Describes the output of a job that has ended; may read files.
+    require
+        Raises an exception unless this driver may still submit and cancel jobs: another one may have replaced it, whose
+        jobs have the same prefix; may block.
     """
 
     _LONGEST_PAUSE = 300.0
@@ -152,6 +155,7 @@ class JobSubmitter:
         job_prefix: str,
         max_failed_blocks: int = 5,
         last_words: Callable[[str], str] = lambda _: "",
+        require: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._thread = threading.Thread(target=self._run, name="freetrain-job-submitter", daemon=True)
@@ -164,6 +168,7 @@ class JobSubmitter:
         self._job_prefix = job_prefix
         self._max_failed_blocks = max_failed_blocks
         self._last_words = last_words
+        self._require = require
         self._clock = clock
         self._condition = threading.Condition()
         self._requests: deque[BlockSpec] = deque()
@@ -262,7 +267,7 @@ class JobSubmitter:
             self._thread.join(timeout)
         jobs, self._watched = set(self._watched), {}
         try:
-            if self._clock() < self._unknown_outcome_until:
+            if self._clock() < self._unknown_outcome_until and self._may_act():
                 jobs.update(self._source.find_jobs(self._job_prefix))
             if jobs:
                 self._source.cancel(sorted(jobs))
@@ -272,6 +277,15 @@ class JobSubmitter:
                 self._job_prefix,
                 error,
             )
+
+    def _may_act(self) -> bool:
+        """Return whether jobs with the prefix of the run are this driver's."""
+        try:
+            self._require()
+        except (DriverSuperseded, OSError) as error:
+            logger.warning("jobs named %s* are left alone: %s", self._job_prefix, error)
+            return False
+        return True
 
     def _run(self) -> None:
         """Submit blocks and query the batch system until closed."""
@@ -337,6 +351,7 @@ class JobSubmitter:
     def _submit(self, spec: BlockSpec) -> None:
         self._submitted_at.append(self._clock())
         try:
+            self._require()
             job = self._launch(spec)
         except Exception as error:  # noqa: BLE001 - a provider may raise any exception: the trainings continue
             self._refused(spec, error)
@@ -427,8 +442,10 @@ class JobSubmitter:
             survey = self._source.survey(jobs)
             if lingering := [job for job, status in survey.blocks.items() if status.lingers]:
                 self._source.cancel(lingering)
-            if begin < self._unknown_outcome_until and (
-                strays := self._source.find_jobs(self._job_prefix).keys() - set(jobs)
+            if (
+                begin < self._unknown_outcome_until
+                and self._may_act()
+                and (strays := self._source.find_jobs(self._job_prefix).keys() - set(jobs))
             ):
                 logger.info("cancelling %s: submitted by a command that timed out", ", ".join(sorted(strays)))
                 self._source.cancel(sorted(strays))

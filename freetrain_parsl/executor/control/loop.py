@@ -18,7 +18,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import BatchSystemError, ClusterGone, TrainingInterrupted
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSuperseded, TrainingInterrupted
 from freetrain_parsl.executor.batch.start_failures import StartWatch
 from freetrain_parsl.executor.batch.submitter import (
     BatchSystemEnded,
@@ -113,6 +113,9 @@ class ControlLoop:
         Called with what a process of a training has printed: its name, the process, and lines; must not block.
     take_values
         Called with values of a training for trackers: its name, and the rows as in `Logged`; must not block.
+    check_driver
+        Raises `DriverSuperseded` once another driver has taken over the run; must not block, except after this process
+        was suspended.
     clock
         Wall clock, seconds since the epoch. It may be stepped: the loop uses a `SteadyClock` based on it.
     monotonic
@@ -146,6 +149,7 @@ class ControlLoop:
         node_kinds: Mapping[str, KindOfSlots] = MappingProxyType({}),
         take_output: Callable[[str, str, bytes], None] = lambda _training, _source, _output: None,
         take_values: Callable[[str, Sequence[str]], None] = lambda _training, _rows: None,
+        check_driver: Callable[[], None] = lambda: None,
     ) -> None:
         self._thread = threading.Thread(target=self.run, name="freetrain-driver", daemon=True)
         self._server = server
@@ -157,6 +161,7 @@ class ControlLoop:
         self._refuse_new = refuse_new
         self._take_output = take_output
         self._take_values = take_values
+        self._check_driver = check_driver
         self._closed: BatchSystemError | None = None
         self._clock = SteadyClock(clock, monotonic)
         self._planner = RecordedPlanner(policy, planner_settings, journal.write, self._clock())
@@ -241,9 +246,13 @@ class ControlLoop:
 
     def run(self) -> None:
         """Iterate until stopped."""
+        farewell = Exit()
         try:
             while not self._stopping.is_set():
                 self._turn()
+        except DriverSuperseded as error:
+            farewell = Exit(now=True)  # nothing is saved: the trainings are the other driver's
+            self._fail_all(error)
         except BaseException as error:  # a bug in the loop: its futures must not stay pending forever
             logger.exception("the driver failed")
             reason = (
@@ -253,7 +262,7 @@ class ControlLoop:
             self._fail_all(TrainingInterrupted(reason))
         finally:
             for slot in self._registry.slots:
-                self._server.send(slot, Exit())
+                self._server.send(slot, farewell)
             self._record_requests(last=True)
             self._journal.close()
             self._manager.close()
@@ -262,6 +271,7 @@ class ControlLoop:
 
     def _turn(self) -> None:
         now = self._clock()
+        self._check_driver()
         self._record_step()
         self._record_requests()
         self._listen(min(self._PASS, self._planner.wake_at(now) - now))
@@ -270,6 +280,7 @@ class ControlLoop:
         if self._surveyed_at is not None and self._clock() - self._surveyed_at > self._outdated:
             self._surveyed_at = None
             self._events.append(ev.WindowsOutdated(self._clock()))
+        self._check_driver()
         self._slots.kill_silent(self._listened)
         self._starts.look()
         self._slots.take_back()
@@ -304,6 +315,7 @@ class ControlLoop:
         """Handle the messages that arrive together within `wait` seconds; return whether they are all routine."""
         kinds: set[type] = set()
         for slot, message in self._server.receive(wait):
+            self._check_driver()  # the process may have been suspended while it waited
             self._take(slot, message)
             kinds.add(type(message))
         return bool(kinds) and kinds <= _ROUTINE

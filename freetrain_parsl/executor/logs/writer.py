@@ -53,11 +53,16 @@ class LogWriter:
         The run's logs; created, private to the user.
     clock
         Seconds since the epoch.
+    allowed
+        Whether this driver may still write: another one may have replaced it.
     """
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, directory: Path, clock: Callable[[], float] = time.time, allowed: Callable[[], bool] = lambda: True
+    ) -> None:
         self._directory = directory
         self._clock = clock
+        self._allowed = allowed
         self._lock = threading.Lock()  # of the next three
         self._waiting: dict[str, list[str]] = {}  # training -> texts of complete lines
         self._length = 0
@@ -126,7 +131,7 @@ class LogWriter:
             os.close(self._held)
 
     def _write(self) -> None:
-        if self._retry_at > time.monotonic():
+        if self._retry_at > time.monotonic() or not self._allowed():
             return
         try:
             if self._held is None:

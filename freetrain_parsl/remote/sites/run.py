@@ -234,7 +234,7 @@ class SitesRun:
         InvalidInput
             Another coordinator is running; a site refuses the campaign before any training is assigned.
         """
-        refuse_living_driver(self.store)
+        before = refuse_living_driver(self.store)
         report, show = contained(report), contained(show)
         with driver_lock(self.directory):
             coordinator = self._coordinator()
@@ -246,7 +246,7 @@ class SitesRun:
                     CoordinatorFile(coordinator.as_json(), lines).write(self.directory)
                 for name in retry:
                     self.store.retry(name)
-                driver = self.store.begin_driver(*own_identity())
+                driver = self.store.begin_driver(*own_identity(), replaces=before)
             except (OSError, sqlite3.OperationalError) as error:
                 raise InvalidInput(f"{self.directory} cannot be written: {error}; free some space") from error
             how = "failed"

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 __all__ = ["Mover", "ResultStatus"]
 
 
+_HALT = 10.0  # seconds: a request may be on its way
+
+
 class ResultStatus(Enum):
     """Whether the result of a finished training counts."""
 
@@ -71,6 +74,8 @@ class Mover:
         Seconds, never stepped.
     pace
         Default: that of the lease.
+    allowed
+        Whether this driver may still act: another one may have replaced it, which has a mover of its own.
     """
 
     def __init__(
@@ -83,12 +88,14 @@ class Mover:
         *,
         clock: Callable[[], float] = time.monotonic,
         pace: MoverPace | None = None,
+        allowed: Callable[[], bool] = lambda: True,
     ) -> None:
         lease = settings.lease.total_seconds()
         self._settings = settings
         self._run_dir = run_dir
         self._collections = collections
         self._clock = clock
+        self._allowed = allowed
         self._pace = pace or MoverPace.of(lease)
         self._exchange = MoverDirectory(root)
         self._ownership = Ownership(driver, lease)
@@ -230,10 +237,16 @@ class Mover:
         if self._thread.is_alive():
             self._thread.join(timeout)
 
+    def halt(self) -> None:
+        """End the thread and leave everything as it is."""
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(_HALT)
+
     # The loop.
 
     def _run(self) -> None:
-        while not self._ending.wait(self._pace.turn):
+        while not self._ending.wait(self._pace.turn) and self._allowed():
             try:
                 self.turn()
             # The driver goes on without copies; its trainings stop when the lease ends.
