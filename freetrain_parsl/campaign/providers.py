@@ -7,7 +7,7 @@ import os
 import shlex
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.campaign.logs import LOGS
 from freetrain_parsl.errors import InvalidInput
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["make_executor", "make_provider", "make_window_source"]
+__all__ = ["CLUSTER", "make_executor", "make_provider", "make_window_source"]
+
+CLUSTER: Final = "cluster"
+"""Directory in the run directory with the files of the driver's own embedded cluster."""
 
 _COMMAND_TIMEOUT = timedelta(seconds=60)  # Parsl's own 10 s for Slurm is too short for a busy scheduler
 
@@ -56,7 +59,7 @@ def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path |
         if site.kinds and "cluster" not in own:
             own["nodes"] = sum(len(kind.block["only"]) for kind in site.kinds)
         if run_dir is not None:
-            own["cluster_dir"] = str(run_dir / "cluster")
+            own["cluster_dir"] = str(run_dir / CLUSTER)
         return EmbeddedClusterProvider(worker_init=worker_init, **own)
     common = {
         "launcher": _launcher(site),

@@ -22,12 +22,13 @@ from freetrain_parsl.campaign.home import check_home, open_mover
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
-from freetrain_parsl.campaign.providers import make_executor, make_window_source
+from freetrain_parsl.campaign.providers import CLUSTER, make_executor, make_window_source
 from freetrain_parsl.campaign.required_nodes import refuse_impossible, refuse_too_large
 from freetrain_parsl.campaign.site import Site
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.cluster.registry import wait_for_ending
 from freetrain_parsl.errors import (
     CollectionUnavailable,
     FreeTrainError,
@@ -391,6 +392,8 @@ class CampaignRun:
             strategy="none",
             initialize_logging=True,
         )
+        if not self.site.outlives_driver:
+            wait_for_ending((self.directory / CLUSTER).resolve(), report)
         with open_mover(self.site, self.store, self._fence) as mover:
             with parsl.load(config):
                 self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import socket
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0  # starting Python takes seconds on a busy machine
 
@@ -251,13 +254,14 @@ class EmbeddedCluster:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and wait until it responds.
+        """Start it and wait until it responds; a cluster of the same directory whose parent was killed may end first.
 
         Raises
         ------
         BatchSystemError
             It did not start; the message contains the last line of its output.
         """
+        registry.wait_for_ending(self.directory, logger.info)
         self.directory.mkdir(parents=True, exist_ok=True)
         queue = self.directory / "workload.json"
         save_workload(self.workload, queue)

@@ -237,7 +237,8 @@ async def run(options: argparse.Namespace) -> None:
     if too_big > options.nodes:
         raise InvalidSettings(f"the workload has a job of {too_big} nodes, the cluster has {options.nodes}")
     processes.adopt_orphans()
-    registry.register(options.name, options.dir)
+    parent = processes.process_info(options.parent_pid) if options.parent_pid else None
+    registry.register(options.name, options.dir, parent)
     try:
         batch = BatchSystem(options.name, scheduler, grace=options.grace, workload=workload, loop=loop)
         daemon = Daemon(batch, options.dir)
@@ -247,7 +248,7 @@ async def run(options: argparse.Namespace) -> None:
         path = registry.socket_path(options.name)
         server = await asyncio.start_unix_server(daemon.serve, path, limit=_MAX_REQUEST)
         if options.parent_pid:
-            _watch_parent(processes.process_info(options.parent_pid), daemon)
+            _watch_parent(parent, daemon)
         logger.info("cluster %s of %d nodes is ready", options.name, options.nodes)
         print("ready", flush=True)  # noqa: T201 - signals the process that started us
         await daemon.stopping.wait()

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +21,15 @@ from freetrain_parsl.cluster.processes import is_running, process_info
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from freetrain_parsl.cluster.processes import ProcessInfo
 
 _MAX_SOCKET_PATH = 107
 _INFO = "cluster.json"
+_PARENT = "parent.json"  # a file of its own: earlier versions remove an entry with unknown keys
+_LONGEST_ENDING = 60.0  # seconds; jobs are killed after the grace period
+_PERIOD = 0.2
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,45 @@ def new_name() -> str:
     return f"c{secrets.token_hex(4)}"
 
 
-def register(name: str, directory: Path) -> ClusterInfo:
+def wait_for_ending(
+    directory: Path,
+    report: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until the cluster of a directory is gone, if there is one and the process that has started it was killed.
+
+    Such a cluster ends by itself, with all its jobs, within the grace period. If it does not, this gives up.
+
+    Parameters
+    ----------
+    directory
+        Its directory, resolved.
+    report
+        Called once with a line of output, if there is anything to wait for.
+    clock, sleep
+        In seconds.
+    """
+    end, reported = clock() + _LONGEST_ENDING, False
+    while found := [info for info in running_clusters() if info.directory == str(directory) and _is_ending(info)]:
+        if clock() > end:
+            return
+        if not reported:
+            report(f"waiting for the cluster of a driver that was killed to end (process {found[0].pid})")
+            reported = True
+        sleep(_PERIOD)
+
+
+def register(name: str, directory: Path, parent: ProcessInfo | None = None) -> ClusterInfo:
     """Register the calling process as a cluster; its socket must be created at `socket_path`.
+
+    Parameters
+    ----------
+    name, directory
+        See `ClusterInfo`.
+    parent
+        The process with which it ends; ``None``: it does not end with another one.
 
     Raises
     ------
@@ -123,12 +166,23 @@ def register(name: str, directory: Path) -> ClusterInfo:
     aside = entry.with_name(f".{name}.{own.pid}")
     aside.mkdir(mode=0o700)
     (aside / _INFO).write_text(json.dumps(asdict(info)), encoding="utf-8")
+    if parent is not None:
+        (aside / _PARENT).write_text(json.dumps([parent.pid, parent.started]), encoding="utf-8")
     try:
         aside.rename(entry)
     except OSError as error:
         shutil.rmtree(aside)
         raise InvalidSettings(f"cluster {name!r} is being started by another process") from error
     return info
+
+
+def _is_ending(info: ClusterInfo) -> bool:
+    """Return whether the process with which a cluster ends is gone, so that it will soon be gone, too."""
+    try:
+        pid, started = json.loads((socket_path(info.name).parent / _PARENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it has none, or is of an earlier version; or it has just been removed
+        return False
+    return not is_running(pid, started)
 
 
 def unregister(name: str) -> None:

@@ -63,3 +63,28 @@ def test_one_directory_has_one_cluster(tmp_path):
     registry.register("mine", tmp_path)
     with pytest.raises(InvalidSettings, match=r"'mine' of .* is already running"):
         registry.register("other", tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 100.0])
+def test_a_cluster_whose_parent_was_killed_is_waited_for_some_time(tmp_path, seconds):
+    """A driver that was killed, and resumed at once, found its own cluster, which was still ending."""
+    now, lines = 0.0, []
+
+    def sleep(period):
+        nonlocal now
+        now += period
+        if now > seconds:
+            registry.unregister("mine")
+
+    registry.register("mine", tmp_path, process_info(os.getpid())._replace(started=1))
+    registry.wait_for_ending(tmp_path, lines.append, clock=lambda: now, sleep=sleep)
+    assert min(seconds, 60.0) < now < min(seconds, 60.0) + 1.0
+    assert lines == [f"waiting for the cluster of a driver that was killed to end (process {os.getpid()})"]
+    registry.unregister("mine")
+
+
+@pytest.mark.parametrize("parent", [None, process_info(os.getpid())], ids=["without a parent", "its parent lives"])
+def test_a_cluster_that_does_not_end_is_not_waited_for(tmp_path, parent):
+    registry.register("mine", tmp_path, parent)
+    registry.wait_for_ending(tmp_path, pytest.fail, sleep=pytest.fail)
+    registry.unregister("mine")
