@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["printable", "storable", "text_of"]
+__all__ = ["cut", "printable", "storable", "text_of"]
+
+_LONGEST = 20_000  # characters of an exception's text
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")  # of terminals
 
 
-def text_of(error: BaseException) -> str:
-    """Return an exception's text; what UTF-8 cannot encode, such as the bytes of a file name, is escaped."""
+def text_of(error: BaseException, most: int = _LONGEST) -> str:
+    """Return an exception's text; what UTF-8 cannot encode, such as the bytes of a file name, is escaped.
+
+    The middle of a text of more than `most` characters is left out: it may have gigabytes.
+    """
     try:
-        return storable(str(error))
+        return storable(cut(str(error), most))
     except BaseException as failure:  # noqa: BLE001 - of the user's class, which may even call sys.exit
         return f"(its text cannot be shown: {type(failure).__name__})"
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text, without its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} … [cut: {len(text):,} characters] … {text[len(text) - most // 2 :]}"
 
 
 def storable(text: str) -> str:

@@ -13,6 +13,7 @@ import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.result_files import write_result
 from freetrain_parsl.campaign.stored_run import (
     DATABASE,
     VERSION,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord", "plain_scalar"]
 
 _BUSY = 30.0  # seconds to wait for another process's lock
-_LONGEST_RESULT = 200_000_000  # characters; SQLite takes 1e9 bytes
+_LONGEST_RESULT = 1_000_000  # characters in the database, which every view reads; longer ones have a file
 _WITHOUT_DRIVER = (  # what they waited for was the driver's business
     "UPDATE training SET state = 'waiting', nodes = '[]', remark = NULL WHERE state IN ('waiting', 'running')"
 )
@@ -245,8 +246,18 @@ class RunStore(StoredRun):
     # Trainings.
 
     def finish(self, name: str, result: object, remark: str = "") -> None:
-        """Store the result of a training that has not ended, as JSON if possible, else as its repr, and a remark."""
+        """Store the result of a training that has not ended, as JSON if possible, else as its repr, and a remark.
+
+        One of more than a million characters is written to a file in the run directory, which is named instead.
+        """
         text, plain = _stored(result)
+        if len(text) > _LONGEST_RESULT:
+            self.check_driver()
+            try:
+                file = write_result(self.directory, name, text, is_json=plain)
+            except OSError as error:  # a full disk: tried again, as with the database
+                raise StateUnreadable(f"the result of {name} cannot be written: {error.strerror or error}") from error
+            text, plain = f"in {file}: {type(result).__name__}, {len(text):,} characters", False
         self._drive(
             "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
             "error = NULL, remark = ?, updated = ? WHERE name = ? AND state IN ('waiting', 'running')",
@@ -382,8 +393,6 @@ def _stored(result: object) -> tuple[str, bool]:
             text, plain = _repr(result), False
     except BaseException:  # noqa: BLE001 - methods of the user's objects may raise anything, as in `plain_scalar`
         text, plain = _repr(result), False
-    if len(text) > _LONGEST_RESULT:  # else it would be tried again, and all trainings that end would wait for it
-        text, plain = f"<{type(result).__name__}, whose representation has {len(text)} characters: too many>", False
     return text, plain
 
 

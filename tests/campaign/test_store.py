@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sqlite3
@@ -131,11 +132,30 @@ def test_results_can_be_read_with_little_of_the_stack_left(store: RunStore) -> N
     assert states_below(500) == ["finished", "waiting", "waiting"]
 
 
-def test_a_result_that_sqlite_does_not_take_is_named(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was tried again for ever, and the trainings after it were never collected."""
+def test_a_long_result_has_a_file(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every view read it with the state, and one of a gigabyte was tried again for ever."""
     monkeypatch.setattr(store_module, "_LONGEST_RESULT", 100)
     store.finish("a", ["x"] * 100)
-    assert store.training("a").result == "<list, whose representation has 500 characters: too many>"
+    assert store.training("a").result == "in results/a.json: list, 500 characters"
+    file = store.directory / "results" / "a.json"
+    assert json.loads(file.read_text()) == ["x"] * 100
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    store.finish("b", {1 + 2j: "x" * 100})
+    assert store.training("b").result == "in results/b.txt: dict, 112 characters"
+    assert (store.directory / "results" / "b.txt").read_text() == repr({1 + 2j: "x" * 100})
+    assert {path.name for path in file.parent.iterdir()} == {"a.json", "b.txt"}
+
+
+def test_a_long_result_that_cannot_be_written_is_tried_again(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_LONGEST_RESULT", 100)
+    (store.directory / "results").write_text("")
+    with pytest.raises(sqlite3.OperationalError, match="the result of a cannot be written"):
+        store.finish("a", ["x"] * 100)
+    assert store.training("a").state == "waiting"
+    (store.directory / "results").unlink()
+    store.finish("a", ["x"] * 100)
+    assert store.training("a").state == "finished"
 
 
 def test_texts_that_utf8_cannot_encode_are_escaped(store: RunStore) -> None:

@@ -14,7 +14,7 @@ from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
-from freetrain_parsl.texts import storable, text_of
+from freetrain_parsl.texts import cut, storable, text_of
 
 if TYPE_CHECKING:
     from freetrain_parsl.protocol.reports import RunEnd
@@ -26,6 +26,9 @@ _WHERE_MODULES_ARE = (
     "a node finds modules in the directory of the function's own file, those that are installed, and those on "
     "PYTHONPATH, which the provider's worker_init may export; what a script adds to sys.path counts on its host only"
 )
+_LARGEST_EXCEPTION = 4 << 20  # bytes; a larger one would hold up the heartbeats of all slots in the driver
+_LONGEST_STAND_IN = 10_000  # characters; with the reason, fewer than `text_of` leaves as they are
+_LONGEST_PRINTED = 1 << 20  # characters of a traceback
 
 
 def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
@@ -59,25 +62,37 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
 
 
 def serialized_exception(error: BaseException) -> bytes:
-    """Serialize an exception, with its traceback."""
+    """Serialize an exception, with its traceback; in place of one that cannot be passed on, a `RuntimeError`."""
     kind, traceback = type(error), error.__traceback__
     try:
         payload = bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
-        deserialize(payload)  # an exception whose class has other parameters than its `args` fails only here
+        if (size := len(payload)) > _LARGEST_EXCEPTION:
+            why = f"the exception itself has {size:,} bytes, more than {_LARGEST_EXCEPTION:,}, and was not passed on"
+        else:
+            deserialize(payload)  # an exception whose class has other parameters than its `args` fails only here
+            return payload
     except BaseException as refusal:  # noqa: BLE001 - pickling an object may raise anything
-        stand_in = RuntimeError(
-            f"{kind.__name__}: {text_of(error)} (the exception itself cannot be pickled: {text_of(refusal)})"
-        )
-        try:
-            return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
-        except Exception:  # noqa: BLE001 - dill imports the modules of a traceback, and may open no more files
-            return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, None)))
-    return payload
+        why = f"the exception itself cannot be pickled: {text_of(refusal, _LONGEST_REASON)}"
+    stand_in = RuntimeError(f"{kind.__name__}: {text_of(error, _LONGEST_STAND_IN)} ({why})")
+    try:
+        payload = bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
+    except Exception:  # noqa: BLE001 - dill imports the modules of a traceback, and may open no more files
+        payload = b""
+    if 0 < len(payload) <= _LARGEST_EXCEPTION:
+        return payload
+    return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, None)))
 
 
 def print_exception(error: BaseException) -> None:
-    """Print an exception with its traceback on the standard error output, which the user's code may have closed."""
-    text = "".join(traceback.format_exception(error))
+    """Print an exception with its traceback on the standard error output, which the user's code may have closed.
+
+    The middle of what is very long is left out.
+    """
+    try:
+        text = "".join(cut(part, _LONGEST_PRINTED // 8) for part in traceback.format_exception(error))
+    except Exception as failure:  # noqa: BLE001 - a chain of causes may be too deep, its texts may raise anything
+        text = f"{type(error).__name__}: {text_of(error)} (no traceback: {type(failure).__name__})\n"
+    text = cut(text, _LONGEST_PRINTED)
     try:
         sys.stderr.write(text)
     except (OSError, ValueError, AttributeError):  # a full disk; closed, or removed
