@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from freetrain_parsl.storage.posix import directory_name
+from freetrain_parsl.storage.staging import sync_name
 
 __all__ = ["RESULTS", "write_result"]
 
@@ -49,6 +50,7 @@ def write_result(run_dir: Path, training: str, text: str, *, is_json: bool) -> s
             file.flush()
             os.fsync(file.fileno())
         Path(aside).replace(path)
+        sync_name(path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
