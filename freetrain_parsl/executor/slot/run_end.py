@@ -65,9 +65,13 @@ def serialized_exception(error: BaseException) -> bytes:
     """Serialize an exception, with its traceback; in place of one that cannot be passed on, a `RuntimeError`."""
     kind, traceback = type(error), error.__traceback__
     try:
-        payload = bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
-        if (size := len(payload)) > _LARGEST_EXCEPTION:
-            why = f"the exception itself has {size:,} bytes, more than {_LARGEST_EXCEPTION:,}, and was not passed on"
+        # Not pickled to be measured: meanwhile no other thread of the process runs, and none sends heartbeats.
+        texts = sum(len(part) for part in error.args if isinstance(part, (str, bytes, bytearray)))
+        payload = (
+            b"" if texts > _LARGEST_EXCEPTION else bytes(serialize(RemoteExceptionWrapper(kind, error, traceback)))
+        )
+        if (size := max(texts, len(payload))) > _LARGEST_EXCEPTION:
+            why = f"the exception itself has at least {size:,} bytes, and was not passed on: that is too large"
         else:
             deserialize(payload)  # an exception whose class has other parameters than its `args` fails only here
             return payload
