@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.policies.milp import MilpPolicy
     from freetrain_parsl.planning.policies.window import WindowPolicy
     from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
+    from freetrain_parsl.report.futures import explain
     from freetrain_parsl.sweeps.halving import HalvingResult, halving
     from freetrain_parsl.training.fragment import run_alone
     from freetrain_parsl.training.session import TrainingSession
