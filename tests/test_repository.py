@@ -306,3 +306,67 @@ def test_ci_script_can_be_run():
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & stat.S_IXUSR
     assert "set -euo pipefail" in script.read_text(encoding="utf-8")
+
+
+# Modules that print what is not for people, or not on a terminal of theirs -> why.
+_PRINTERS = {
+    "cli/__init__.py": "while modules are being imported; a constant",
+    "cli/console.py": "is the place",
+    "executor/slot/array_run.py": "on a node: passes on what the user's function prints",
+    "executor/slot/pilot.py": "on a node; a constant",
+    "executor/slot/run_end.py": "on a node: the traceback of the user's function, which goes to the log",
+    "executor/warm_start/client.py": "on a node",
+    "executor/warm_start/server.py": "on a node",
+    "integrations/accelerate.py": "is print, for the user's function",
+}
+_PRINTING = {"echo", "secho", "print_json", "from_markup", "StreamHandler"}
+
+
+def _prints(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="print")):
+            return True
+        case ast.ImportFrom(module="rich.console" | "rich") if any(
+            one.name in ("Console", "print") for one in node.names
+        ):
+            return True
+        case ast.Attribute(attr=name) | ast.ImportFrom(names=[ast.alias(name=name)]) if name in _PRINTING:
+            return True
+        case ast.Attribute(attr="write" | "writelines", value=ast.Attribute(attr="stdout" | "stderr")):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="os"), attr="write"), args=[ast.Constant(value=1 | 2), *_]):
+            return True
+    return False
+
+
+def printers(modules: list[Path]) -> set[str]:
+    """Return the modules that print by themselves."""
+    return {
+        module.relative_to(PACKAGE).as_posix()
+        for module in modules
+        if room_of(module) != "testing" and any(map(_prints, ast.walk(parsed(module))))
+    }
+
+
+def test_texts_are_printed_in_one_place():
+    """Names, hosts, errors and outputs of commands may have escape sequences: `screen` and `Screen` take them out."""
+    assert printers(MODULES) == _PRINTERS.keys()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "print('x')",
+        "typer.echo('x')",
+        "from click import echo",
+        "sys.stderr.write('x')",
+        "os.write(2, b'x')",
+        "from rich.console import Console, Group",
+        "from rich import print",
+        "Text.from_markup('x')",
+        "logging.StreamHandler()",
+    ],
+)
+def test_modules_that_print_are_found(line):
+    """Each way to print, wherever it is, is seen by the test above."""
+    assert any(map(_prints, ast.walk(ast.parse(f"def function():\n    {line}\n"))))

@@ -13,13 +13,14 @@ from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.logs.lines import names_in
 from freetrain_parsl.executor.logs.reader import follow_logs, has_writer, read_logs
+from freetrain_parsl.texts import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from freetrain_parsl.executor.logs.lines import LogLine
 
-__all__ = ["LOGS", "log_lines", "shown_line", "trainings_of"]
+__all__ = ["LOGS", "log_lines", "name_width", "shown_line", "trainings_of"]
 
 LOGS: Final = "logs"
 """Directory of the logs in the run directory."""
@@ -104,8 +105,13 @@ def _has_ended(run_dir: Path) -> bool:
     return not has_writer(run_dir / LOGS)
 
 
+def name_width(names: Sequence[str]) -> int:
+    """Return the width of the column with the trainings' names; 0: it is not needed."""
+    return max(len(shortened(name)) for name in names) if len(names) > 1 else 0
+
+
 def shown_line(line: LogLine, width: int = 0, *, all_processes: bool = False, times: bool = False) -> str:
-    """Format a line, with its end, for people.
+    """Format a line for people; what it must not do to a terminal is for `screen.say_coloured`.
 
     Parameters
     ----------
@@ -118,11 +124,11 @@ def shown_line(line: LogLine, width: int = 0, *, all_processes: bool = False, ti
     times
         Whether to show when the line arrived.
     """
-    name = f"{line.training:{width}} | " if width else ""
+    name = f"{shortened(line.training):{width}} | " if width else ""
     at = datetime.fromtimestamp(line.time).astimezone()
     if line.is_mark:
-        return f"{name}── {at:%Y-%m-%d %H:%M:%S} {line.text} ──\n"
+        return f"{name}── {at:%Y-%m-%d %H:%M:%S} {line.text} ──"
     rank = line.source.lstrip("!")
     process = "" if rank == "0" or (line.is_main and not all_processes) else f"[{'joining' if rank == '?' else rank}] "
     stamp = f"{at:%H:%M:%S} " if times else ""
-    return f"{name}{stamp}{process}{line.text}\n"
+    return f"{name}{stamp}{process}{line.text}"

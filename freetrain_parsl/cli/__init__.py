@@ -27,18 +27,20 @@ def main() -> None:
     with _exit_if_interrupted():
         from freetrain_parsl.cli.verbs import app_of
         from freetrain_parsl.errors import FreeTrainError, UsageError
+        from freetrain_parsl.screen import say, show_logged_warnings
 
+        show_logged_warnings()
         app = app_of(*sys.argv[1:2])
     try:
         app()
     except UsageError as error:
-        sys.stderr.write(f"freetrain: {error}\n")
+        say(f"freetrain: {error}", err=True)
         sys.exit(2)
     except FreeTrainError as error:
-        sys.stderr.write(f"freetrain: {error}\n")
+        say(f"freetrain: {error}", err=True)
         sys.exit(1)
     except KeyboardInterrupt:
-        sys.stderr.write("freetrain: interrupted\n")
+        say("freetrain: interrupted", err=True)
         sys.exit(_INTERRUPTED)
 
 

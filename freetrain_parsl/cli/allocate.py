@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.options import check_targets, known_name, split_names
 from freetrain_parsl.cli.windows import format_duration
 from freetrain_parsl.errors import InvalidSettings, UsageError
@@ -22,6 +22,7 @@ from freetrain_parsl.planning.resources.explain import reasons_for_nothing
 from freetrain_parsl.planning.resources.policies import RESOURCE_POLICIES
 from freetrain_parsl.planning.resources.policies.base import KnapsackPolicy, ResourceDecision, ResourcePolicy
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.screen import say
 from freetrain_parsl.simulate.resource_instances import generate_instance, read_instance
 
 _LONGEST = 86_400.0  # seconds of a decision
@@ -46,7 +47,7 @@ def allocate(
     if example is not None:
         check_targets([], {"--example": example})
         _write(example, generate_instance(6, load=3.0, seed=1))
-        typer.echo(example)
+        say(str(example))
         return
     if instance is None:
         raise UsageError("allocate: INSTANCE is missing; 'freetrain allocate --example FILE' writes one to try it with")
@@ -56,7 +57,7 @@ def allocate(
     decisions = {one.name: one.allocate(problem) for one in policies}
     if json is not None:
         _write(json, allocation_figures(instance, problem, decisions))
-    print_allocation(Console(highlight=False), instance, problem, decisions)
+    print_allocation(Screen(highlight=False), instance, problem, decisions)
 
 
 def _policy(name: str, time_limit: float) -> ResourcePolicy:
@@ -108,11 +109,11 @@ def _job_figures(problem: ResourceProblem, decision: ResourceDecision) -> list[d
 
 
 def print_allocation(
-    console: Console, instance: Path, problem: ResourceProblem, decisions: Mapping[str, ResourceDecision]
+    console: Screen, instance: Path, problem: ResourceProblem, decisions: Mapping[str, ResourceDecision]
 ) -> None:
     """Print the policies' totals if there are several, then one row per job for each policy."""
     capacity = ", ".join(f"{there:g} {name}" for name, there in zip(problem.resources, problem.capacity, strict=True))
-    console.print(f"{instance.name}: {len(problem.jobs)} jobs, load {problem.load:.2f}, {capacity}", markup=False)
+    console.print(f"{instance.name}: {len(problem.jobs)} jobs, load {problem.load:.2f}, {capacity}")
     if len(decisions) > 1:
         console.print()
         console.print(_totals(problem, decisions))
@@ -124,7 +125,7 @@ def print_allocation(
         )
         console.print(_job_table(problem, decision))
         for job, reason in reasons_for_nothing(problem, decision).items():
-            console.print(f"{job} gets nothing: {reason}", markup=False)
+            console.print(f"{job} gets nothing: {reason}")
 
 
 def _totals(problem: ResourceProblem, decisions: Mapping[str, ResourceDecision]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -11,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.campaign.summary import summary
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.report.live import remarks, training_table
 from freetrain_parsl.report.run import RunState
-from freetrain_parsl.texts import printable
+from freetrain_parsl.screen import say, say_json
+from freetrain_parsl.texts import printable, shortened
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run import CampaignRun
@@ -44,9 +45,9 @@ class ProgressView:
         Heading.
     """
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Screen, title: str) -> None:
         self._console = console
-        self._title = title
+        self._title = shortened(title)
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._printed: dict[str, str] = {}
 
@@ -58,7 +59,7 @@ class ProgressView:
 
     def report(self, line: str) -> None:
         """Print a line."""
-        self._console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+        self._console.say(line)
 
     def report_change(self, key: str, state: str, line: str) -> None:
         """Print a line if the state of something is another than when it was last called for it."""
@@ -70,7 +71,7 @@ class ProgressView:
 class LiveView(ProgressView):
     """Shows a run; see `ProgressView`."""
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Screen, title: str) -> None:
         super().__init__(console, title)
         self._noted: set[str] = set()
         self._starts_printed: FailedStarts | None = None
@@ -127,14 +128,14 @@ def _windows_line(run: RunState) -> Text:
 
 def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False) -> None:
     """Drive a run to its end and print the outcome; raise typer.Exit with the exit code."""
-    console = Console(stderr=as_json)
-    console.print(f"run directory: {run.directory}", highlight=False, soft_wrap=True)
+    console = Screen(stderr=as_json)
+    console.say(f"run directory: {run.directory}")
     view = LiveView(console, run.campaign.name)
     with view.opened():
         how = run.drive(report=view.report, show=view.show, resuming=resuming)
     trainings = run.store.trainings()
     if as_json:
-        typer.echo(json.dumps(summary(run.store), indent=2))
+        say_json(summary(run.store))
     else:
         print_trainings(console, trainings)
     left = sum(item.state not in ("finished", "cancelled") for item in trainings)
@@ -150,17 +151,16 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
 
 def print_detached(directory: Path) -> None:
     """Print where a detached driver works, and how to look at it and end it."""
-    typer.echo(f"run directory: {directory}")
-    typer.echo(f"the driver runs in the background: freetrain status {directory}, freetrain stop {directory}")
+    say(f"run directory: {directory}")
+    say(f"the driver runs in the background: freetrain status {directory}, freetrain stop {directory}")
 
 
-def print_trainings(console: Console, trainings: list[TrainingRecord]) -> None:
+def print_trainings(console: Screen, trainings: list[TrainingRecord]) -> None:
     """Print one row per training, then each error on an unwrapped line: it may contain a path or a command."""
     console.print(_table(trainings))
     for item in trainings:
         if item.error:
-            line = Text(f"{item.name}: {printable(_first_line(item.error))}", style=_STYLES[item.state])
-            console.print(line, highlight=False, soft_wrap=True)
+            console.say(f"{shortened(item.name)}: {_first_line(item.error)}", style=_STYLES[item.state])
 
 
 def _table(trainings: list[TrainingRecord]) -> Table:
@@ -171,9 +171,7 @@ def _table(trainings: list[TrainingRecord]) -> Table:
     table.add_column("result, or nodes", header_style="dim", overflow="fold")
     for item in trainings:
         done = "" if item.share is None else f"{item.share:.0%}"
-        table.add_row(
-            Text(item.name), Text(item.state, style=_STYLES[item.state]), done, Text(printable(_detail(item)))
-        )
+        table.add_row(shortened(item.name), Text(item.state, style=_STYLES[item.state]), done, printable(_detail(item)))
     return table
 
 

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.store import RunStore
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import errors_in_one_line
 
 __all__ = ["cancel"]
@@ -23,7 +23,7 @@ def cancel(
     timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for it to end."),
 ) -> None:
     """Cancel one training: its state is saved, its nodes go to the others, and resume skips it unless named."""
-    console = Console()
+    console = Screen()
     with errors_in_one_line("cancel"):
         store = RunStore(run_dir.absolute())
         store.request_cancel(name)
@@ -35,16 +35,14 @@ def cancel(
                 if driver_state(store.last_driver()) is not DriverState.ALIVE:
                     store.cancel(name)
                 elif time.monotonic() > end:
-                    console.print(f"{name} did not stop within {timeout:g} s", highlight=False)
+                    console.say(f"{name} did not stop within {timeout:g} s")
                     raise typer.Exit(1)
                 else:
                     time.sleep(_PERIOD)
         if training.state != "cancelled":
-            console.print(f"{name} had already ended: {training.state}", highlight=False)
+            console.say(f"{name} had already ended: {training.state}")
             raise typer.Exit(1)
-        console.print(
+        console.say(
             f"{name} is cancelled; its checkpoints are kept. To continue it: freetrain resume {store.directory} "
             f"--retry {name}",
-            highlight=False,
-            soft_wrap=True,
         )

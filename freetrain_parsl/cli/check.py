@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json as json_format
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from freetrain_parsl.campaign.yaml_file import Section, Variables
 from freetrain_parsl.checking.report import CheckReport
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
+from freetrain_parsl.screen import say, say_json, say_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +45,10 @@ def check(
         plain = getattr(function, "training_function", function)
         check_call(inspect.signature(plain), arguments, lambda **given: call_of(function, **given))
         report = Checker(call_of(function, **arguments), limit=limit, double=not float32, progress=_progress()).run()
-    typer.echo(json_format.dumps(report.as_json(), indent=2) if json else str(report))
+    if json:
+        say_json(report.as_json())
+    else:
+        say_text(f"{report}\n")
     raise typer.Exit(_EXIT_CODES[report.verdict.value])
 
 
@@ -57,10 +60,10 @@ def _errors(json: bool) -> Iterator[None]:
             yield
         except FreeTrainError as error:
             if json:
-                typer.echo(json_format.dumps(CheckReport("", failure=str(error)).as_json(), indent=2))
+                say_json(CheckReport("", failure=str(error)).as_json())
             raise
         except KeyboardInterrupt:
-            typer.echo("freetrain check: interrupted; its processes were ended", err=True)
+            say("freetrain check: interrupted; its processes were ended", err=True)
             raise
 
 
@@ -68,7 +71,7 @@ def _progress() -> Callable[[str], None]:
     """Return what prints a line for each comparison that begins, in a terminal."""
     if not sys.stderr.isatty():
         return lambda _: None
-    return lambda phase: typer.echo(f"checking: {phase} …", err=True)
+    return lambda phase: say(f"checking: {phase} …", err=True)
 
 
 def _arguments(settings: Iterable[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -10,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from freetrain_parsl.campaign.home import prune_home
 from freetrain_parsl.campaign.run import read_site
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.screen import say, say_json
 
 if TYPE_CHECKING:
     from freetrain_parsl.storage.catalogue import Listed
@@ -82,7 +83,7 @@ def prune(
         doomed = [(owner, old) for name, owner in trainings.items() for old in removable(name, owner, keep)]
         _remove(doomed, dry_run=dry_run)
         if store is not None:
-            prune_home(read_site(store), store, keep, training, typer.echo, dry_run=dry_run)
+            prune_home(read_site(store), store, keep, training, say, dry_run=dry_run)
 
 
 def _checkpoints_of(directory: Path) -> Path:
@@ -97,15 +98,15 @@ def _remove(doomed: Iterable[tuple[CheckpointDirectory, Listed]], *, dry_run: bo
     for owner, old in doomed:
         if not dry_run:
             owner.remove(old.entry)
-        typer.echo(f"{'would remove' if dry_run else 'removed'} {old.entry.path}")
+        say(f"{'would remove' if dry_run else 'removed'} {old.entry.path}")
         count += 1
         size += old.manifest.get("bytes") or 0
-    typer.echo(f"{count} checkpoints, {_bytes(size)}, {'would be removed' if dry_run else 'removed'}")
+    say(f"{count} checkpoints, {_bytes(size)}, {'would be removed' if dry_run else 'removed'}")
 
 
 def _show(found: list[Listed], question: str, *, json: bool) -> None:
     if json:
-        typer.echo(json_format.dumps([_row(checkpoint, question) for checkpoint in found], indent=2))
+        say_json([_row(checkpoint, question) for checkpoint in found])
         return
     table = Table(box=SIMPLE_HEAD)
     table.add_column("training", overflow="fold")
@@ -123,12 +124,12 @@ def _show(found: list[Listed], question: str, *, json: bool) -> None:
             _bytes(facts["bytes"]) if "bytes" in facts else "",
             _local_time(facts.get("written")),
             str(facts.get("reason", "")),
-            "[red]no[/red]" if checkpoint.problem else "yes",
+            Text("no", style="red") if checkpoint.problem else "yes",
         )
-    Console().print(table)
+    Screen().print(table)
     for checkpoint in found:
         if checkpoint.problem:
-            typer.echo(checkpoint.problem)
+            say(checkpoint.problem)
 
 
 def _row(checkpoint: Listed, question: str) -> dict[str, Any]:

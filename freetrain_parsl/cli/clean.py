@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typer
-
 from freetrain_parsl.campaign.home import clean_home
 from freetrain_parsl.campaign.lock import driver_lock
 from freetrain_parsl.campaign.orphans import remove_orphans
@@ -11,6 +9,7 @@ from freetrain_parsl.campaign.run import find_run, read_site, refuse_living_driv
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.screen import say
 
 __all__ = ["clean"]
 
@@ -22,6 +21,6 @@ def clean(run_dir: RunDirectory = None) -> None:
         refuse_living_driver(store)
         with driver_lock(store.directory):
             site = read_site(store)
-            orphans = remove_orphans(site, store, typer.echo)
-            clean_home(site, store, typer.echo)
-        typer.echo(f"cancelled {len(orphans)} remaining jobs" if orphans else "no remaining jobs")
+            orphans = remove_orphans(site, store, say)
+            clean_home(site, store, say)
+        say(f"cancelled {len(orphans)} remaining jobs" if orphans else "no remaining jobs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from freetrain_parsl.campaign.run_source import open_source
 from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.dashboard.server import ServerOptions, serve
+from freetrain_parsl.screen import say
 
 __all__ = ["dashboard"]
 
@@ -42,7 +42,7 @@ def dashboard(
         options = ServerOptions(port=port, path=socket, prefix=prefix, hosts=hosts, token_needed=not no_token)
         source = open_source(_newest_run() if run_dir is None else run_dir)
         for line in source.notes:
-            typer.echo(line, err=True)
+            say(line, err=True)
         serve(source, options, lambda address: _print(source.directory, address))
 
 
@@ -53,10 +53,7 @@ def _newest_run() -> Path:
 
 
 def _print(directory: Path, address: str) -> None:
-    typer.echo(f"the page of {directory}, until Ctrl-C:\n\n    {address}\n")
+    say(f"the page of {directory}, until Ctrl-C:", "", f"    {address}", "")
     port = address.removeprefix("http://127.0.0.1:").partition("/")[0]
     if port.isdecimal():
-        typer.echo(
-            f"From another machine: ssh -L {port}:127.0.0.1:{port} {platform.node()}, then open the same address."
-        )
-    sys.stdout.flush()
+        say(f"From another machine: ssh -L {port}:127.0.0.1:{port} {platform.node()}, then open the same address.")

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import InvalidSettings, UsageError
+from freetrain_parsl.screen import say
 
 if TYPE_CHECKING:
     from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
@@ -77,7 +78,7 @@ def demo(
     from freetrain_parsl.executor.htex.steady import LEAN_PARSL
     from freetrain_parsl.planning.policies import resolve_policy
 
-    console = Console()
+    console = Screen()
     _check_extras()
     resolve_policy(policy)
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -90,7 +91,8 @@ def demo(
     if json_file is not None:
         _write_json(json_file, figures)
     if figures["trainings_completed"] < len(_CAMPAIGN):
-        console.print(f"[bold red]{len(_CAMPAIGN) - figures['trainings_completed']} trainings did not complete[/]")
+        left = len(_CAMPAIGN) - figures["trainings_completed"]
+        console.print(f"{left} trainings did not complete", style="bold red")
         raise typer.Exit(1)
 
 
@@ -163,14 +165,14 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("freetrain: interrupted; everything was stopped", err=True)
+        say("freetrain: interrupted; everything was stopped", err=True)
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _run(
-    console: Console, directory: Path, nodes: int, workload: list[MainJob], policy: str, time_limit: float
+    console: Screen, directory: Path, nodes: int, workload: list[MainJob], policy: str, time_limit: float
 ) -> dict[str, Any]:
     import parsl
     from parsl.config import Config
@@ -179,7 +181,7 @@ def _run(
     from freetrain_parsl.report.figures import run_figures
     from freetrain_parsl.report.run import RunState
 
-    console.print(f"run directory: {directory}", soft_wrap=True)
+    console.say(f"run directory: {directory}")
     provider = EmbeddedClusterProvider(nodes=nodes, workload=tuple(workload), cluster_dir=str(directory / "cluster"))
     executor = _executor(provider, directory, policy)
     apps = _load_apps()
@@ -258,7 +260,7 @@ def _warm_start() -> Iterator[None]:
 
 
 def _watch(
-    console: Console,
+    console: Screen,
     run: RunState,
     futures: dict[str, Future[Any]],
     nodes: Callable[[], dict[str, Any]],
@@ -282,7 +284,7 @@ def _watch(
             time.sleep(0.25)
 
 
-def _print_changes(console: Console, run: RunState, printed: dict[str, str], elapsed: float) -> None:
+def _print_changes(console: Screen, run: RunState, printed: dict[str, str], elapsed: float) -> None:
     """Print one line per training whose nodes or state have changed (without a terminal)."""
     for training in run.trainings.values():
         line = training.state + (f" on {', '.join(training.nodes)}" if training.nodes else "")
@@ -290,11 +292,11 @@ def _print_changes(console: Console, run: RunState, printed: dict[str, str], ela
             printed[training.name] = line
             share = training.share_done
             done = "" if share is None else f", {share:.0%} done"
-            console.print(f"{elapsed:6.1f} s  {training.name:14} {line}{done}", highlight=False)
+            console.say(f"{elapsed:6.1f} s  {training.name:14} {line}{done}")
 
 
 def _report(
-    console: Console, run: RunState, figures: dict[str, Any], history: list[dict[str, Any]], directory: Path
+    console: Screen, run: RunState, figures: dict[str, Any], history: list[dict[str, Any]], directory: Path
 ) -> None:
     from rich.table import Table
 
@@ -304,7 +306,7 @@ def _report(
     console.print(training_table(run.trainings.values()))
     for training in run.trainings.values():
         if training.error:
-            console.print(f"[bold red]{training.name}[/]: {training.error}")
+            console.say(f"{training.name}: {training.error}", style="bold red")
     table = Table(box=None, show_header=False, padding=(0, 2))
     rows = {
         "trainings completed": f"{figures['trainings_completed']} of {figures['trainings']}",
@@ -329,9 +331,9 @@ def _report(
     console.print(table)
     picture = directory / "timeline.png"
     draw_timeline(run, history, picture, title="Nodes over time: main jobs grey, trainings coloured")
-    console.print(f"timeline: {picture}", soft_wrap=True)
+    console.say(f"timeline: {picture}")
     for line in _next_commands(directory):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.say(line)
 
 
 def _next_commands(directory: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from freetrain_parsl.campaign.run import run_directories
 from freetrain_parsl.campaign.run_source import CampaignSource
 from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.explain_sites import explain_run, sentences
 from freetrain_parsl.cli.preview import ask_planner
 from freetrain_parsl.cli.run_directory import open_run
@@ -37,6 +36,7 @@ from freetrain_parsl.cli.sources import (
 from freetrain_parsl.cli.windows import notes_view, window_row
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.planning.blocks.rules import format_span
+from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.windows.slurm.hostlist import show_hosts
 
 if TYPE_CHECKING:
@@ -77,21 +77,21 @@ def explain(
         if campaign is not None and Path(campaign).is_dir():
             figures, lines = _explain_directory(Path(campaign).absolute())
             if json:
-                Console().print_json(json_format.dumps(figures))
+                say_json(figures)
             else:
-                Console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+                Screen().print("\n".join(lines), highlight=False, soft_wrap=True)
             return
         variables = read_variables(set_)
         options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
         chosen = choose_source(options, variables)
         if chosen.remark:
-            typer.echo(chosen.remark, err=True)
+            say(chosen.remark, err=True)
         answer = ask_planner(chosen, campaign, variables)
         answer = replace(answer, notes=(*runs_here(), *answer.notes))
         if json:
-            Console().print_json(json_format.dumps(explanation_figures(answer)))
+            say_json(explanation_figures(answer))
         else:
-            print_explanation(Console(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
+            print_explanation(Screen(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
 
 
 def _explain_directory(directory: Path) -> tuple[dict[str, Any], Iterable[str]]:
@@ -147,7 +147,7 @@ def explanation_figures(answer: PlannerAnswer) -> dict[str, Any]:
     }
 
 
-def print_explanation(console: Console, answer: PlannerAnswer, title: str, most: int | None) -> None:
+def print_explanation(console: Screen, answer: PlannerAnswer, title: str, most: int | None) -> None:
     """Print one sentence per window, then the `most` frequent reasons why nodes are in no window."""
     when = time.strftime("%H:%M:%S", time.localtime(answer.survey.time))
     verdicts = answer.explanation.verdicts
@@ -155,7 +155,7 @@ def print_explanation(console: Console, answer: PlannerAnswer, title: str, most:
     lines = [f"{title}: {number} at {when}"]
     lines += [verdict_sentence(verdict, answer.survey.time) for verdict in verdicts]
     lines += unused_lines(answer.survey.unused, most)
-    console.print("\n".join(lines), highlight=False, markup=False)
+    console.print("\n".join(lines), highlight=False)
     for note in notes_view(answer.notes):
         console.print(note)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.screen import say
 
 __all__ = ["globus"]
 
@@ -34,7 +35,7 @@ def login(
     if config is None and not os.environ.get(CLIENT_ID):
         with errors_in_one_line("globus login"), compute_app() as app:
             log_in(app)
-            typer.echo(f"logged in to Globus Compute; checkpoints on Globus need {CLIENT_ID}, and a login with it")
+            say(f"logged in to Globus Compute; checkpoints on Globus need {CLIENT_ID}, and a login with it")
         return
     with errors_in_one_line("globus login"), make_app(compute=True) as app:
         places = None if config is None else Site.load(config).globus
@@ -42,9 +43,9 @@ def login(
         for place in () if places is None else (places.local, places.home):
             scopes = Collections(app).required_scopes(place.collection, place.path)
             if scopes:
-                typer.echo(f"collection {place.collection} needs a consent of its own")
+                say(f"collection {place.collection} needs a consent of its own")
                 log_in(app, scopes)
-        typer.echo(f"logged in as {whoami(app)}")
+        say(f"logged in as {whoami(app)}")
 
 
 @globus.command()
@@ -58,7 +59,7 @@ def logout() -> None:
         make_app(compute=True) if os.environ.get(CLIENT_ID) else compute_app() as app,
     ):
         app.logout(sweep=True)
-        typer.echo("logged out")
+        say("logged out")
 
 
 @globus.command("whoami")
@@ -67,4 +68,4 @@ def whoami_() -> None:
     from freetrain_parsl.storage.globus.login import logged_in, make_app, whoami
 
     with errors_in_one_line("globus whoami"), logged_in(make_app()) as app:
-        typer.echo(whoami(app))
+        say(whoami(app))

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freetrain_parsl.campaign.own_site import SITE_FILE
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import SystemOption, check_system, errors_in_one_line, installed_systems
 from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean
+from freetrain_parsl.screen import say, say_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -141,29 +143,26 @@ def _write(text: str, output: Path, command: str, *, force: bool) -> None:
 
     Site.parse(text, str(output), Variables(environment={}))
     if output == _STANDARD_OUTPUT:
-        typer.echo(text, nl=False)
+        say_text(text)
         return
     _refuse_existing(output, force=force)
     try:
         write_output(output, text)
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror or error}") from None
-    typer.echo(f"wrote {output}", err=True)
+    say(f"wrote {output}", err=True)
     # Commands use SITE_FILE by themselves in the directory where it is.
     named = "" if output == SITE_FILE else f" --config {shlex.quote(str(output))}"
-    typer.echo(f"next:  freetrain {command}{named}", err=True)
+    say(f"next:  freetrain {command}{named}", err=True)
 
 
 def _show(machine: Machine, chosen: Queue) -> None:
     """Show what was found on standard error: standard output may be the file."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     console.print(_queue_table(machine, chosen))
     for queue in machine.queues:
         if queue.refusal:
-            console.print(Text(f"{queue.name}: {queue.refusal}", style="dim"), soft_wrap=True)
+            console.say(f"{queue.name}: {queue.refusal}", style="dim")
 
 
 def _queue_table(machine: Machine, chosen: Queue) -> Table:

@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from freetrain_parsl.campaign.logs import LOGS, log_lines, shown_line, trainings_of
+from freetrain_parsl.campaign.logs import LOGS, log_lines, name_width, shown_line, trainings_of
 from freetrain_parsl.campaign.stored_run import DATABASE
 from freetrain_parsl.cli.run_directory import open_run
 from freetrain_parsl.cli.sources import errors_in_one_line
+from freetrain_parsl.screen import say_coloured
 
 __all__ = ["logs"]
 
@@ -36,12 +37,10 @@ def logs(
         if (run_dir / DATABASE).exists() or not (run_dir / LOGS).is_dir():
             run_dir = open_run(run_dir).directory  # of a directory above Parsl's, such as the demo's
         names = [] if training is not None else trainings_of(run_dir)
-        width = max(map(len, names), default=0) if len(names) > 1 else 0
+        width = name_width(names)
         try:
             for line in log_lines(run_dir, training, follow=follow, tail=tail, all_processes=all_processes):
-                sys.stdout.write(shown_line(line, width, all_processes=all_processes, times=times))
-                if follow:
-                    sys.stdout.flush()
+                say_coloured(shown_line(line, width, all_processes=all_processes, times=times), flush=follow)
             sys.stdout.flush()
         except BrokenPipeError:  # `freetrain logs … | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,9 +9,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import InvalidSettings, UsageError, did_you_mean
 from freetrain_parsl.report.output import write_output
 
@@ -67,8 +67,8 @@ def choice(option: str, name: str, kind: type[_Choice]) -> _Choice:
 
 def progress_bars() -> Progress:
     """Make the progress bars, on standard error and only if it is a terminal."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    console = Screen(stderr=True)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json as json_format
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
 from freetrain_parsl.cli.sources import (
     AccountOption,
@@ -28,6 +27,7 @@ from freetrain_parsl.cli.sources import (
     read_variables,
 )
 from freetrain_parsl.cli.windows import NARROW, format_closing, format_duration, format_hosts, notes_view, window_row
+from freetrain_parsl.screen import say, say_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.cli.preview import PlannerAnswer
     from freetrain_parsl.planning.preview import Preview, Share
 
-_PLAIN: dict[str, Any] = {"highlight": False, "markup": False}
+_PLAIN: dict[str, Any] = {"highlight": False}
 
 
 def plan(
@@ -56,12 +56,12 @@ def plan(
         options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
         chosen = choose_source(options, variables)
         if chosen.remark:
-            typer.echo(chosen.remark, err=True)
+            say(chosen.remark, err=True)
         answer = ask_planner(chosen, campaign, variables)
         if json:
-            Console().print_json(json_format.dumps(plan_figures(answer)))
+            say_json(plan_figures(answer))
         else:
-            print_plan(Console(), answer, chosen.title)
+            print_plan(Screen(), answer, chosen.title)
 
 
 def plan_figures(answer: PlannerAnswer) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def plan_figures(answer: PlannerAnswer) -> dict[str, Any]:
     }
 
 
-def print_plan(console: Console, answer: PlannerAnswer, title: str) -> None:
+def print_plan(console: Screen, answer: PlannerAnswer, title: str) -> None:
     """Print one row per block, and their total gain."""
     plan, now = answer.explanation.plan, answer.survey.time
     when = time.strftime("%H:%M:%S", time.localtime(now))

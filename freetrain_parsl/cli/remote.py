@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import sys
 import time
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 
 from freetrain_parsl.campaign.store import TrainingRecord
 from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.campaign_view import print_trainings
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
 from freetrain_parsl.remote.bounded import HUNG, call_within
 from freetrain_parsl.remote.campaign import RemoteCampaign
@@ -27,6 +26,7 @@ from freetrain_parsl.remote.pacing import poll_delays
 from freetrain_parsl.remote.preparation import prepare
 from freetrain_parsl.remote.records import RunRecords
 from freetrain_parsl.remote.versions import Versions
+from freetrain_parsl.screen import say, say_json, say_text
 
 __all__ = ["remote"]
 
@@ -66,9 +66,9 @@ def start(
         started = RemoteCampaign.of(preparation, campaign, place, RunRecords())
         if not json:
             size = f"{preparation.archive.files} files, {len(preparation.archive.data) / 1e3:.1f} kB"
-            typer.echo(f"{started.run}: {preparation.trainings} trainings, {size}, to endpoint {place.id}")
+            say(f"{started.run}: {preparation.trainings} trainings, {size}, to endpoint {place.id}")
             if preparation.left_out:
-                typer.echo(f"left out, as their names look like secrets: {', '.join(preparation.left_out)}")
+                say(f"left out, as their names look like secrets: {', '.join(preparation.left_out)}")
         _show(_answer(started.submit(preparation), json), json)
 
 
@@ -80,9 +80,9 @@ def check(endpoint: str = typer.Option(metavar="UUID", help="Endpoint of Globus 
         with ThreadPoolExecutor(1) as calls:
             answer = _answer(calls.submit(call_within, HUNG, lambda: place.call({"verb": "check"})))
         there, here = Versions.parse(field_of(answer, "versions", dict)), Versions.installed()
-        typer.echo(f"{field_of(answer, 'host', str)}: {there}")
+        say(f"{field_of(answer, 'host', str)}: {there}")
         if mismatch := here.mismatch(there):
-            typer.echo(f"here: {here}; {mismatch}")
+            say(f"here: {here}; {mismatch}")
             raise typer.Exit(1)
 
 
@@ -103,12 +103,12 @@ def logs(
     with _errors("logs"):
         campaign = RemoteCampaign.attach(run, endpoint=endpoint)
         answer = _answer(campaign.logs(), quiet=True)
-        typer.echo(answer["text"], nl=False)
+        say_text(answer["text"])
         delays = poll_delays(2.0, 1.3, 20.0)
         while follow and answer["state"] in ("starting", "running", "stopping"):
             time.sleep(next(delays))
             answer = _answer(campaign.logs(answer["offset"]), quiet=True)
-            typer.echo(answer["text"], nl=False)
+            say_text(answer["text"])
             if answer["text"]:
                 delays = poll_delays(2.0, 1.3, 20.0)
 
@@ -119,9 +119,9 @@ def results(run: RunArgument = None, endpoint: EndpointOption = None, json: Json
     with _errors("results"):
         trainings = _answer(RemoteCampaign.attach(run, endpoint=endpoint).results(), json)
         if json:
-            typer.echo(json_format.dumps({"trainings": trainings}, indent=2))
+            say_json({"trainings": trainings})
         else:
-            print_trainings(Console(), _records(trainings))
+            print_trainings(Screen(), _records(trainings))
         if any(item["state"] != "finished" for item in trainings) or not trainings:
             raise typer.Exit(1)
 
@@ -158,7 +158,7 @@ def clean(
     """Cancel the jobs that a dead driver has left at the site."""
     with _errors("clean"):
         answer = _answer(RemoteCampaign.attach(run, endpoint=endpoint).clean(delete=delete))
-        typer.echo(answer["message"])
+        say(answer["message"])
         if not answer["done"]:
             raise typer.Exit(1)
 
@@ -169,7 +169,7 @@ def list_runs() -> None:
     with _errors("list"):
         now = time.time()
         for record in RunRecords().all():
-            typer.echo(f"{record.run}  {ago(now - record.created)}  endpoint {record.endpoint}  {record.campaign}")
+            say(f"{record.run}  {ago(now - record.created)}  endpoint {record.endpoint}  {record.campaign}")
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def _errors(verb: str) -> Iterator[None]:
     try:
         yield
     except FreeTrainError as error:
-        typer.echo(f"freetrain remote {verb}: {error}", err=True)
+        say(f"freetrain remote {verb}: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
     except KeyboardInterrupt:
         sys.stdout.flush()
@@ -187,7 +187,7 @@ def _errors(verb: str) -> Iterator[None]:
 
 def _answer(future: Future[T], quiet: bool = False) -> T:
     """Wait for an answer; Ctrl-C ends the wait, not the run."""
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     with console.status("waiting for the site") if not quiet and console.is_terminal else _nothing():
         while not wait([future], _LOOK).done:  # a wait without a timeout would not notice Ctrl-C
             pass
@@ -202,12 +202,12 @@ def _nothing() -> Iterator[None]:
 def _show(status: RemoteStatus, json: bool) -> None:
     """Print a state; exit with code 1 if the run has failed or died."""
     if json:
-        typer.echo(json_format.dumps(status.as_json(), indent=2))
+        say_json(status.as_json())
     else:
-        console = Console()
+        console = Screen()
         message = f": {status.message}" if status.message else ""
-        console.print(f"{status.run} {status.state}{message}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"on {status.host}, in {status.directory}", highlight=False, markup=False, soft_wrap=True)
+        console.say(f"{status.run} {status.state}{message}")
+        console.say(f"on {status.host}, in {status.directory}")
         if status.summary is not None:
             print_trainings(console, _records(status.summary["trainings"]))
     if status.over and status.state not in _GOOD_ENDS:

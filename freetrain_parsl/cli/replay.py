@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.options import (
     check_targets,
     choice,
@@ -57,6 +57,7 @@ from freetrain_parsl.replay.terminal import (
     what_if_table,
 )
 from freetrain_parsl.replay.trainers import TrainerSet, trainer_set, with_costs
+from freetrain_parsl.screen import say
 
 __all__ = ["replay"]
 
@@ -145,7 +146,7 @@ def replay(
     """Replay a recorded log, and show what its idle nodes would have trained."""
     if example is not None:
         for file in write_example(example):
-            typer.echo(file)
+            say(str(file))
         return
     if (log is None and not site) or trainers is None:
         missing = "LOG" if log is None and not site else "--trainers"
@@ -214,7 +215,7 @@ def replay(
                         on_progress=advance,
                     )
     except KeyboardInterrupt:
-        typer.echo("freetrain: interrupted; nothing was written", err=True)
+        say("freetrain: interrupted; nothing was written", err=True)
         raise typer.Exit(130) from None
     result["command"] = shlex.join(["freetrain", *sys.argv[1:]])
     (show_sites if site else _show)(result)
@@ -322,8 +323,8 @@ def _number(text: str) -> float:
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
-    console.print(heading(result), markup=False)
+    console = Screen(highlight=False)
+    console.print(heading(result))
     console.print()
     sweeps = "fusion" in result
     console.print(sweep_table(result) if sweeps else result_table(result))
@@ -331,15 +332,15 @@ def _show(result: Mapping[str, Any]) -> None:
     if result.get("idle_by_kind"):
         console.print(kinds_table(result))
         console.print()
-    console.print(sweep_summary(result) if sweeps else summary(result), markup=False)
+    console.print(sweep_summary(result) if sweeps else summary(result))
     for note in result["notes"]:
-        console.print(f"Note: {note}", markup=False)
+        console.print(f"Note: {note}")
     if "what_if" in result:
         console.print()
         console.print(what_if_table(result))
     for entry in result["policies"]:
         if entry["refused"]:
-            typer.echo(
+            say(
                 f"freetrain: warning: policy {entry['policy']!r}, closings {entry['knowledge']}: "
                 f"{entry['refused']:,} of {entry['refused'] + entry['solves']:,} decisions refused, the last good "
                 f"allocation was kept; the first: {entry['first_refusal']}",

@@ -10,9 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
-
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.options import known_name
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.sites.model import SitesSettings
@@ -21,6 +19,7 @@ from freetrain_parsl.replay.site_comparison import SiteTerms
 from freetrain_parsl.replay.site_logs import LogPart, SiteLog
 from freetrain_parsl.replay.site_terminal import site_heading, site_summary, site_table
 from freetrain_parsl.replay.transfer_rates import read_transfer_rates, same_rate
+from freetrain_parsl.screen import say
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.sites.model import TransferRate
@@ -169,18 +168,18 @@ def refuse_beside_sites(given: Mapping[str, object]) -> None:
 
 def show_sites(result: Mapping[str, Any]) -> None:
     """Print the figures."""
-    console = Console(highlight=False)
-    console.print(site_heading(result), markup=False)
+    console = Screen(highlight=False)
+    console.print(site_heading(result))
     console.print()
     console.print(site_table(result))
     console.print()
-    console.print(site_summary(result), markup=False)
+    console.print(site_summary(result))
     for note in result["notes"]:
-        console.print(f"Note: {note}", markup=False)
+        console.print(f"Note: {note}")
     for way in result["ways"]:
         if way["refused"]:
             what = way["site"] or way["way"]
-            typer.echo(
+            say(
                 f"freetrain: warning: policy {result['policy']!r}, {what}: {way['refused']:,} decisions refused, the "
                 "last good allocation was kept",
                 err=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import sqlite3
 import time
 from collections import Counter
@@ -12,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from freetrain_parsl.campaign.report_page import PHASES, UNUSED, missing_lines, write_report_page
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.screen import say_json
+from freetrain_parsl.texts import shortened
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run_source import RunSource
@@ -46,18 +46,17 @@ def report(
         if page is not None:
             _write_page(figures, page)
         if json:
-            typer.echo(json_format.dumps(figures, indent=2))
+            say_json(figures)
             return
-        console = Console()
-        console.print(
-            f"{figures['name']}: {figures['trainings']['finished']} of {sum(figures['trainings'].values())} trainings "
-            f"finished, {figures['samples']:,} samples, in {figures['run_dir']}",
-            highlight=False,
-            soft_wrap=True,
+        console = Screen()
+        console.say(
+            f"{shortened(str(figures['name']))}: {figures['trainings']['finished']} of "
+            f"{sum(figures['trainings'].values())} trainings finished, {figures['samples']:,} samples, "
+            f"in {figures['run_dir']}"
         )
         console.print(_time_table(figures))
         for line in _block_lines(figures):
-            console.print(Text(line), soft_wrap=True)
+            console.say(line)
 
 
 def _write_page(figures: dict[str, Any], path: Path) -> None:

@@ -18,6 +18,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.executor.check_suggestion import check_suggestion
 from freetrain_parsl.executor.htex.steady import LEAN_PARSL
 from freetrain_parsl.remote.detached import drive_detached
+from freetrain_parsl.screen import say
 from freetrain_parsl.training.checkpoints.code_identity import code_of
 
 __all__ = ["run"]
@@ -79,7 +80,7 @@ def _suggest_check(campaign: Campaign) -> None:
     """Print a line if functions of the campaign were never checked."""
     apps = {id(training.app.func): training.app for training in campaign.trainings}
     if line := check_suggestion([(app.func, code_of(app.func)) for app in apps.values()]):
-        typer.echo(line, err=True)
+        say(line, err=True)
 
 
 def _run_at_sites(

@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from freetrain_parsl.campaign.run_source import RunSource, open_source
+from freetrain_parsl.screen import say
 
 __all__ = ["RunDirectory", "open_run"]
 
@@ -22,5 +23,5 @@ def open_run(run_dir: Path | None) -> RunSource:
 
     run = open_source(find_run(run_dir).absolute())
     for line in run.notes:
-        typer.echo(line, err=True)
+        say(line, err=True)
     return run

@@ -6,9 +6,8 @@ import sqlite3
 import time
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from freetrain_parsl.cli.campaign_view import print_trainings
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.report.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED
@@ -34,13 +33,12 @@ def script_figures(source: ScriptSource) -> dict[str, Any]:
     }
 
 
-def print_script(console: Console, source: ScriptSource) -> None:
+def print_script(console: Screen, source: ScriptSource) -> None:
     """Print the trainings of a script, and whether it runs."""
     trainings = source.trainings()
     finished = sum(item.state == "finished" for item in trainings)
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
-    console.print(f"{source.name}: {finished} of {len(trainings)} trainings finished, in {source.directory}", **plain)
-    console.print(_script_line(source), **plain)
+    console.say(f"{source.name}: {finished} of {len(trainings)} trainings finished, in {source.directory}")
+    console.say(_script_line(source))
     print_trainings(console, trainings)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.options import (
     check_targets,
     choice,
@@ -23,6 +23,7 @@ from freetrain_parsl.cli.options import (
 from freetrain_parsl.errors import InvalidInput, UsageError
 from freetrain_parsl.replay.trainers import trainer_set
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.screen import say
 from freetrain_parsl.simulate.cluster import ClusterShape
 from freetrain_parsl.simulate.comparison import compare_policies
 from freetrain_parsl.simulate.competitors import JobKnowledge, competitors
@@ -66,7 +67,7 @@ def simulate(
     """Simulate a shared cluster, and compare policies by the completion times of its jobs."""
     if example is not None:
         for file in write_example(example):
-            typer.echo(file)
+            say(str(file))
         return
     if workload is None:
         raise UsageError(
@@ -87,7 +88,7 @@ def simulate(
                 workload.name, requests, shape, chosen, on_progress_of(progress), interval=interval
             )
     except KeyboardInterrupt:
-        typer.echo("freetrain: interrupted; nothing was written", err=True)
+        say("freetrain: interrupted; nothing was written", err=True)
         raise typer.Exit(130) from None
     result["command"] = shlex.join(["freetrain", *sys.argv[1:]])
     _show(result)
@@ -111,13 +112,13 @@ def _read_jobs(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
-    console.print(heading(result), markup=False)
+    console = Screen(highlight=False)
+    console.print(heading(result))
     console.print()
     console.print(result_table(result))
     for entry in result["policies"]:
         if entry["refused"]:
-            typer.echo(
+            say(
                 f"freetrain: warning: policy {entry['policy']!r}: {entry['refused']:,} decisions were refused, and the "
                 "last good allocation was kept",
                 err=True,

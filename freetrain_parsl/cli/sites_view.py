@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.cli.campaign_view import ProgressView, print_trainings
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.remote.sites.coordinator_file import site_lines
+from freetrain_parsl.screen import say, say_json
+from freetrain_parsl.texts import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +74,7 @@ def _table(coordinator: Coordinator) -> Table:
         table.add_column(column, header_style="dim", overflow="fold")
     for name, item in coordinator.trainings.items():
         place, state, share = _row(coordinator, name, item)
-        table.add_row(name, state, place, share, item.reason if item.ended is None else "")
+        table.add_row(shortened(name), state, place, share, item.reason if item.ended is None else "")
     return table
 
 
@@ -85,20 +87,20 @@ def coordinate_and_report(
     run: SitesRun, *, verb: str, as_json: bool, stop: bool = False, retry: Sequence[str] = ()
 ) -> None:
     """Coordinate the sites, then print the trainings; exit with 0 if all have finished or were cancelled."""
-    console = Console(stderr=as_json)
-    console.print(f"run directory: {run.directory}", highlight=False, soft_wrap=True)
+    console = Screen(stderr=as_json)
+    console.say(f"run directory: {run.directory}")
     if run.left_out:
-        console.print(f"left out, as their names look like secrets: {', '.join(run.left_out)}", soft_wrap=True)
+        console.say(f"left out, as their names look like secrets: {', '.join(run.left_out)}")
     view = SitesView(console, run.campaign.name)
     try:
         with view.opened():
             how = run.drive(report=view.report, show=view.show, stop=stop, retry=retry)
     except FreeTrainError as error:
-        typer.echo(f"freetrain {verb}: {error}", err=True)
+        say(f"freetrain {verb}: {error}", err=True)
         raise typer.Exit(2) from None
     trainings = run.store.trainings()
     if as_json:
-        typer.echo(json.dumps(sites_summary(run.store), indent=2))
+        say_json(sites_summary(run.store))
     else:
         print_trainings(console, trainings)
     if how in ("interrupted", "stopped"):

@@ -12,6 +12,7 @@ import typer
 
 from freetrain_parsl.errors import FreeTrainError, UsageError, did_you_mean
 from freetrain_parsl.planning.settings import DEFAULT_COSTS, PlannerSettings, RescaleCosts
+from freetrain_parsl.screen import say
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.site import Site
@@ -103,7 +104,7 @@ def errors_in_one_line(verb: str) -> Iterator[None]:
     try:
         yield
     except FreeTrainError as error:
-        typer.echo(f"freetrain {verb}: {error}", err=True)
+        say(f"freetrain {verb}: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_format
-
 import typer
-from rich.console import Console
 
 from freetrain_parsl.campaign.run_source import ScriptSource
 from freetrain_parsl.campaign.stored_run import StoredRun
@@ -19,10 +16,13 @@ from freetrain_parsl.campaign.summary import (
     trainings_of,
 )
 from freetrain_parsl.cli.campaign_view import print_trainings
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.script_view import print_script, script_figures
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.remote.sites.coordinator_file import site_lines
+from freetrain_parsl.screen import say_json
+from freetrain_parsl.texts import shortened
 
 __all__ = ["status"]
 
@@ -36,36 +36,29 @@ def status(
         source = open_run(run_dir)
         if isinstance(source, ScriptSource):
             if json:
-                typer.echo(json_format.dumps(script_figures(source), indent=2))
+                say_json(script_figures(source))
             else:
-                print_script(Console(), source)
+                print_script(Screen(), source)
             return
         store = StoredRun(source.directory)
         sites = None if store.fact("sites", None) is None else site_lines(store.directory)
         if json:
-            typer.echo(json_format.dumps({**summary(store), **({} if sites is None else {"sites": sites})}, indent=2))
+            say_json({**summary(store), **({} if sites is None else {"sites": sites})})
             return
         trainings = trainings_of(store)
-        console = Console()
+        console = Screen()
         finished = sum(item.state == "finished" for item in trainings)
-        console.print(
-            f"{store.fact('name')}: {finished} of {len(trainings)} trainings finished, in {store.directory}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+        console.say(
+            f"{shortened(str(store.fact('name')))}: {finished} of {len(trainings)} trainings finished, "
+            f"in {store.directory}"
         )
-        console.print(driver_line(store), highlight=False, soft_wrap=True)
+        console.say(driver_line(store))
         for line in reasons_of(store):
-            console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
+            console.say(line, style="bold")
         if failures := failures_line(failures_of(store)):
-            console.print(
-                f"{failures}: freetrain dashboard {store.directory} lists them",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            console.say(f"{failures}: freetrain dashboard {store.directory} lists them")
         for line in sites or ():
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.say(line)
         print_trainings(console, trainings)
         for line in home_lines(store):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.say(line)

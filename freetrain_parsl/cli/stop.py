@@ -6,12 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 
@@ -28,7 +28,7 @@ def stop(
     timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for the driver to end."),
 ) -> None:
     """Ask the driver to save all trainings, withdraw its jobs and end; wait until it has."""
-    console = Console()
+    console = Screen()
     with errors_in_one_line("stop"):
         store = RunStore(find_run(run_dir).absolute())
         if driver_state(store.last_driver()) is DriverState.ALIVE:
@@ -37,14 +37,14 @@ def stop(
             with console.status("waiting for the driver: trainings save their work, jobs are withdrawn"):
                 while driver_state(store.last_driver()) is DriverState.ALIVE:
                     if time.monotonic() > end:
-                        console.print(f"the driver did not stop within {timeout:g} s", highlight=False)
+                        console.say(f"the driver did not stop within {timeout:g} s")
                         raise typer.Exit(1)
                     time.sleep(_PERIOD)
         elif store.fact("sites", None) is not None:
             _stop_sites(store.directory)
-        console.print(driver_line(store), highlight=False, soft_wrap=True)
+        console.say(driver_line(store))
         if driver_state(store.last_driver()) is DriverState.DEAD:
-            console.print(f"to cancel jobs that it may have left: freetrain clean {store.directory}", highlight=False)
+            console.say(f"to cancel jobs that it may have left: freetrain clean {store.directory}")
             raise typer.Exit(1)
 
 

@@ -8,6 +8,7 @@ from typing import Final
 import typer
 
 from freetrain_parsl import __version__
+from freetrain_parsl.screen import say
 
 __all__ = ["VERBS", "app_of"]
 
@@ -63,7 +64,7 @@ def app_of(word: str | None = None) -> typer.Typer:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"freetrain {__version__}")
+        say(f"freetrain {__version__}")
         raise typer.Exit
 
 

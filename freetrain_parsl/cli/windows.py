@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json as json_format
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import (
     AccountOption,
     ChosenSource,
@@ -31,6 +31,7 @@ from freetrain_parsl.cli.sources import (
 )
 from freetrain_parsl.errors import BatchSystemError, UsageError
 from freetrain_parsl.planning.model import Window, WindowKind
+from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.windows.slurm.hostlist import show_hosts
 
 if TYPE_CHECKING:
@@ -67,13 +68,13 @@ def windows(
                 f"--watch {watch:g}: {chosen.title} is shared; the shortest interval is {chosen.least_interval:g} s"
             )
         if chosen.remark:
-            typer.echo(chosen.remark, err=True)
+            say(chosen.remark, err=True)
         if watch is not None:
             _watch(chosen, watch, json=json)
         elif json:
-            Console().print_json(json_format.dumps(window_rows(chosen.source.survey())))
+            say_json(window_rows(chosen.source.survey()))
         else:
-            console = Console()
+            console = Screen()
             console.print(window_view(chosen.source.survey(), chosen.title, console.width))
 
 
@@ -83,10 +84,10 @@ def _watch(chosen: ChosenSource, interval: float, *, json: bool) -> None:
     try:
         if json:
             while True:
-                typer.echo(json_format.dumps(window_rows(survey)))
+                say_json(window_rows(survey), indent=None)
                 time.sleep(interval)
                 survey = chosen.source.survey()
-        console = Console()
+        console = Screen()
         with Live(window_view(survey, chosen.title, console.width), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)

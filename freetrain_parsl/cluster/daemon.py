@@ -23,6 +23,7 @@ from freetrain_parsl.cluster.batch import BatchSystem, Command, JobRecord
 from freetrain_parsl.cluster.scheduling import Scheduler
 from freetrain_parsl.cluster.workload import load_workload
 from freetrain_parsl.errors import FreeTrainError, InvalidSettings
+from freetrain_parsl.screen import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -250,7 +251,7 @@ async def run(options: argparse.Namespace) -> None:
         if options.parent_pid:
             _watch_parent(parent, daemon)
         logger.info("cluster %s of %d nodes is ready", options.name, options.nodes)
-        print("ready", flush=True)  # noqa: T201 - signals the process that started us
+        say("ready")  # to the process that started this one
         await daemon.stopping.wait()
         logger.info("shutting down")
         server.close()
@@ -295,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         asyncio.run(run(options))
     except (FreeTrainError, OSError) as error:
-        print(f"the embedded cluster cannot run: {error}", file=sys.stderr)  # noqa: T201 - a program's error message
+        say(f"the embedded cluster cannot run: {error}", err=True)
         return 2
     return 0
 

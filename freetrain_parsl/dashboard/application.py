@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from freetrain_parsl.campaign.run_source import without_colours
 from freetrain_parsl.dashboard.access import Access, AccessVerdict
 from freetrain_parsl.dashboard.feed import Feed
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.report.run_reader import RunReader
 from freetrain_parsl.report.web import run_view_script, run_view_style
 from freetrain_parsl.report.web.markup import document, element
+from freetrain_parsl.texts import printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -146,7 +146,7 @@ class _Pages:
 
     def _lines(self, training: str) -> list[dict[str, Any]]:
         return [
-            {"time": line.time, "mark": line.is_mark, "text": without_colours(line.text)}
+            {"time": line.time, "mark": line.is_mark, "text": printable_lines(line.text)}
             for line in self._source.log(training, _LOG_LINES)
         ]
 
@@ -156,7 +156,7 @@ async def _answer(work: Callable[[], dict[str, Any]]) -> Response:
     try:
         return JSONResponse(await asyncio.to_thread(work))
     except (FreeTrainError, OSError, sqlite3.Error) as error:
-        return JSONResponse({"message": str(error)}, status_code=400)
+        return JSONResponse({"message": printable(str(error))}, status_code=400)
 
 
 class _Events:
@@ -213,7 +213,7 @@ def _page(name: str, change_token: str) -> str:
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="change-token", content=change_token),
-        element("title", f"{name}: FreeTrain"),
+        element("title", f"{shortened(name)}: FreeTrain"),
         element("link", rel="icon", href="data:,"),
         element("link", rel="stylesheet", href="dashboard.css"),
         element("script", type="module", src="dashboard.js"),

@@ -9,6 +9,8 @@ import stat
 import sys
 from typing import IO, TYPE_CHECKING
 
+from freetrain_parsl.screen import say
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -41,7 +43,7 @@ class RunLog(logging.FileHandler):
         elif not self._reported:
             self._reported = True
             with contextlib.suppress(OSError, ValueError):  # standard error may be closed, or on the same disk
-                sys.stderr.write(f"freetrain: cannot log to {self.baseFilename}: {error.strerror or error}\n")
+                say(f"freetrain: cannot log to {self.baseFilename}: {error.strerror or error}", err=True)
 
     def close(self) -> None:
         """Close the file, whether or not its last lines can be written."""

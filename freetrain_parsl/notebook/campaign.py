@@ -26,6 +26,7 @@ from freetrain_parsl.notebook.snapshot import short_path
 from freetrain_parsl.owned_files import require_own_directory
 from freetrain_parsl.protocol.options import check_on_code_change
 from freetrain_parsl.remote.detached import driver_process, local_status, run_detached
+from freetrain_parsl.screen import say
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ class NotebookCampaign:
             if changed:
                 self._take_new_code(run, _some(changed), on_code_change)
                 return run
-            print(f"attached to {short_path(self._run_dir)}: {_what_next(run.state)}")  # noqa: T201 - the output of the cell
+            say(f"attached to {short_path(self._run_dir)}: {_what_next(run.state)}")
         if not run.controls:
-            print(f"read-only: another notebook ({controller_of(self._run_dir)}) controls this run")  # noqa: T201 - as above
+            say(f"read-only: another notebook ({controller_of(self._run_dir)}) controls this run")
         run.show()
         return run
 
@@ -165,7 +166,7 @@ class NotebookCampaign:
                     f"{self._run_dir} is starting another campaign; give another run_dir, or look at that one: "
                     f"watch({str(self._run_dir)!r})"
                 )
-            print(f"attached to {short_path(self._run_dir)}: it is starting")  # noqa: T201 - the output of the cell
+            say(f"attached to {short_path(self._run_dir)}: it is starting")
             return self._attach()
         name, trainings = self._check(file)
         self._make_directory()
@@ -176,7 +177,7 @@ class NotebookCampaign:
         if self._cells is not None:
             self._cells.write(self._run_dir / CELLS)
         run_detached(self._run_dir, command, self._here, environment_of_user(os.environ))
-        print(f"started {short_path(self._run_dir)}")  # noqa: T201 - as above
+        say(f"started {short_path(self._run_dir)}")
         return self._attach(name, trainings)
 
     def _cells_are_those_of_the_run(self) -> bool:
@@ -289,7 +290,7 @@ class NotebookCampaign:
         run.check_control("resume")
         self._cells.write(self._run_dir / CELLS)
         how = "goes on from the checkpoints" if on_code_change == "resume" else "starts over"
-        print(f"{changed} has changed: what has not finished {how} with the new code")  # noqa: T201 - as above
+        say(f"{changed} has changed: what has not finished {how} with the new code")
         run.resume(on_code_change=on_code_change)
 
 

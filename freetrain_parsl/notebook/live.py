@@ -47,7 +47,7 @@ def bundle_of(snapshot: RunSnapshot, pictures: Sequence[Picture] = ()) -> dict[s
     for picture in pictures:
         if picture.png is not None:
             data = base64.b64encode(picture.png).decode()
-            page += f"<img alt='{html.escape(picture.text)}' src='data:image/png;base64,{data}'>"
+            page += f"<img alt='{html.escape(str(picture))}' src='data:image/png;base64,{data}'>"
     return {"text/plain": snapshot.text(), "text/html": page}
 
 

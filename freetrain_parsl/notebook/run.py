@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.logs import log_lines, shown_line, trainings_of
+from freetrain_parsl.campaign.logs import log_lines, name_width, shown_line, trainings_of
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.notebook.control import controller_of
@@ -13,6 +13,8 @@ from freetrain_parsl.notebook.launch import run_command
 from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
 from freetrain_parsl.notebook.pictures import curves_picture, timeline_picture
 from freetrain_parsl.notebook.values import TextLines, results_table
+from freetrain_parsl.screen import say_text
+from freetrain_parsl.texts import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,9 +97,9 @@ class WatchedRun:
             There is no such training.
         """
         names = [] if training is not None else trainings_of(self.directory)
-        width = max(map(len, names), default=0) if len(names) > 1 else 0
+        width = name_width(names)
         lines = log_lines(self.directory, training, tail=tail)
-        return TextLines(tuple(shown_line(line, width).rstrip("\n") for line in lines))
+        return TextLines(tuple(shown_line(line, width) for line in lines))
 
     def explain(self) -> TextLines:
         """Explain why trainings wait, and what became of those that ended without a result."""
@@ -128,7 +130,7 @@ class WatchedRun:
         if in_kernel():
             self._display.open()
         else:
-            print(self._source.snapshot().text())  # noqa: T201 - the output of a cell is what this is for
+            say_text(f"{self._source.snapshot().text()}\n")
 
     def __repr__(self) -> str:
         return str(self._repr_mimebundle_()["text/plain"])
@@ -147,7 +149,7 @@ class WatchedRun:
         try:
             return bundle_of(self._source.snapshot())
         except FreeTrainError as error:  # IPython would print a traceback
-            return {"text/plain": str(error)}
+            return {"text/plain": printable(str(error))}
 
 
 class StartedRun(WatchedRun):

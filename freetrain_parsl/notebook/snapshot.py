@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from freetrain_parsl.texts import printable, shortened
+
 __all__ = ["RunSnapshot", "TrainingRow", "short_path"]
 
 _MOST_ROWS = 100  # trainings that are shown
@@ -44,13 +46,14 @@ class TrainingRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of its columns."""
+        note = shortened(self.note, _LONGEST_NOTE)
         return (
-            self.name,
+            shortened(self.name),
             self.state,
             "" if self.share is None else f"{self.share:.0%}",
             "" if self.epoch is None else str(self.epoch),
             "" if self.loss is None else f"{self.loss:.4f}",
-            self.note if len(self.note) <= _LONGEST_NOTE else f"{self.note[: _LONGEST_NOTE - 1]}…",
+            note,
         )
 
 
@@ -88,11 +91,11 @@ class RunSnapshot:
         """Describe the run in one line."""
         finished = sum(row.state == "finished" for row in self.rows)
         failed = sum(row.state == "failed" for row in self.rows)
-        parts = [f"{self.title}: {self.state}", f"{finished} of {len(self.rows)} trainings finished"]
+        parts = [f"{shortened(self.title)}: {self.state}", f"{finished} of {len(self.rows)} trainings finished"]
         if failed:
             parts.append(f"{failed} failed")
         parts += [f"in {self.place}", f"at {time.strftime('%H:%M:%S', time.localtime(self.taken))}"]
-        return ", ".join(parts)
+        return printable(", ".join(parts))
 
     def text(self) -> str:
         """Return the state as a table of text."""
@@ -100,7 +103,7 @@ class RunSnapshot:
         widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
         padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table)
         lines = ["  ".join(row).rstrip() for row in padded]
-        return "\n".join([self.head(), *self.notes, *lines, *self._rest()])
+        return "\n".join([self.head(), *map(printable, self.notes), *lines, *self._rest()])
 
     def html(self) -> str:
         """Return the state as an HTML table, without scripts and style sheets: viewers remove them."""
@@ -109,7 +112,7 @@ class RunSnapshot:
         rows = "".join(
             "<tr>" + "".join(f"<td {left}>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._cells()
         )
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in (*self.notes, *self._rest()))
+        notes = "".join(f"<p>{html.escape(printable(note))}</p>" for note in (*self.notes, *self._rest()))
         table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
         return f"<div><p><b>{html.escape(self.head())}</b></p>{table}{notes}</div>"
 

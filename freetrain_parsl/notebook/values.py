@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.store import plain_scalar
+from freetrain_parsl.texts import coloured, printable, printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ class TextLines:
     lines: tuple[str, ...]
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
+        return "\n".join(map(coloured, self.lines))
 
     __repr__ = __str__
 
@@ -37,7 +38,8 @@ class TextLines:
         return len(self.lines)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:  # noqa: ARG002 - IPython's
-        return {"text/plain": str(self), "text/html": f"<pre>{html.escape(str(self))}</pre>"}
+        text = printable_lines("\n".join(self.lines))
+        return {"text/plain": str(self), "text/html": f"<pre>{html.escape(text)}</pre>"}
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,12 @@ class Picture:
     png: bytes | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        return self.text
+        return printable(self.text)
 
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:  # noqa: ARG002 - IPython's
-        return {"text/plain": self.text} | ({} if self.png is None else {"image/png": self.png})
+        return {"text/plain": str(self)} | ({} if self.png is None else {"image/png": self.png})
 
 
 def outcome_row(name: str, state: str, share: float | None, result: Any, error: str | None) -> dict[str, Any]:

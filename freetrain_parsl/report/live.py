@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.texts import printable
+from freetrain_parsl.texts import printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ def live_view(
     title
         Heading.
     """
-    head = f"{title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
+    head = f"{shortened(title)} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
     parts: list[RenderableType] = [_node_table(run, nodes, now), Text(), training_table(run.trainings.values())]
     return Group(Panel(Group(*parts, *remarks(run.trainings.values(), now)), title=Text(head)))
 
@@ -66,7 +66,7 @@ def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableTy
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MEMBERS_SHOWN])
+    shown = ", ".join(map(shortened, names[:_MEMBERS_SHOWN]))
     return f"{shown} and {len(names) - _MEMBERS_SHOWN} more" if len(names) > _MEMBERS_SHOWN else shown
 
 
@@ -84,7 +84,7 @@ def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: floa
     for node, holder in nodes.items():
         if node in trainers:
             shown = trainers[node][:_MEMBERS_SHOWN]
-            who = Text(" ").join(Text(f"■ {name}", style=colour_of(names.index(name))) for name in shown)
+            who = Text(" ").join(Text(f"■ {shortened(name)}", style=colour_of(names.index(name))) for name in shown)
             if more := len(trainers[node]) - len(shown):
                 who.append(f" and {more} more, fused", style="dim")
         elif holder["kind"] == "main":
@@ -116,7 +116,7 @@ def training_table(trainings: Sequence[TrainingState] | Any) -> Table:
         progress = training.progress
         loss = progress.get("loss")
         table.add_row(
-            Text(f"■ {training.name}", style=colour_of(index)),
+            Text(f"■ {shortened(training.name)}", style=colour_of(index)),
             Text(training.state, style=_STATE_STYLES[training.state]),
             ProgressBar(total=1.0, completed=training.share_done or 0.0, complete_style=colour_of(index)),
             str(len(training.nodes)),

@@ -13,6 +13,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.texts import shortened, storable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -31,14 +33,14 @@ def write_output(path: Path, content: str | bytes) -> None:
     path
         Output file.
     content
-        The whole content; text is written as UTF-8.
+        The whole content; text is written as UTF-8, with what it cannot encode escaped.
 
     Raises
     ------
     OSError
         The file cannot be written. A regular file that was to be replaced is unchanged.
     """
-    data = content.encode() if isinstance(content, str) else content
+    data = storable(content).encode() if isinstance(content, str) else content
     try:
         present = path.stat()
     except FileNotFoundError:
@@ -59,8 +61,16 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 def write_figure(path: Path, figure: Figure) -> None:
     """Write a picture in the format given by the suffix of `path`, PNG by default; see `write_output`."""
+    from matplotlib import rc_context
+    from matplotlib.text import Text
+
     picture = BytesIO()
-    figure.savefig(picture, format=path.suffix.removeprefix(".") or "png", dpi=130)
+    for text in figure.findobj(Text):  # names of nodes, trainings and metrics: dollars in them are not formulas
+        if isinstance(text, Text):
+            text.set_parse_math(False)
+            text.set_text(shortened(text.get_text()))
+    with rc_context({"text.parse_math": False}):  # for labels that are made when the figure is drawn
+        figure.savefig(picture, format=path.suffix.removeprefix(".") or "png", dpi=130)
     write_output(path, picture.getvalue())
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
-from freetrain_parsl.texts import storable
+from freetrain_parsl.texts import with_colours_only
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,6 @@ SUFFIX: Final = ".log"
 """Of the newest file of a training's log; older ones have a number after it, the largest is the oldest."""
 
 _LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (=|!?\d{1,7}|!?\?) (.*)", re.DOTALL | re.ASCII)
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def as_text(time: float, source: str, text: str) -> str:
     """
     stamp = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")[:-6]
     prefix = f"{stamp}Z {source} "
-    shown = storable(_CONTROL.sub("", text))
+    shown = with_colours_only(text)
     return prefix + shown.replace("\n", f"\n{prefix}") + "\n"
 
 

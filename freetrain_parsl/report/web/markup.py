@@ -6,6 +6,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, tostring
 
+from freetrain_parsl.texts import storable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -56,7 +58,7 @@ def page(title: str, *parts: Element) -> Element:
 
 def document(root: Element) -> str:
     """Serialise the ``<html>`` element `root` as a complete document."""
-    return "<!doctype html>\n" + tostring(root, encoding="unicode", method="html") + "\n"
+    return "<!doctype html>\n" + storable(tostring(root, encoding="unicode", method="html")) + "\n"
 
 
 def _name(keyword: str) -> str:
