@@ -117,7 +117,10 @@ class Access:
         own = {headers.get("host", "").lower()}
         if self.any_host:  # a proxy has opened the socket, and states under which name it was reached
             own.add(headers.get("x-forwarded-host", "").lower())
-        return urlsplit(origin).netloc.lower() in own - {""}
+        try:
+            return urlsplit(origin).netloc.lower() in own - {""}
+        except ValueError:  # such as http://[
+            return False
 
     def _derived(self, purpose: str) -> str:
         return hmac.new(self.token.encode(), purpose.encode(), hashlib.sha256).hexdigest()

@@ -47,7 +47,9 @@ _HEADERS: Final = {
 }
 
 
-def make_application(source: RunSource, access: Access, prefix: str = "") -> ASGIApp:
+def make_application(
+    source: RunSource, access: Access, prefix: str = "", granted: Callable[[tuple[str, int] | None], None] | None = None
+) -> ASGIApp:
     """Build the application.
 
     Parameters
@@ -59,6 +61,8 @@ def make_application(source: RunSource, access: Access, prefix: str = "") -> ASG
     prefix
         Path before all paths, such as ``/user/me/dashboard``, of a proxy that does not remove it; without a slash at
         its end.
+    granted
+        Called for each request that is served, with the address of the peer.
     """
     pages = _Pages(source, access, prefix)
     pages.feed.read_ahead()
@@ -70,14 +74,21 @@ def make_application(source: RunSource, access: Access, prefix: str = "") -> ASG
         Route("/log", pages.log),
         Route("/stop", pages.stop, methods=["POST"]),
     ]
-    return _Guarded(Starlette(routes=routes), access, prefix)
+    return _Guarded(Starlette(routes=routes), access, prefix, granted or (lambda _peer: None))
 
 
 class _Guarded:
     """Refuses requests, adds the headers to all answers, and removes the prefix."""
 
-    def __init__(self, application: ASGIApp, access: Access, prefix: str) -> None:
+    def __init__(
+        self,
+        application: ASGIApp,
+        access: Access,
+        prefix: str,
+        granted: Callable[[tuple[str, int] | None], None],
+    ) -> None:
         self._application = application
+        self._granted = granted
         self._access = access
         self._prefix = prefix
 
@@ -90,6 +101,8 @@ class _Guarded:
         answer = self._application
         if verdict is not AccessVerdict.GRANTED:
             answer = PlainTextResponse(verdict.value + "\n", status_code=403)
+        else:
+            self._granted(scope.get("client"))
         if self._prefix and scope["path"].startswith(self._prefix + "/"):
             scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -77,9 +78,8 @@ def serve(source: RunSource, options: ServerOptions, started: Callable[[str], No
         The port or the socket cannot be used, or packages are missing.
     """
     try:
-        import uvicorn
-
         from freetrain_parsl.dashboard.application import make_application
+        from freetrain_parsl.dashboard.connections import Strangers, most_strangers, serve_application
     except ModuleNotFoundError as error:
         raise InvalidInput(
             f"freetrain dashboard needs the package {error.name}: pip install 'freetrain-parsl[dashboard]'"
@@ -93,16 +93,10 @@ def serve(source: RunSource, options: ServerOptions, started: Callable[[str], No
             started(f"http://127.0.0.1:{listener.getsockname()[1]}{prefix}/{token}")
         else:
             started(f"http+unix://{options.path.absolute()} {prefix}/{token}")
-        config = uvicorn.Config(
-            make_application(source, access, prefix),
-            access_log=False,  # addresses contain the token
-            log_level="warning",
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=1,
-            ws="none",
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        # Nobody else can connect to the socket, whose connections have no names either.
+        strangers = Strangers(most_strangers()) if options.path is None else None
+        application = make_application(source, access, prefix, None if strangers is None else strangers.known)
+        asyncio.run(serve_application(application, listener, strangers))
 
 
 @contextlib.contextmanager
