@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.logs.lines import LogLine
     from freetrain_parsl.report.run import TrainingState
 
-__all__ = ["CampaignSource", "RunSource", "ScriptSource", "open_source", "without_colours"]
+__all__ = ["CampaignSource", "RunSource", "ScriptSource", "open_source"]
 
 _JOURNAL = "journal.sqlite"
 # In the executor's directory, Parsl's of one run, Parsl's of all runs, and the demo's.
@@ -251,11 +250,3 @@ def _last(training: TrainingState) -> str:
         if (value := training.progress.get(key)) is not None
     ]
     return "; ".join(filter(None, [", ".join(figures), training.remark()]))
-
-
-_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b")
-
-
-def without_colours(text: str) -> str:
-    """Return a line without the escape sequences of terminals."""
-    return _COLOURS.sub("", text)

@@ -72,7 +72,7 @@ def _site_here(variables: Variables) -> Site:
     """Return the site of the user's ``site.yaml`` in this directory, else the embedded cluster's."""
     own = find_own_site(variables)
     if own.remark:
-        typer.echo(own.remark, err=True)
+        say(own.remark, err=True)
     return Site.load("local", variables) if own.site is None else own.site
 
 

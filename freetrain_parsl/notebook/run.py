@@ -13,7 +13,7 @@ from freetrain_parsl.notebook.launch import run_command
 from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
 from freetrain_parsl.notebook.pictures import curves_picture, timeline_picture
 from freetrain_parsl.notebook.values import TextLines, results_table
-from freetrain_parsl.screen import say_text
+from freetrain_parsl.screen import say, say_text
 from freetrain_parsl.texts import printable
 
 if TYPE_CHECKING:
@@ -138,12 +138,12 @@ class WatchedRun:
     def _ipython_display_(self) -> None:
         """Show the run where it is the last expression of a cell: unless the cell shows it, as that of ``start()``."""
         if not in_kernel():
-            print(self)  # noqa: T201 - the output of a cell is what this is for
+            say_text(f"{self}\n")
         elif not self._display.is_in_this_cell:
             try:
                 self._display.open()
             except FreeTrainError as error:  # IPython would print a traceback
-                print(error)  # noqa: T201 - as above
+                say(str(error))
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:  # noqa: ARG002 - IPython's
         try:

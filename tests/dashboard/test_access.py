@@ -66,7 +66,16 @@ def test_other_names_can_be_allowed():
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "http://127.0.0.1:9000", "null", "", "http://127.0.0.1:8000.evil.example"]
+    "origin",
+    [
+        "http://evil.example",
+        "http://127.0.0.1:9000",
+        "null",
+        "",
+        "http://127.0.0.1:8000.evil.example",
+        "http://[",
+        "http://[x]",
+    ],
 )
 def test_other_origins_are_refused(access, origin):
     assert access.to_see({**HOST, "origin": origin}, None, cookies_of(access)) is AccessVerdict.WRONG_ORIGIN

@@ -138,6 +138,40 @@ def test_the_log_of_a_training_is_its_last_lines_without_colours(client, access,
     assert [line["text"] for line in answer["lines"]] == [f"epoch {number}" for number in range(5)]
 
 
+@pytest.mark.parametrize("name", ["lr [/x] </title><script>", "a\nb\x1b[2J", "\ud800", "n" * 10**6])
+def test_any_name_of_a_run_is_text_of_its_page(tmp_path, access, name):
+    """A lone surrogate, which UTF-8 cannot encode, is in names of other programs' files."""
+    store = RunStore.create(tmp_path, {**FACTS, "name": name}, ["a"])
+    answer = Client(make_application(CampaignSource(store), access)).get("/", token=access.token)
+    assert answer.status == 200
+    assert "<script>" not in answer.text
+    assert "\x1b" not in answer.text
+    assert len(answer.text) < 10_000
+
+
+def test_the_lines_of_a_log_are_any_texts_but_no_controls(client, access, store):
+    logs = store.directory / "logs"
+    logs.mkdir()
+    (logs / "a.log").write_bytes(b"2026-01-01T00:00:00.000Z 0 a\x1b]52;c;bQ==\x07b\xc2\x9b2J \xe2\x80\xae \xff\n")
+    sign_in(client, access)
+    [line] = client.get("/log", training="a").json()["lines"]
+    assert line["text"].startswith("ab ")
+    assert line["text"].isprintable()
+
+
+def test_requests_are_noted_when_they_are_served_and_not_before(store, access):
+    """What is refused does not make a connection the user's."""
+    served = []
+    client = Client(make_application(CampaignSource(store), access, granted=served.append))
+    client.get("/")
+    client.get("/", token="wrong")
+    client.get("/", token=access.token, headers={"host": "evil.example"})
+    client.post("/stop")
+    assert served == []
+    client.get("/", token=access.token)
+    assert served == [None]
+
+
 def test_a_run_that_was_removed_is_named_and_what_was_read_stays(store, access, tmp_path):
     """Otherwise the task that follows the run would end, and pages would show old values as if they were new."""
     source = CampaignSource(store, iter(range(0, 10000, 100)).__next__)

@@ -80,5 +80,6 @@ def test_a_stale_socket_is_replaced_but_nothing_else(start, tmp_path):
 
 def test_a_missing_package_is_named_with_the_remedy(start, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "freetrain_parsl.dashboard.connections", raising=False)
     with pytest.raises(InvalidInput, match=r"needs the package uvicorn: pip install 'freetrain-parsl\[dashboard\]'"):
         start()

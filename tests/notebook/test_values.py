@@ -19,7 +19,7 @@ from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.notebook.control import controller_of, take_control
 from freetrain_parsl.notebook.launch import environment_of_user, run_command
-from freetrain_parsl.notebook.live import LiveDisplay, in_kernel
+from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
 from freetrain_parsl.notebook.pictures import curves_picture, stays_of, timeline_picture
 from freetrain_parsl.notebook.run import WatchedRun
 from freetrain_parsl.notebook.shown import ShownFutures
@@ -54,6 +54,35 @@ def test_what_trainings_say_is_never_markup():
     page += TextLines((HOSTILE,))._repr_mimebundle_()["text/html"]
     assert "<script" not in page
     assert page.count("&lt;script&gt;") == 4
+
+
+NASTY = "lr [/x] $\\frac{x_{$ \x1b]0;title\x07\x1b[2J\x9b31m\x07\u202eexe\x7f\nstarted run\ud800"
+FORBIDDEN = {"\x1b", "\x07", "\x9b", "\u202e", "\x7f", "\ud800"}
+
+
+def test_texts_of_a_run_are_lines_without_escape_sequences_in_cells_and_in_terminals():
+    rows = (TrainingRow(NASTY, "running", note=NASTY), TrainingRow("n" * 10**6, "failed", note="e" * 10**6))
+    snapshot = RunSnapshot(NASTY, "running", NASTY, rows, 0.0, notes=(NASTY,))
+    for shown in (
+        snapshot.text(),
+        snapshot.html(),
+        str(Picture(NASTY)),
+        str(bundle_of(snapshot, [Picture(NASTY, b"")])),
+    ):
+        assert not FORBIDDEN & set(shown)
+        assert "\nstarted run" not in shown
+        assert "lr [/x]" in shown
+    assert len(snapshot.text().splitlines()) == 5
+    assert len(snapshot.text()) < 3000
+
+
+def test_lines_of_a_log_keep_their_colours_in_a_terminal_only():
+    lines = TextLines((f"\x1b[32mgreen\x1b[0m {NASTY}",))
+    shown = lines._repr_mimebundle_()
+    assert shown["text/plain"].startswith("\x1b[32mgreen\x1b[0m lr")
+    assert not FORBIDDEN & set(shown["text/plain"].replace("\x1b[32m", "").replace("\x1b[0m", ""))
+    assert not FORBIDDEN & set(shown["text/html"])
+    assert shown["text/html"].startswith("<pre>green lr")
 
 
 def test_thousands_of_trainings_are_shown_in_part():

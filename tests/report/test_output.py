@@ -155,3 +155,27 @@ def test_a_picture_has_the_format_of_its_name(tmp_path, name, begins):
 
     write_figure(tmp_path / name, Figure(figsize=(1, 1)))
     assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_names_in_pictures_are_no_formulas(tmp_path):
+    """A dollar in a name would be one, and ends the drawing if it is not a formula of TeX."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    bad = "$\\frac{x_{$"
+    figure = Figure(layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(bad)
+    axes.set_xlabel(bad)
+    axes.set_yticks([0, 1], [bad, "b"])
+    figure.suptitle(bad)
+    figure.legend(handles=[Patch(label=bad)])
+    write_figure(tmp_path / "picture.svg", figure)
+    assert (tmp_path / "picture.svg").read_text().startswith("<?xml")
+
+
+def test_what_utf_8_cannot_encode_is_escaped(tmp_path):
+    write_output(tmp_path / "report.html", "name \udcff")
+    assert (tmp_path / "report.html").read_text() == "name \\udcff"
