@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 
 import pytest
-from rich.console import Console
 
 from freetrain_parsl.campaign.store import TrainingRecord
 from freetrain_parsl.cli.campaign_view import LiveView, print_trainings
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.report.run import RunState, TrainingState
 
 
@@ -23,7 +23,7 @@ def run(tmp_path):
 
 def test_more_trainings_than_lines_show_those_that_run_first(run) -> None:
     out = io.StringIO()
-    view = LiveView(Console(file=out, force_terminal=True, width=100, height=18), "many")
+    view = LiveView(Screen(file=out, force_terminal=True, width=100, height=18), "many")
     with view.opened():
         view.show(run, 5.0)
     assert "t29" in out.getvalue()
@@ -34,7 +34,7 @@ def test_more_trainings_than_lines_show_those_that_run_first(run) -> None:
 def test_the_name_of_a_campaign_is_no_markup(run) -> None:
     """It ended the driver."""
     out = io.StringIO()
-    view = LiveView(Console(file=out, force_terminal=True, width=100, height=18), "[red]many[/x]")
+    view = LiveView(Screen(file=out, force_terminal=True, width=100, height=18), "[red]many[/x]")
     with view.opened():
         view.show(run, 5.0)
     assert "[red]many[/x] · 5 s" in out.getvalue()
@@ -44,7 +44,7 @@ def test_texts_of_the_user_s_do_not_change_the_terminal(run) -> None:
     """Those that UTF-8 cannot encode were a traceback."""
     file = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     evil = "caf\udce9 \x1b[31mred\x1b[0m\x1b[2J\x07 end"
-    console = Console(file=file, width=120)
+    console = Screen(file=file, width=120)
     print_trainings(
         console,
         [
@@ -63,7 +63,7 @@ def test_texts_of_the_user_s_do_not_change_the_terminal(run) -> None:
 
 def test_without_a_terminal_a_line_is_told_when_something_changes(run) -> None:
     out = io.StringIO()
-    view = LiveView(Console(file=out, width=40), "many")
+    view = LiveView(Screen(file=out, width=40), "many")
     with view.opened():
         view.show(run, 5.0)
         view.show(run, 6.0)
@@ -79,7 +79,7 @@ def test_why_a_training_does_not_get_on_is_told_with_and_without_a_terminal(run)
     run.trainings["t3"].stalled = "waits for 64 nodes"
     for terminal in (True, False):
         out = io.StringIO()
-        view = LiveView(Console(file=out, force_terminal=terminal, width=120, height=60), "many")
+        view = LiveView(Screen(file=out, force_terminal=terminal, width=120, height=60), "many")
         with view.opened():
             view.show(run, 5.0)
         assert "waits for 64 nodes" in out.getvalue()
@@ -87,7 +87,7 @@ def test_why_a_training_does_not_get_on_is_told_with_and_without_a_terminal(run)
 
 def test_copies_to_home_are_shown_and_not_told_again_when_only_figures_change(run) -> None:
     out = io.StringIO()
-    view = LiveView(Console(file=out, width=120), "many")
+    view = LiveView(Screen(file=out, width=120), "many")
     with view.opened():
         view.show(run, 5.0, ["copying to home: net, 1.5 MB of 9 GB at 3 MB/s, 60 s left"])
         view.show(run, 6.0, ["copying to home: net, 900 MB of 9 GB at 2.5 MB/s, 40 s left"])

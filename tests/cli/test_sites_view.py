@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
-from rich.console import Console
-
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sites_view import SitesView
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Trainer
@@ -34,7 +33,7 @@ def coordinator_at_work() -> Coordinator:
 
 def test_without_a_terminal_a_line_is_printed_when_something_has_changed() -> None:
     output = StringIO()
-    view = SitesView(Console(file=output, width=200), "four")
+    view = SitesView(Screen(file=output, width=200), "four")
     for second in range(5):
         view.show(coordinator_at_work(), float(second))
     lines = output.getvalue().splitlines()
@@ -45,7 +44,7 @@ def test_without_a_terminal_a_line_is_printed_when_something_has_changed() -> No
 
 def test_in_a_terminal_all_is_in_one_picture() -> None:
     output = StringIO()
-    view = SitesView(Console(file=output, width=120, height=40, force_terminal=True), "four")
+    view = SitesView(Screen(file=output, width=120, height=40, force_terminal=True), "four")
     with view.opened():
         view.show(coordinator_at_work(), 3.0)
     text = output.getvalue()

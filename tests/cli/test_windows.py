@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
+from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.windows import (
     format_closing,
     format_duration,
@@ -130,7 +130,7 @@ def test_the_table_tells_how_long_each_window_lasts_and_how_many_nodes_last_as_l
 @pytest.mark.parametrize("width", [60, 100])
 def test_on_terminals_of_any_width_counts_and_times_are_whole(width):
     """Narrow ones omit columns instead of truncating words."""
-    console = Console(width=width)
+    console = Screen(width=width)
     with console.capture() as captured:
         console.print(window_view(SURVEY, "Slurm, partition main", width))
     text = captured.get()
@@ -142,7 +142,7 @@ def test_on_terminals_of_any_width_counts_and_times_are_whole(width):
 
 
 def test_without_windows_it_says_so():
-    console = Console(width=80)
+    console = Screen(width=80)
     with console.capture() as captured:
         console.print(window_view(Survey(0.0), "PBS", 80))
     assert captured.get().startswith("PBS: no idle nodes at ")
