@@ -44,7 +44,7 @@ from freetrain_parsl.storage.staging import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
 __all__ = ["CheckpointDirectory", "Draft", "check_writable", "directory_name"]
 
@@ -303,10 +303,19 @@ class CheckpointDirectory:
         """Discard a draft."""
         shutil.rmtree(draft.path, ignore_errors=True)  # the next writer removes what is left
 
-    def prune(self, newest: Entry, keep: int) -> None:
-        """Keep `newest` and the `keep` - 1 checkpoints before it.
+    def prune(self, newest: Entry, keep: int, damaged: Container[Entry] = ()) -> None:
+        """Keep `newest` and the `keep` - 1 intact checkpoints before it.
 
         Checkpoints after `newest` are removed, too: the training fell back past them because they were damaged.
+
+        Parameters
+        ----------
+        newest
+            The newest intact checkpoint.
+        keep
+            How many to keep.
+        damaged
+            Those that are known to be damaged: each would take the place of an intact one.
 
         Raises
         ------
@@ -315,7 +324,7 @@ class CheckpointDirectory:
         """
         with self._writing("remove old checkpoints") as staging:
             entries = self.entries()
-            kept = [entry for entry in entries if entry <= newest][:keep]
+            kept = [entry for entry in entries if entry <= newest and entry not in damaged][:keep]
             for entry in entries:
                 if entry not in kept:
                     staging.remove(entry.path)

@@ -193,6 +193,20 @@ def test_a_damaged_newest_checkpoint_is_refused_by_path_and_the_one_before_is_us
     assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
 
 
+def test_a_damaged_checkpoint_does_not_take_the_place_of_an_intact_one(tmp_path: Path) -> None:
+    """Two are kept: after the damage they are the new one and the one that was restored."""
+    run = Run(tmp_path)
+    run.paused_after(5)
+    damaged = run.paused_after(9).checkpoint
+    assert damaged is not None
+    damage(damaged, "flipped")
+    newest = run.paused_after(11).checkpoint
+    assert newest is not None
+    assert not damaged.exists()
+    damage(newest, "flipped")
+    assert run.paused_after(12).progress.resumed_from == 5
+
+
 def test_if_all_checkpoints_are_damaged_nothing_starts_afresh(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.paused_after(5)

@@ -129,6 +129,7 @@ class Checkpoints:
         self._now = now
         self._write_seconds: deque[float] = deque(maxlen=5)
         self._assumed = _ASSUMED_OVERHEAD
+        self._damaged: frozenset[Entry] = frozenset()  # found when the state was restored
 
     @property
     def write_seconds_estimate(self) -> float:
@@ -174,7 +175,7 @@ class Checkpoints:
             self._trainer, entry.path, facts.reason, manifest["bytes"], manifest["write_seconds"],
         )  # fmt: skip
         try:
-            self._directory.prune(entry, self._keep)
+            self._directory.prune(entry, self._keep, self._damaged)
         except CheckpointError as error:  # the new one is durable; the next save retries
             logger.warning("trainer %s: %s", self._trainer, error)
         return entry
@@ -213,23 +214,23 @@ class Checkpoints:
         StorageUnavailable
             The file system is temporarily unavailable: a checkpoint that cannot be read at present is not skipped.
         """
-        refused: list[str] = []
-        problems: list[DamagedCheckpoint] = []
+        problems: dict[Entry, DamagedCheckpoint] = {}
         entries = self._directory.entries()
         for entry in entries:
             try:
                 restored = self.load(entry)
             except DamagedCheckpoint as problem:  # noqa: PERF203 - falling back is what this loop is for
                 logger.warning("trainer %s: %s; falling back to the previous one", self._trainer, problem)
-                refused.append(str(entry.path))
-                problems.append(problem)
+                problems[entry] = problem
             else:
-                return replace(restored, refused=tuple(refused))
+                self._damaged = frozenset(problems)
+                return replace(restored, refused=tuple(str(damaged.path) for damaged in problems))
         if any(entry.step for entry in entries):
+            first = next(iter(problems.values()))
             raise DamagedCheckpoint(
-                f"trainer {self._trainer!r}: none of {len(problems)} checkpoints is intact ({problems[0]}); "
+                f"trainer {self._trainer!r}: none of {len(problems)} checkpoints is intact ({first}); "
                 f"restore a good copy, or remove {self._directory.path} to start over"
-            ) from problems[0]
+            ) from first
         return None
 
     def load(self, entry: Entry, names: Collection[str] | None = None) -> Restored:
