@@ -94,16 +94,18 @@ def clean_home(site: Site, store: RunStore, report: Callable[[str], None]) -> No
         copies = [job for job in jobs if job.kind is not CopyKind.REMOVE]
         if copies:
             report(f"cancelled {len(copies)} copies between {site.globus.local} and {home}")
-        partial = []
+        under_way = {parcel for job in copies if job.kind is CopyKind.DATA for parcel in job.parcels}
+        partial: list[Parcel] = []
         for training, claim in newest_claims(collections, home).items():
             if claim.drivers != {driver} or claim.released:
                 continue
-            whole, torn = list_home(collections, home, training)
-            partial += [parcel for parcel in torn if parcel.generation == claim.generation]
+            found = list_home(collections, home, training)
+            # A listing without a manifest is no proof that a checkpoint has none: only those under way are removed.
+            partial += found.partial & under_way
             collections.make_directory(
                 home.collection, home.join(OWNERS, claim_name(training, claim.generation, "released"))
             )
-            report(f"released {unquote(training)}, with {len(whole)} checkpoints at home")
+            report(f"released {unquote(training)}, with {len(found.whole)} checkpoints at home")
         if partial:
             _remove(collections, site, partial)
             report(f"removing {len(partial)} partial checkpoints from {home}")
@@ -134,8 +136,7 @@ def prune_home(
             if claims[name].drivers != {driver}:
                 report(f"{item.name}: another run has claimed it at home; nothing is removed there")
                 continue
-            whole, _ = list_home(collections, home, name)
-            doomed += whole[:-keep]
+            doomed += list_home(collections, home, name).ordered[:-keep]
         for parcel in doomed:
             place = f"{home.collection}:{home.join(CHECKPOINTS, *parcel.path)}"
             report(f"{'would remove' if dry_run else 'removing'} {place}")

@@ -7,7 +7,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from freetrain_parsl.storage.globus.carrier import Parcel
+    from freetrain_parsl.storage.globus.home_listing import HomeCheckpoints
 
 __all__ = ["CarriedStage", "CarriedTraining"]
 
@@ -37,6 +40,16 @@ class CarriedTraining:
         The one that is owned.
     lineage
         Checkpoints of this and later generations at home continue those here.
+    search
+        The search of home under way: its steps, each a request, and what they have found.
+    search_at
+        When home is searched next.
+    waits_since
+        Since when a checkpoint that home has listed is neither listed nor fetched, or home lists none at all.
+    fetching
+        The candidate that was asked for.
+    damaged
+        Candidates that have arrived damaged, and how often.
     candidates
         Checkpoints at home that are later than those here, oldest first.
     reason
@@ -55,6 +68,11 @@ class CarriedTraining:
     stage: CarriedStage = CarriedStage.CLAIMING
     generation: int = 0
     lineage: int = 0
+    search: tuple[Iterator[None], HomeCheckpoints] | None = None
+    search_at: float = 0.0
+    waits_since: float | None = None
+    fetching: Parcel | None = None
+    damaged: dict[Parcel, int] = field(default_factory=dict)
     candidates: list[Parcel] = field(default_factory=list)
     reason: str = ""
     finished: float = 0.0

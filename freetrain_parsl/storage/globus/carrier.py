@@ -3,6 +3,10 @@
 A checkpoint is sent in two tasks, its data first and its manifest once these have arrived: elsewhere it counts only
 with its manifest. The newest checkpoints of several trainings share a task. A job is kept in the run directory with its
 submission id before it is submitted, so that submitting it again after a crash starts nothing twice.
+
+A task that has succeeded is no proof: a checkpoint is at home once a listing shows its files, with their sizes. And a
+listing is none that something may be removed: older checkpoints, and partial ones, are removed only if `KEPT` later ones
+are *proven*, sent or fetched by this driver.
 """
 
 from __future__ import annotations
@@ -12,14 +16,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.storage.globus.names import generation_name
+from freetrain_parsl.storage.globus.names import LAST_NUMBER, generation_name, is_training_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from freetrain_parsl.storage.globus.collections import TaskState
 
-__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "CopyJob", "CopyKind", "Parcel"]
+__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "CopyJob", "CopyKind", "Parcel", "backoff"]
 
 MOST_ACTIVE = 2
 """Tasks of one driver at a time."""
@@ -29,7 +33,7 @@ KEPT = 2
 """Checkpoints of a training that stay at home."""
 
 _MOST_TOGETHER = 50  # checkpoints in one task
-_STEP = re.compile(r"step-(\d{10,})(?:-([1-9]\d*))?")
+_STEP = re.compile(r"step-([0-9]{10}|[1-9][0-9]{10,17})(?:-([1-9][0-9]{0,8}))?")
 
 
 class CopyKind(str, Enum):
@@ -71,6 +75,17 @@ class Parcel:
     def order(self) -> tuple[int, int, int]:
         """Later checkpoints have larger ones. A later generation has continued from what its driver has found."""
         return (self.generation, *step_of(self.name))
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Parcel:
+        """Read what ``vars`` has returned."""
+        parcel = cls(**document)
+        kinds = (parcel.training, str), (parcel.generation, int), (parcel.name, str), (parcel.size, int)
+        if not all(isinstance(value, kind) for value, kind in kinds) or not parcel.is_checkpoint:
+            raise ValueError("a parcel of a job is none")
+        if not is_training_name(parcel.training) or not 0 <= parcel.generation <= LAST_NUMBER:
+            raise ValueError("a parcel of a job is outside the checkpoints of a training")
+        return parcel
 
     @property
     def is_checkpoint(self) -> bool:
@@ -129,11 +144,7 @@ class CopyJob:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> CopyJob:
         """Read what `as_json` returned."""
-        parcels = tuple(Parcel(**parcel) for parcel in document["parcels"])
-        for parcel in parcels:
-            kinds = (parcel.training, str), (parcel.generation, int), (parcel.name, str), (parcel.size, int)
-            if not all(isinstance(value, kind) for value, kind in kinds) or not parcel.is_checkpoint:
-                raise ValueError("a parcel of a job is none")
+        parcels = tuple(map(Parcel.from_json, document["parcels"]))
         return cls(CopyKind(document["kind"]), parcels, document["submission"], document["task"])
 
 
@@ -145,6 +156,14 @@ class _Trouble:
 
 
 @dataclass
+class _Sent:
+    """A checkpoint whose tasks have succeeded, and which home does not list yet."""
+
+    since: float
+    look_at: float
+
+
+@dataclass
 class Carrier:
     """The copies of one driver.
 
@@ -152,22 +171,29 @@ class Carrier:
     ----------
     retry, longest
         Seconds until a failed copy is tried again: first, and at most.
+    patience
+        Seconds in which home must list a checkpoint that was sent.
     jobs
         Active ones.
     """
 
     retry: float
     longest: float
+    patience: float = 180.0
     jobs: list[CopyJob] = field(default_factory=list)
     _send: dict[str, Parcel] = field(default_factory=dict)
     _fetch: dict[str, Parcel] = field(default_factory=dict)
     _remove: set[Parcel] = field(default_factory=set)
     _home: dict[str, set[Parcel]] = field(default_factory=dict)
+    _partial: dict[str, set[Parcel]] = field(default_factory=dict)
+    _proven: dict[str, set[Parcel]] = field(default_factory=dict)
+    _sent: dict[Parcel, _Sent] = field(default_factory=dict)
     _trouble: dict[str, _Trouble] = field(default_factory=dict)
 
-    def found(self, training: str, parcels: Iterable[Parcel]) -> None:
-        """Note the whole checkpoints of a training at home."""
+    def found(self, training: str, parcels: Iterable[Parcel], partial: Iterable[Parcel] = ()) -> None:
+        """Note the checkpoints of a training that home lists as whole, and those without a manifest."""
         self._home[training] = set(parcels)
+        self._partial[training] = set(partial)
 
     def wants(self, training: str, name: str, lineage: int) -> bool:
         """Return whether a checkpoint is neither at home nor on its way.
@@ -191,27 +217,61 @@ class Carrier:
     def leaving(self) -> set[Parcel]:
         """Return the checkpoints that wait or are being sent."""
         sent = (job.parcels for job in self.jobs if job.kind in (CopyKind.DATA, CopyKind.MANIFEST))
-        return {parcel for parcels in sent for parcel in parcels} | set(self._send.values())
+        return {parcel for parcels in sent for parcel in parcels} | set(self._send.values()) | set(self._sent)
 
     def fetch(self, parcel: Parcel) -> None:
         """Copy a checkpoint from home."""
         self._fetch[parcel.training] = parcel
 
-    def remove(self, parcels: Iterable[Parcel]) -> None:
-        """Remove checkpoints, or what is left of them, from home."""
-        self._remove.update(parcels)
+    def to_look_for(self, now: float) -> list[Parcel]:
+        """Return the checkpoints that were sent, and that home must be asked for now."""
+        return [parcel for parcel, sent in self._sent.items() if now >= sent.look_at]
+
+    def shown(self, parcel: Parcel, fault: str, now: float) -> None:
+        """Note whether home lists a checkpoint that was sent.
+
+        Parameters
+        ----------
+        parcel
+            The checkpoint.
+        fault
+            What home lists otherwise; empty: it lists what was sent.
+        now
+            Seconds.
+        """
+        if (sent := self._sent.get(parcel)) is None:
+            return
+        if fault and now - sent.since < self.patience:  # a listing may be older than the task
+            sent.look_at = now + min(max(self.retry, (now - sent.since) / 2), self.longest)
+            return
+        del self._sent[parcel]
+        if fault:
+            self._fail(parcel.training, fault, now)
+            self._send.setdefault(parcel.training, parcel)
+            return
+        self._trouble.pop(parcel.training, None)
+        self._remove.discard(parcel)
+        self._home.setdefault(parcel.training, set()).add(parcel)
+        self.prove(parcel)
+        self._tidy(parcel.training)
+
+    def prove(self, parcel: Parcel) -> None:
+        """Note that a checkpoint is whole at home, as this driver has sent it or has fetched and verified it."""
+        self._proven.setdefault(parcel.training, set()).add(parcel)
 
     def forget(self, training: str) -> None:
         """Copy nothing more of a training that is no longer owned."""
         self._send.pop(training, None)
         self._fetch.pop(training, None)
         self._trouble.pop(training, None)
+        self._proven.pop(training, None)
+        self._sent = {parcel: sent for parcel, sent in self._sent.items() if parcel.training != training}
         self._remove = {parcel for parcel in self._remove if parcel.training != training}
 
     def busy(self, training: str) -> bool:
         """Whether something of a training is to be copied, or under way."""
-        jobs = any(parcel.training == training for job in self.jobs for parcel in job.parcels)
-        return jobs or training in self._send or training in self._fetch
+        moving = [*(parcel for job in self.jobs for parcel in job.parcels), *self._sent]
+        return any(parcel.training == training for parcel in moving) or training in self._send or training in self._fetch
 
     def fetching(self, training: str) -> bool:
         """Whether a checkpoint of a training is to be fetched, or under way from home."""
@@ -223,6 +283,10 @@ class Carrier:
         if (trouble := self._trouble.get(training)) is None:
             return ""
         return f"{trouble.reason}, next attempt in {max(0.0, trouble.until - now):.0f} s"
+
+    def blocked_until(self, training: str) -> float:
+        """Return when the next copy of a training may begin."""
+        return self._trouble[training].until if training in self._trouble else 0.0
 
     def failures(self, training: str) -> int:
         """Return the number of failed copies of a training in a row."""
@@ -253,16 +317,11 @@ class Carrier:
         if state.status == "FAILED":
             self._failed(job, state.reason or "the task failed", now)
             return ()
-        for parcel in job.parcels:
-            self._trouble.pop(parcel.training, None)
         match job.kind:
             case CopyKind.DATA:
                 self._begin(CopyJob(CopyKind.MANIFEST, job.parcels))
             case CopyKind.MANIFEST:
-                self._remove.difference_update(job.parcels)
-                for parcel in job.parcels:
-                    self._home.setdefault(parcel.training, set()).add(parcel)
-                    self._tidy(parcel.training)
+                self._sent.update({parcel: _Sent(now, now) for parcel in job.parcels})
             case CopyKind.FETCH:
                 return job.parcels
         return ()
@@ -273,9 +332,19 @@ class Carrier:
         self._failed(job, reason, now)
 
     def damaged(self, parcel: Parcel, reason: str, now: float) -> None:
-        """Note that a checkpoint from home cannot be used."""
+        """Note that a checkpoint from home cannot be used; the next attempt comes later each time."""
         self._home.get(parcel.training, set()).discard(parcel)
+        self._proven.get(parcel.training, set()).discard(parcel)
         self._fail(parcel.training, reason, now)
+
+    def delayed(self, training: str, reason: str, now: float) -> None:
+        """Note that the checkpoints of a training at home cannot be listed."""
+        self._fail(training, reason, now)
+
+    def arrived(self, parcel: Parcel) -> None:
+        """Note that a checkpoint from home was verified."""
+        self._trouble.pop(parcel.training, None)
+        self.prove(parcel)
 
     def restore(self, jobs: Iterable[CopyJob]) -> list[CopyJob]:
         """Continue to send what an earlier driver was sending; return its other jobs, which begin anew."""
@@ -293,21 +362,30 @@ class Carrier:
             if job.kind is CopyKind.REMOVE:
                 continue  # it is tidied up with the next ones
             self._fail(parcel.training, reason, now)
-            if job.kind is CopyKind.FETCH:
-                self._fetch.setdefault(parcel.training, parcel)
-            elif parcel.training not in self._send:
+            if job.kind is not CopyKind.FETCH and parcel.training not in self._send:  # a fetch is looked for anew
                 self._send[parcel.training] = parcel
 
     def _fail(self, training: str, reason: str, now: float) -> None:
         failures = self.failures(training) + 1
-        until = now + min(self.retry * 2.0 ** (failures - 1), self.longest)
+        until = now + backoff(failures - 1, self.retry, self.longest)
         self._trouble[training] = _Trouble(failures, until, reason)
 
     def _tidy(self, training: str) -> None:
-        """Keep the newest checkpoints at home."""
-        known = sorted(self._home[training], key=lambda parcel: parcel.order)
-        self.remove(known[:-KEPT])
-        self._home[training] = set(known[-KEPT:])
+        """Remove what is older than the newest `KEPT` proven checkpoints: what listings show may not be there."""
+        proven = sorted(self._proven[training], key=lambda parcel: parcel.order)[-KEPT:]
+        self._proven[training] = set(proven)
+        if len(proven) < KEPT:
+            return
+        home, partial = self._home[training], self._partial.get(training, set())
+        old = {parcel for parcel in home | partial if parcel.order < proven[0].order}
+        self._home[training] = home - old
+        self._partial[training] = partial - old
+        self._remove |= old
+
+
+def backoff(failures: int, first: float, longest: float) -> float:
+    """Return the seconds until the next attempt after some failures: twice as long each time."""
+    return min(first * 2.0 ** min(failures, 40), longest)  # 2.0 ** 1024 is an error
 
 
 def progress_line(job: CopyJob) -> str:

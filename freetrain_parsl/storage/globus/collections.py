@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from freetrain_parsl.errors import CollectionUnavailable, GlobusRefused
 from freetrain_parsl.storage.globus.login import LOGIN
+from freetrain_parsl.texts import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +21,8 @@ __all__ = ["Collections", "CopyItem", "TaskState"]
 _TIMEOUT = 30.0  # seconds for an answer
 _LONGEST_WAIT = 3600.0  # seconds for which the service may ask
 _SECONDS = re.compile(r"\d{1,15}(\.\d+)?", re.ASCII)
+_MOST_ENTRIES = 100_000  # in a listing; the service gives no more
+_MOST_BYTES = 2**63  # copied by a task
 _LABEL = "freetrain"
 
 _REMEDIES = {
@@ -87,20 +91,50 @@ class Collections:
             ),
         )
 
-    def names(self, collection: str, path: str) -> list[str] | None:
+    def names(self, collection: str, path: str, *, directories: bool = False) -> list[str] | None:
         """List a directory; ``None`` if it does not exist.
+
+        Parameters
+        ----------
+        collection, path
+            The directory.
+        directories
+            List only the directories in it; ``None``, too, if it is a file.
 
         Raises
         ------
         CollectionUnavailable, GlobusRefused
             It cannot be listed now, or at all.
         """
-        names: list[str] | None = self._call(
-            lambda: [str(entry["name"]) for entry in self._client.operation_ls(collection, path, show_hidden=True)],
+        entries = self._entries(collection, path, {"NotDirectory": None} if directories else {})
+        if entries is None:
+            return None
+        return [name for name, kind, _ in entries if kind != "file" or not directories]
+
+    def sizes(self, collection: str, path: str) -> dict[str, int | None] | None:
+        """List the sizes of the files in a directory, ``None`` if one is not given; ``None`` if it does not exist.
+
+        Raises
+        ------
+        CollectionUnavailable, GlobusRefused
+            It cannot be listed now, or at all.
+        """
+        entries = self._entries(collection, path, {"NotDirectory": None})
+        return None if entries is None else {name: size for name, kind, size in entries if kind != "dir"}
+
+    def _entries(
+        self, collection: str, path: str, answers: dict[str, None]
+    ) -> list[tuple[str, object, int | None]] | None:
+        """Return name, type and size of the entries of a directory."""
+        entries: list[tuple[str, object, int | None]] | None = self._call(
+            lambda: [_entry_of(entry) for entry in self._client.operation_ls(collection, path, show_hidden=True)],
             f"list {path} on collection {collection}",
-            {"NotFound": None},
+            {"NotFound": None, **answers},
         )
-        return names
+        if entries is not None and len(entries) > _MOST_ENTRIES:
+            what = f"cannot list {path} on collection {collection}"
+            raise CollectionUnavailable(f"{what}: more than {_MOST_ENTRIES} entries")
+        return entries
 
     def make_directory(self, collection: str, path: str) -> bool:
         """Create a directory; return false if it exists.
@@ -211,7 +245,7 @@ class Collections:
             raise CollectionUnavailable(f"cannot {what}: Globus cannot be reached") from error
         except self._sdk.token_storage.TokenValidationError as error:
             raise GlobusRefused(f"cannot {what}: the login has expired; run: {LOGIN}") from error
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # The SDK takes for granted that an answer is JSON and complete; the page of a proxy is neither.
             raise CollectionUnavailable(f"cannot {what}: Globus sent an unexpected answer") from error
 
@@ -226,8 +260,18 @@ class Collections:
             if word.endswith(known):
                 raise GlobusRefused(f"cannot {what}: {remedy}") from error
         wait = _seconds_of(error.headers.get("Retry-After", ""))
-        message = " ".join((error.message or "").split())[:200]
-        raise CollectionUnavailable(f"cannot {what}: {error.code or error.http_status}: {message}", wait) from error
+        code, message = _line(error.code or error.http_status, 80), _line(error.message or "", 200)
+        raise CollectionUnavailable(f"cannot {what}: {code}: {message}", wait) from error
+
+
+def _entry_of(entry: Any) -> tuple[str, object, int | None]:
+    size = entry.get("size")
+    return str(entry["name"]), entry.get("type"), size if isinstance(size, int) else None
+
+
+def _line(text: object, longest: int) -> str:
+    """Return a text of the service, or of a collection behind it, as a part of a line."""
+    return " ".join(printable(str(text)[: 4 * longest]).split())[:longest]
 
 
 def _state_of(document: Any) -> TaskState:
@@ -237,7 +281,8 @@ def _state_of(document: Any) -> TaskState:
         f"{error.get('code')}: {error.get('description')}" if error else "" if status in ("OK", "Queued") else status
     )
     done, rate = document.get("bytes_transferred") or 0, document.get("effective_bytes_per_second") or 0
-    return TaskState(str(document["status"]), " ".join(reason.split())[:300], int(done), float(rate))
+    done, rate = min(max(int(done), 0), _MOST_BYTES), float(rate)
+    return TaskState(str(document["status"]), _line(reason, 300), done, rate if math.isfinite(rate) else 0.0)
 
 
 def _seconds_of(text: str) -> float:

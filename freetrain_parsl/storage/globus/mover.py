@@ -20,14 +20,29 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, DamagedCheckpoint, GlobusRefused
 from freetrain_parsl.storage.globus.carried_training import CarriedStage, CarriedTraining
-from freetrain_parsl.storage.globus.carrier import GIVE_UP, Carrier, CopyJob, CopyKind, Parcel, progress_line
+from freetrain_parsl.storage.globus.carrier import (
+    GIVE_UP,
+    Carrier,
+    CopyJob,
+    CopyKind,
+    Parcel,
+    backoff,
+    progress_line,
+)
 from freetrain_parsl.storage.globus.copy_task import copy_task
-from freetrain_parsl.storage.globus.home_listing import list_home
+from freetrain_parsl.storage.globus.home_listing import HomeCheckpoints, difference_at_home, search_home
 from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
 from freetrain_parsl.storage.globus.mover_pace import MoverPace
 from freetrain_parsl.storage.globus.mover_state import MOST_MEASURED, MeasuredCopy, MoverState
 from freetrain_parsl.storage.globus.names import OWNERS
-from freetrain_parsl.storage.globus.ownership import ListOwners, MakeEntry, Ownership, RequestOutcome
+from freetrain_parsl.storage.globus.ownership import (
+    SETTLE,
+    WATCH,
+    ListOwners,
+    MakeEntry,
+    Ownership,
+    RequestOutcome,
+)
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.problems import storage_error
 
@@ -42,6 +57,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = ["Mover", "ResultStatus"]
+
+_ATTEMPTS = 2  # copies of a checkpoint from home that must be damaged before another one is used
+_TOGETHER = 10  # requests of a search, or looks for what was sent, in one pass: renewals come between
 
 
 _HALT = 10.0  # seconds: a request may be on its way
@@ -99,8 +117,9 @@ class Mover:
         self._pace = pace or MoverPace.of(lease)
         self._exchange = MoverDirectory(root)
         self._ownership = Ownership(driver, lease)
-        self._carrier = Carrier(self._pace.retry, self._pace.longest)
+        self._carrier = Carrier(self._pace.retry, self._pace.longest, SETTLE * lease)
         before = MoverState.read(run_dir)
+        self._whole = {parcel.training: parcel for parcel in before.whole}  # the newest that home has ever listed
         self._measured = deque(before.measured, MOST_MEASURED)
         self._lock = threading.RLock()
         self._names: dict[str, str] = {}  # of trainings -> of directories
@@ -272,7 +291,7 @@ class Mover:
 
     def _pause(self, wait: float, problem: str) -> None:
         """Make no request for some time."""
-        pause = max(wait, min(self._pace.retry * 2.0**self._failures, self._pace.longest))
+        pause = max(wait, backoff(self._failures, self._pace.retry, self._pace.longest))
         if not self._problem:
             logger.warning("%s", problem)
         self._failures += 1
@@ -342,7 +361,8 @@ class Mover:
                 if item.stage is CarriedStage.CLAIMING and generation is not None:
                     item.stage, item.generation, item.reason = CarriedStage.SEARCHING, generation, ""
                     logger.info("training %s: owned in generation %d", name, generation)
-            if item.stage is CarriedStage.SEARCHING and generation is not None and not searched:
+            due = item.stage is CarriedStage.SEARCHING and self._clock() >= item.search_at
+            if due and generation is not None and not searched:
                 self._search(item)
                 searched = True  # one in a pass, so that renewals come between
             if item.stage is CarriedStage.FETCHING and generation is not None:
@@ -355,24 +375,86 @@ class Mover:
             self._scan()
 
     def _search(self, item: CarriedTraining) -> None:
-        """Find the whole checkpoints at home that are later than the newest one here; fetch the newest of them."""
-        here = self._exchange.newest(item.name)
-        item.lineage = self._exchange.generation(item.name)
+        """Go on looking for checkpoints at home that are later than those here; then fetch the newest of them."""
+        if item.search is None:
+            found = HomeCheckpoints()
+            item.lineage = self._exchange.generation(item.name)
+            steps = search_home(self._collections, self._settings.home, item.name, item.generation, found)
+            item.search = steps, found
+        steps, found = item.search
+        begun = self._clock()
+        try:
+            for _ in range(_TOGETHER):
+                next(steps)
+                self._spare()
+                if self._clock() - begun > self._pace.longest / 4:  # home answers slowly
+                    return
+        except StopIteration:
+            item.search = None
+            self._searched(item, found)
+        except (CollectionUnavailable, GlobusRefused) as error:  # one directory of home does not stop all trainings
+            item.search = None
+            with self._lock:
+                self._carrier.delayed(item.name, str(error), self._clock())
+                item.search_at = self._carrier.blocked_until(item.name)
+            if isinstance(error, CollectionUnavailable):
+                raise
+
+    def _searched(self, item: CarriedTraining, found: HomeCheckpoints) -> None:
+        """Choose the candidates; what home has listed once is one of them until it is certainly gone."""
+        here, now, name = self._exchange.newest(item.name), self._clock(), item.name
         best = (item.lineage, here.step, here.revision) if here is not None else (-1, -1, 0)
-        at_home, partial = list_home(self._collections, self._settings.home, item.name, self._spare)
+        candidates = [parcel for parcel in found.ordered if parcel.order > best]
+        newest = candidates[-1] if candidates else None
+        if newest is not None and newest.generation > item.generation:
+            self._not_the_last(item, newest)
+            return
+        known = self._whole.get(name)
         with self._lock:
-            self._carrier.remove(partial)  # of drivers that have died
-            self._carrier.found(item.name, at_home)
-            item.candidates = sorted((parcel for parcel in at_home if parcel.order > best), key=lambda one: one.order)
-            item.stage = CarriedStage.FETCHING
+            self._carrier.found(name, found.whole, found.partial)
+        if known is None or known.order <= max(best, newest.order if newest is not None else best):
+            if newest is not None:
+                self._whole[name], item.waits_since = newest, None
+            elif here is None and item.lineage < item.generation - 1 and not self._has_waited(item, WATCH):
+                item.reason = "another site has owned it, and home lists no checkpoint of it; home is listed again"
+                return
+        elif not self._has_waited(item, 1.0):
+            item.reason = f"home has listed {known.name} of generation {known.generation}, and does not list it now"
+            candidates = [*candidates, known]
+        else:
+            logger.warning("training %s: %s of generation %d is no longer at home", name, known.name, known.generation)
+            self._whole.pop(name)
+        item.candidates, item.search_at = candidates, now
+        item.stage = CarriedStage.FETCHING
+
+    def _has_waited(self, item: CarriedTraining, leases: float) -> bool:
+        """Return whether something has been missing for so long; search again later if it has not."""
+        now = self._clock()
+        item.waits_since = now if item.waits_since is None else item.waits_since
+        item.search_at = now + min(leases * self._settings.lease.total_seconds() / 4, self._pace.longest)
+        return now - item.waits_since >= leases * self._settings.lease.total_seconds()
+
+    def _not_the_last(self, item: CarriedTraining, later: Parcel) -> None:
+        """Give up a claim that is not the last one: a later owner has sent a checkpoint. The next claim follows it."""
+        reason = f"home lists {later.name} of generation {later.generation}, which is later than {item.generation}"
+        logger.warning("training %s: %s", item.name, reason)
+        with self._lock:
+            self._ownership.stopped(item.name, after=later.generation)
+            self._carrier.forget(item.name)
+            self._carried[item.name] = CarriedTraining(item.name, reason=reason)
 
     def _fetch_next(self, item: CarriedTraining) -> None:
         """Fetch the newest candidate; without one, the checkpoints here are the newest."""
         if self._carrier.fetching(item.name) or any(parcel.training == item.name for parcel in self._arrivals):
             return
+        if item.fetching is not None:  # it was not copied: it may never have been there
+            item.fetching, item.stage = None, CarriedStage.SEARCHING
+            item.search_at = self._carrier.blocked_until(item.name)
+            return
         if item.candidates:
-            self._exchange.expect(item.candidates[-1])
-            self._carrier.fetch(item.candidates[-1])
+            item.fetching = item.candidates[-1]
+            self._exchange.expect(item.fetching)
+            self._carrier.fetch(item.fetching)
             return
         self._exchange.set_generation(item.name, item.generation)
         item.stage, item.reason = CarriedStage.READY, ""
@@ -383,7 +465,7 @@ class Mover:
         Reading it takes long, so other threads are not kept waiting.
         """
         item = self._carried[parcel.training]
-        if item.stage is not CarriedStage.FETCHING or item.candidates[-1:] != [parcel]:
+        if item.stage is not CarriedStage.FETCHING or item.fetching != parcel:
             return
         try:
             self._exchange.accept(parcel)
@@ -392,23 +474,30 @@ class Mover:
                 self._not_accepted(item, parcel, error)
             return
         with self._lock:
-            item.lineage = parcel.generation
+            self._carrier.arrived(parcel)
+            self._whole[item.name] = parcel
+            item.lineage, item.fetching = parcel.generation, None
             item.candidates.clear()
 
     def _not_accepted(self, item: CarriedTraining, parcel: Parcel, error: CheckpointError) -> None:
         now = self._clock()
         if error.transient:
             self._carrier.damaged(parcel, str(error), now)
-            self._carrier.fetch(parcel)
+            return
+        times = item.damaged[parcel] = item.damaged.get(parcel, 0) + 1
+        if times < _ATTEMPTS:  # the copy may be to blame
+            self._carrier.damaged(parcel, str(error), now)
             return
         logger.warning("training %s: %s; the checkpoint before is used", item.name, error)
         item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
+        if self._whole.get(item.name) == parcel:
+            self._whole.pop(item.name)
         if len(item.candidates) > 1 or self._exchange.newest(item.name) is not None:
             item.candidates.pop()
+            item.fetching = None
             return
         item.reason += "; no other one is left: remove them from home to start over"
         self._carrier.damaged(parcel, item.reason, now)
-        self._carrier.fetch(parcel)
 
     def _finish(self, item: CarriedTraining) -> None:
         """Confirm that a finished training is still owned; release it once its last checkpoint is at home."""
@@ -462,7 +551,10 @@ class Mover:
 
     def _copy(self) -> None:
         while self._abandoned:
-            self._collections.cancel(self._abandoned[-1])
+            try:
+                self._collections.cancel(self._abandoned[-1])
+            except GlobusRefused as error:  # what it copies is not used
+                logger.warning("%s", error)
             self._abandoned.pop()
         now = self._clock()
         with self._lock:
@@ -475,6 +567,25 @@ class Mover:
                 self._poll(job)
         if self._arrivals:  # one at a time, so that renewals come between
             self._arrived(self._arrivals.pop(0))
+        self._look_for_sent()
+
+    def _look_for_sent(self) -> None:
+        """Ask home whether it lists what was sent; only then older checkpoints are removed, and trainings released."""
+        with self._lock:
+            parcels = self._carrier.to_look_for(self._clock())[:_TOGETHER]
+        for parcel in parcels:
+            sizes = self._exchange.sizes(parcel)
+            try:
+                fault = difference_at_home(self._collections, self._settings.home, parcel, sizes)
+            except GlobusRefused as error:
+                fault = str(error)
+            fault = fault if sizes else f"the files of {parcel.name} that were to be copied are gone"
+            with self._lock:
+                self._carrier.shown(parcel, fault, self._clock())
+                if not fault:
+                    self._whole[parcel.training] = parcel
+                self._exchange.keep_only(self._carrier.leaving())
+            self._spare()
 
     def _submit(self, job: CopyJob) -> None:
         """Submit a job; its submission id is on disk before."""
@@ -526,7 +637,7 @@ class Mover:
                 logger.warning("cannot write the state of the mover in %s: %s", self._run_dir, error)
 
     def _state(self) -> MoverState:
-        return MoverState(self._carrier.jobs, self.lines(), tuple(self._measured))
+        return MoverState(self._carrier.jobs, self.lines(), tuple(self._measured), tuple(self._whole.values()))
 
     def _spare(self) -> None:
         """Keep requests apart."""

@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["EXCHANGE", "MoverDirectory"]
 
 EXCHANGE = ".freetrain-mover"
+
+_LARGEST_MANIFEST = 256 * 2**20  # bytes; it is read whole
 
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
@@ -128,6 +131,19 @@ class MoverDirectory:
             raise storage_error(f"cannot write in {target}", self._root, error) from error
         return Parcel(training, generation, entry.path.name, int(manifest["bytes"]))
 
+    def sizes(self, parcel: Parcel) -> dict[str, int]:
+        """Return the files of a packed checkpoint, its manifest among them, and their bytes; empty if there is none."""
+        packed = self.outgoing(parcel)
+        try:
+            found = {
+                path.relative_to(packed).as_posix(): path.stat().st_size for path in packed.rglob("*") if path.is_file()
+            }
+            return found | {MANIFEST: packed.with_name(f"{packed.name}.json").stat().st_size}
+        except FileNotFoundError:  # of an earlier version, or removed by the user
+            return {}
+        except OSError as error:
+            raise storage_error(f"cannot read {packed}", self._root, error) from error
+
     def outgoing(self, parcel: Parcel) -> Path:
         """Return the directory of a packed checkpoint."""
         return self._path / "out" / parcel.training / generation_name(parcel.generation) / parcel.name
@@ -168,10 +184,15 @@ class MoverDirectory:
         """
         path = self.arriving(parcel)
         try:
+            _check_kinds(path)
             _make_private_tree(path)
             check_tree(path)
+            if (path / MANIFEST).stat().st_size > _LARGEST_MANIFEST:
+                raise DamagedCheckpoint(f"{path} has not arrived: {MANIFEST} is larger than any manifest")
         except OSError as error:
             raise DamagedCheckpoint(f"{path} has not arrived: {error.strerror}") from error
+        except RecursionError as error:
+            raise DamagedCheckpoint(f"{path} has arrived with endless directories; it is not used") from error
         directory = CheckpointDirectory(self._root, unquote(parcel.training))
         step, revision = step_of(parcel.name)
         Entry(step, revision, path).verify()
@@ -182,16 +203,25 @@ class MoverDirectory:
             directory.close()
 
 
+def _check_kinds(path: Path) -> None:
+    """Refuse what is neither a directory nor a regular file: opening a FIFO blocks, a link leads elsewhere."""
+    kind = path.lstat().st_mode
+    if stat.S_ISDIR(kind):
+        for child in path.iterdir():
+            _check_kinds(child)
+    elif not stat.S_ISREG(kind):
+        raise DamagedCheckpoint(f"{path} has arrived, which is neither a file nor a directory; it is not used")
+
+
 def _make_private_tree(path: Path) -> None:
     """Take away the permissions that the collection's umask gave to others, and make the files durable."""
     for folder, _, files in os.walk(path):
         Path(folder).chmod(0o700)
         for name in files:
             file = Path(folder, name)
-            if not file.is_symlink():
-                file.chmod(0o600)
-                with file.open("rb") as opened:
-                    os.fsync(opened.fileno())
+            file.chmod(0o600)
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
         sync_directory(Path(folder))
     if not path.is_dir():
         raise FileNotFoundError(2, "no such directory")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.owned_files import read_small_file
-from freetrain_parsl.storage.globus.carrier import CopyJob
+from freetrain_parsl.storage.globus.carrier import CopyJob, Parcel
 from freetrain_parsl.storage.staging import replace_text
 from freetrain_parsl.stored_json import parse_stored
 
@@ -57,11 +57,14 @@ class MoverState:
         What it is doing, for the user.
     measured
         The last copies that have succeeded, the newest last.
+    whole
+        The newest checkpoint of each training that home has listed as whole: a later listing may leave it out.
     """
 
     jobs: Sequence[CopyJob] = ()
     lines: Sequence[str] = field(default_factory=tuple)
     measured: Sequence[MeasuredCopy] = ()
+    whole: Sequence[Parcel] = ()
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file."""
@@ -70,6 +73,7 @@ class MoverState:
             "jobs": [job.as_json() for job in self.jobs],
             "lines": list(self.lines),
             "measured": [[copy.from_home, copy.size, copy.seconds] for copy in self.measured],
+            "whole": [vars(parcel) for parcel in self.whole],
         }
 
     def write(self, run_dir: Path) -> None:
@@ -101,7 +105,8 @@ class MoverState:
                 for fetched, size, seconds in document.get("measured", [])
             )
             jobs = (CopyJob.from_json(job) for job in document["jobs"])
-            return cls(tuple(jobs), tuple(map(str, document["lines"])), tuple(measured))
+            whole = tuple(map(Parcel.from_json, document.get("whole", [])))  # earlier versions did not write it
+            return cls(tuple(jobs), tuple(map(str, document["lines"])), tuple(measured), whole)
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:

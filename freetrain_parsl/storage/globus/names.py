@@ -7,7 +7,8 @@ One listing shows everything::
     resnet.gen-0000000003.released      that driver no longer uses it
     driver-1f0c29aa.beat-0000000042     renewed by renaming while the driver lives
 
-Trainings appear under their directory names (`freetrain_parsl.storage.posix.directory_name`).
+Trainings appear under their directory names (`freetrain_parsl.storage.posix.directory_name`). Whoever can write there
+can create any entry, so a name counts only if a driver could have made it: it becomes part of paths.
 """
 
 from __future__ import annotations
@@ -19,17 +20,38 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["CHECKPOINTS", "OWNERS", "OwnerClaim", "OwnersListing", "beat_name", "claim_name", "generation_name"]
+__all__ = [
+    "CHECKPOINTS",
+    "LAST_NUMBER",
+    "OWNERS",
+    "OwnerClaim",
+    "OwnersListing",
+    "beat_name",
+    "claim_name",
+    "generation_name",
+    "generation_of",
+    "is_training_name",
+]
 
 OWNERS = "owners"
 CHECKPOINTS = "checkpoints"
 """Directories on home; below the second: training, generation, checkpoint."""
 
+LAST_NUMBER = 9_999_999_999
+"""The largest number of a generation or a heartbeat that a name can hold."""
+
+_TRAINING = r"(?!\.)[A-Za-z0-9_.~%-]{1,200}"
 _CLAIM = re.compile(
-    r"(?P<training>.+)\.gen-(?P<number>\d{10})(?:\.(?:by-(?P<driver>[0-9a-f]+)|(?P<released>released)))?"
+    rf"(?P<training>{_TRAINING})\.gen-(?P<number>[0-9]{{10}})"
+    r"(?:\.(?:by-(?P<driver>[0-9a-f]{1,64})|(?P<released>released)))?"
 )
-_BEAT = re.compile(r"driver-(?P<driver>[0-9a-f]+)\.beat-(?P<number>\d{10})")
-_GENERATION = re.compile(r"gen-(\d{10})")
+_BEAT = re.compile(r"driver-(?P<driver>[0-9a-f]{1,64})\.beat-(?P<number>[0-9]{10})")
+_GENERATION = re.compile(r"gen-([0-9]{10})")
+
+
+def is_training_name(name: str) -> bool:
+    """Return whether this can be the directory name of a training."""
+    return re.fullmatch(_TRAINING, name) is not None
 
 
 def generation_name(generation: int) -> str:

@@ -11,6 +11,9 @@ that was lost looks like the success of another driver: a claim without a name b
 by the next one once its driver can no longer confirm it (`SETTLE` leases).
 
 A driver never returns to a claim whose lease it has lost, or that an earlier process made: it claims the next one.
+
+A listing may be stale or incomplete. What recent ones have shown counts (`OwnersMemory`), a claim that is not shown
+yet is looked for until it is too late, and a refusal that no listing explains is followed by a pause that grows.
 """
 
 from __future__ import annotations
@@ -19,14 +22,25 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.storage.globus.names import OwnersListing, beat_name, claim_name
+from freetrain_parsl.storage.globus.names import LAST_NUMBER, OwnersListing, beat_name, claim_name
+from freetrain_parsl.storage.globus.owners_memory import OwnersMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from freetrain_parsl.storage.globus.names import OwnerClaim
 
-__all__ = ["HOLD", "SETTLE", "ListOwners", "MakeEntry", "OwnerRequest", "Ownership", "RenameEntry", "RequestOutcome"]
+__all__ = [
+    "HOLD",
+    "SETTLE",
+    "WATCH",
+    "ListOwners",
+    "MakeEntry",
+    "OwnerRequest",
+    "Ownership",
+    "RenameEntry",
+    "RequestOutcome",
+]
 
 HOLD = 0.6
 """Share of a lease for which a driver may train after its last renewal."""
@@ -36,6 +50,8 @@ RENEW = 0.2
 """Share of a lease between renewals."""
 WATCH = 0.1
 """Share of a lease between listings while waiting for another driver."""
+_AGAIN = 0.01
+"""Share of a lease before something is asked again that a listing has not explained; twice as long each time."""
 
 
 class RequestOutcome(Enum):
@@ -89,6 +105,14 @@ class _Wanted:
         Why it no longer owns `owned`; it may still be training.
     reason
         Why it does not own the training.
+    after
+        The next claim is of a later generation than this.
+    refused, refusals
+        The generation whose claim was refused and that no listing has shown, and how often in a row.
+    not_before
+        When it may be claimed again.
+    shown
+        When the last listing was requested that showed its ownership.
     """
 
     claimed: int | None = None
@@ -98,6 +122,11 @@ class _Wanted:
     over: bool = False
     lost: str = ""
     reason: str = "home has not said yet who owns it"
+    after: int = 0
+    refused: int = 0
+    refusals: int = 0
+    not_before: float = 0.0
+    shown: float = -1.0
 
 
 class Ownership:
@@ -118,18 +147,26 @@ class Ownership:
         self._abandoned: set[str] = set()  # not wanted, but perhaps claimed by an earlier process
         self._listing: OwnersListing | None = None
         self._listed = 0.0  # when the listing was requested
+        self._changed = False  # a request was answered after the listing was
         self._unsure = False  # it must be listed again, to know what a request has done
-        self._number: int | None = None  # of its last heartbeat
+        self._number: int | None = None  # of its last heartbeat, as far as is known
+        self._made = 0  # of its last heartbeat whose success is known
         self._renewed: float | None = None  # when the last successful renewal was requested
         self._sent: tuple[int, float] | None = None  # a renewal whose success is not known: its number and time
-        self._seen: dict[object, tuple[object, float]] = {}  # what has not changed since when
+        self._memory = OwnersMemory(lease)
+        self._twins: dict[str, str] = {}  # lower case -> training that was listed
+        self._beat_refused = 0  # renewals that no listing has explained, in a row
+        self._list_at = 0.0  # not to be listed again before
+        self._fruitless = 0  # listings that have not shown a claim, in a row
 
     # What the driver asks for.
 
     def want(self, training: str) -> None:
         """Claim a training as soon as no other driver owns it."""
         self._abandoned.discard(training)
-        self._wanted.setdefault(training, _Wanted())
+        if training not in self._wanted:
+            self._wanted[training] = _Wanted()
+            self._unsure = True  # what listings have shown of other trainings is not kept
 
     def abandon(self, training: str) -> None:
         """Release a training that is not wanted, if an earlier process with this identity has left a claim on it.
@@ -151,10 +188,11 @@ class Ownership:
             del self._wanted[training]
         item.over = True
 
-    def stopped(self, training: str) -> None:
-        """Note that a training whose ownership was lost no longer runs; it is wanted again."""
+    def stopped(self, training: str, *, after: int = 0) -> None:
+        """Note that a training whose ownership was lost no longer runs; it is wanted again, `after` a generation."""
         if training in self._wanted:
-            self._wanted[training] = _Wanted(reason=self._wanted[training].lost)
+            before = self._wanted[training]
+            self._wanted[training] = _Wanted(reason=before.lost, after=max(before.after, after))
 
     # What it is told.
 
@@ -185,7 +223,8 @@ class Ownership:
 
     def confirmed_since(self, training: str, since: float, now: float) -> bool:
         """Whether a listing requested after `since` showed that this driver owns the training."""
-        return self._listing is not None and self._listed >= since and self.generation(training, now) is not None
+        item = self._wanted.get(training)
+        return item is not None and item.shown >= since and self.generation(training, now) is not None
 
     # Requests and answers.
 
@@ -204,15 +243,15 @@ class Ownership:
         if self._listing is None or (confirm is not None and self._listed < confirm):
             return ListOwners()
         begun = [item.begun for item in self._wanted.values() if item.claimed is not None]
-        if (
-            not begun or now - min(begun) < SETTLE * self._lease / 4
-        ):  # there is time to confirm several with one listing
+        must_list = self._unsure or (bool(begun) and (self._changed or now >= self._list_at))
+        # There is time to confirm several with one listing.
+        if not must_list or not begun or now - min(begun) < SETTLE * self._lease / 4:
             if (renewal := self._renewal(now)) is not None:
                 return renewal
             for name, item in self._wanted.items():
                 if (request := self._step(name, item, now)) is not None:
                     return request
-        if self._unsure or any(item.claimed is not None for item in self._wanted.values()):
+        if must_list:
             return ListOwners()
         if (release := self._release_of_abandoned()) is not None:
             return release
@@ -221,38 +260,41 @@ class Ownership:
 
     def on_listing(self, names: Iterable[str], asked: float, now: float) -> None:
         """Take in a listing that was requested at `asked` and has arrived now."""
-        listing = self._listing = OwnersListing.parse(names)
-        self._listed, self._unsure = asked, False
-        current: dict[object, object] = {("driver", name): number for name, number in listing.beats.items()}
-        current |= {("claim", name): claim.generation for name, claim in listing.claims.items()}
-        for claim in listing.claims.values():  # of drivers without a heartbeat, too
-            current = {("driver", driver): None for driver in claim.drivers} | current
-        self._seen = {
-            key: self._seen[key] if key in self._seen and self._seen[key][0] == value else (value, now)
-            for key, value in current.items()
-        }
-        self._number = listing.beats.get(self._driver)
-        if self._sent is not None and self._number == self._sent[0]:
-            self._renewed = self._sent[1]
+        shown = OwnersListing.parse(names)
+        known = self._listing = self._memory.take_in(shown, now, {*self._wanted, *self._abandoned}, self._driver)
+        self._twins = {name.lower(): name for name in shown.claims}
+        self._listed, self._unsure, self._changed = asked, False, False
+        if self._sent is not None and shown.beats.get(self._driver) == self._sent[0]:
+            (self._made, self._renewed), self._beat_refused = self._sent, 0
         self._sent = None
+        self._number = max(self._made, known.beats.get(self._driver, 0)) or None
         for name, item in list(self._wanted.items()):
-            self._look(name, item, listing.claims.get(name), asked, now)
+            self._look(name, item, shown.claims.get(name), known.claims.get(name), asked, now)
+        missing = any(item.claimed is not None for item in self._wanted.values())
+        self._fruitless = self._fruitless + 1 if missing else 0
+        self._list_at = now + self._later(self._fruitless)
 
     def on_answer(self, request: MakeEntry | RenameEntry, outcome: RequestOutcome, asked: float) -> None:
         """Take in the answer to a request of `asked`."""
         done = outcome is RequestOutcome.DONE
         if outcome is not RequestOutcome.UNKNOWN:
             self._abandoned -= {name for name in self._abandoned if request.name == self._release_name(name)}
+        self._changed = True
         if self._sent is not None and request in self._renewals(self._sent[0]):
             if done:
-                self._number, self._renewed, self._sent = self._sent[0], asked, None
+                self._number = self._made = self._sent[0]
+                self._renewed, self._sent, self._beat_refused = asked, None, 0
             else:
                 self._unsure = True
+            if outcome is RequestOutcome.REFUSED:
+                self._beat_refused += 1
             return
         for name, item in list(self._wanted.items()):
             if item.claimed is not None and request.name == claim_name(name, item.claimed):
                 if not done:  # it is somebody's, or nobody's: the listing shows it
-                    item.claimed, self._unsure = None, True
+                    item.refused, item.claimed, self._unsure = item.claimed, None, True
+                    item.refusals += 1
+                    item.not_before = asked + self._later(item.refusals)
             elif item.claimed is not None and request.name == self._own_name(name, item.claimed):
                 item.named = True
                 self._unsure |= not done
@@ -294,9 +336,21 @@ class Ownership:
             return None
         if self._unsure:
             return None  # the number of the last one may have changed
+        if self._beat_refused and now < self._listed + self._later(self._beat_refused):
+            return None
         number = (self._number or 0) + 1
+        if self._beat_refused > 1:  # the number is another one than listings show: a new entry does not need it
+            number += self._beat_refused
+        if number > LAST_NUMBER:
+            for item in self._wanted.values():
+                item.reason = f"home lists a heartbeat after which there is none; remove driver-{self._driver}.* there"
+            return None
         self._sent = (number, now)
-        return self._renewals(number)[0 if self._number is None else 1]
+        return self._renewals(number)[0 if self._number is None or self._beat_refused > 1 else 1]
+
+    def _later(self, times: int) -> float:
+        """Return the seconds until something is asked again that has failed some times in a row."""
+        return self._lease * min(_AGAIN * 2.0 ** min(times, 10), WATCH)
 
     def _step(self, name: str, item: _Wanted, now: float) -> OwnerRequest | None:
         """Return the next request for one training."""
@@ -305,43 +359,73 @@ class Ownership:
             return MakeEntry(claim_name(name, item.owned, "released")) if item.over else None
         if item.claimed is not None:
             return None if item.named else MakeEntry(self._own_name(name, item.claimed))
-        if self._unsure or not self._holds(now):
+        if self._unsure or not self._holds(now) or now < item.not_before:
             return None
         claim = self._listing.claims.get(name)
-        item.reason = self._obstacle(name, claim)
+        newest = max(claim.generation if claim else 0, item.after)
+        item.reason = self._obstacle(name, item, claim, newest)
         if item.reason:
             return None
-        item.claimed, item.begun, item.named = (claim.generation if claim else 0) + 1, now, False
+        item.claimed, item.begun, item.named = newest + 1, now, False
         item.reason = "it is being claimed"
         return MakeEntry(claim_name(name, item.claimed))
 
-    def _obstacle(self, name: str, claim: OwnerClaim | None) -> str:
+    def _obstacle(self, name: str, item: _Wanted, claim: OwnerClaim | None, newest: int) -> str:
         """Return why the next generation of a training cannot be claimed; empty if it can."""
-        if claim is None or claim.released or self._driver in claim.drivers:
+        if newest >= LAST_NUMBER:
+            return f"home lists generation {newest}, after which there is none; remove {claim_name(name, newest)} there"
+        if claim is None or claim.released or self._driver == min(claim.drivers, default=""):
             return ""
         if not claim.drivers:
             unchanged = self._unchanged("claim", name)
             return "" if unchanged >= SETTLE * self._lease else "another site is about to claim it"
-        waits = min(self._unchanged("driver", driver) for driver in claim.drivers)
+        others = claim.drivers - {self._driver}
+        waits = min(self._unchanged("driver", driver) for driver in others)
         if waits >= self._lease:
             return ""
-        return f"another site owns it (generation {claim.generation}, driver {min(claim.drivers)})"
+        return f"another site owns it (generation {claim.generation}, driver {min(others)})"
 
     def _unchanged(self, kind: str, name: str) -> float:
         """Return for how long the listings have shown a claim, or a driver's heartbeat, unchanged."""
-        return self._listed - self._seen[kind, name][1]
+        return self._listed - self._memory.unchanged_since(kind, name)
 
-    def _look(self, name: str, item: _Wanted, claim: OwnerClaim | None, asked: float, now: float) -> None:
-        """Confirm a claim, or find out that it was lost; a listing may be older than the claim."""
-        shown = 0 if claim is None else claim.generation
+    def _look(
+        self, name: str, item: _Wanted, shown: OwnerClaim | None, known: OwnerClaim | None, asked: float, now: float
+    ) -> None:
+        """Confirm a claim, or find out that it was lost; a listing may be older than the claim.
+
+        Parameters
+        ----------
+        name, item
+            The training.
+        shown
+            The newest claim in this listing, which may leave something out.
+        known
+            The newest one of the listings of the last lease.
+        asked, now
+            When the listing was requested, and has arrived.
+        """
+        newest = 0 if known is None else known.generation
+        others = set() if known is None else known.drivers - {self._driver}
+        mine = shown is not None and self._driver in shown.drivers and not others
         if item.owned is not None:
-            if item.over and (shown > item.owned or (claim is not None and shown == item.owned and claim.released)):
+            if item.over and (newest > item.owned or (known is not None and newest == item.owned and known.released)):
                 del self._wanted[name]
-            elif shown > item.owned:
-                item.lost = item.lost or f"another site has taken it over (generation {shown})"
-        elif item.claimed is not None:
-            confirmed = claim is not None and shown == item.claimed and claim.drivers == {self._driver}
-            if confirmed and asked >= item.begun and now - item.begun < SETTLE * self._lease:
-                item.owned, item.claimed, item.reason = item.claimed, None, ""
-            else:
-                item.claimed = None
+            elif newest > item.owned:
+                item.lost = item.lost or f"another site has taken it over (generation {newest})"
+            elif newest == item.owned and others:  # home has let two drivers make the same directory
+                item.lost = item.lost or f"another site has claimed the same generation ({newest})"
+            elif mine and shown is not None and shown.generation == item.owned:
+                item.shown = asked
+            return
+        if newest >= item.refused:  # this explains the refusal
+            item.refused, item.refusals, item.not_before = 0, 0, 0.0
+        elif (twin := self._twins.get(name.lower(), name)) != name:
+            item.reason = f"home does not tell upper from lower case, and has {twin}; rename one of both trainings"
+        if item.claimed is None:
+            return
+        late = now - item.begun >= SETTLE * self._lease
+        if late or newest > item.claimed or (newest == item.claimed and others):
+            item.claimed = None
+        elif mine and shown is not None and shown.generation == item.claimed and asked >= item.begun:
+            item.owned, item.claimed, item.reason, item.shown = item.claimed, None, "", asked

@@ -22,6 +22,7 @@ def send(carrier: Carrier, parcel: Parcel) -> None:
     assert job is not None
     carrier.on_state(job, DONE, 0.0)
     carrier.on_state(carrier.jobs[-1], DONE, 0.0)
+    carrier.shown(parcel, "", 0.0)
 
 
 def test_a_later_generation_counts_more_than_a_later_step() -> None:

@@ -1,0 +1,20 @@
+"""Whatever the listings of home show: nothing wrong is used, nothing that counts is removed, and it goes on after it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.storage.globus.lying_collections import LyingHistory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SEEDS = int(os.environ.get("FREETRAIN_LYING_SEEDS", "25"))
+
+
+@pytest.mark.parametrize("seed", range(_SEEDS))
+def test_listings_that_lie_do_no_harm(tmp_path: Path, seed: int) -> None:
+    assert LyingHistory(tmp_path, seed).run() == []
