@@ -12,6 +12,7 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.executor.driver_fence import DriverFence
 from freetrain_parsl.storage.globus.login import CLIENT_SECRET
+from freetrain_parsl.testing.globus.loopback_service import Reply
 from tests.storage.globus.conftest import HOME, A, B, globus_is_here, world  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.globus
@@ -64,6 +65,26 @@ def test_clean_frees_the_trainings_of_a_dead_driver_and_leaves_those_of_others_a
     other.want(["net"])
     world.run(other, until=lambda: other.is_ready("net"), seconds=0.5, most=40)
     assert world.content("b", "net") == b"state"
+
+
+def test_clean_removes_no_checkpoint_because_a_listing_leaves_out_its_manifest(world):  # noqa: F811
+    one = world.mover("a")
+    one.want(["net"])
+    world.run(one, until=lambda: one.is_ready("net"))
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    site, store = run_of(world, "a")
+    path = "/v0.10/operation/endpoint/{collection}/ls"
+    names = ["../../evil.gen-0000000001", "../../evil.gen-0000000001.by-a1", "net.gen-0000000001",
+             "net.gen-0000000001.by-a1"]  # fmt: skip
+    for shown in (names, ["gen-0000000001"], ["step-0000000010"], ["state.pt"]):
+        world.services["a"].mishap("GET", path, Reply({"DATA": [{"name": name, "type": "dir"} for name in shown]}))
+    world.collections("a")
+    told: list[str] = []
+    clean_home(site, store, told.append)
+    world.machine.wait()
+    assert told == ["released net, with 0 checkpoints at home"]
+    assert world.at_home("net") == ["1:10"]
 
 
 def test_prune_removes_old_checkpoints_of_its_own_trainings_only(world):  # noqa: F811

@@ -271,7 +271,9 @@ class Carrier:
     def busy(self, training: str) -> bool:
         """Whether something of a training is to be copied, or under way."""
         moving = [*(parcel for job in self.jobs for parcel in job.parcels), *self._sent]
-        return any(parcel.training == training for parcel in moving) or training in self._send or training in self._fetch
+        return (
+            any(parcel.training == training for parcel in moving) or training in self._send or training in self._fetch
+        )
 
     def fetching(self, training: str) -> bool:
         """Whether a checkpoint of a training is to be fetched, or under way from home."""

@@ -124,9 +124,7 @@ def _search(
                 return
 
 
-def difference_at_home(
-    collections: Collections, home: CollectionPath, parcel: Parcel, sizes: Mapping[str, int]
-) -> str:
+def difference_at_home(collections: Collections, home: CollectionPath, parcel: Parcel, sizes: Mapping[str, int]) -> str:
     """Compare a checkpoint that was sent with what home lists.
 
     Parameters

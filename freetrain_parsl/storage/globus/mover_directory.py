@@ -40,6 +40,7 @@ __all__ = ["EXCHANGE", "MoverDirectory"]
 EXCHANGE = ".freetrain-mover"
 
 _LARGEST_MANIFEST = 256 * 2**20  # bytes; it is read whole
+_DEEPEST = 20  # directories in one another
 
 _NUMBER = re.compile(r"[0-9]{1,10}")
 
@@ -191,8 +192,6 @@ class MoverDirectory:
                 raise DamagedCheckpoint(f"{path} has not arrived: {MANIFEST} is larger than any manifest")
         except OSError as error:
             raise DamagedCheckpoint(f"{path} has not arrived: {error.strerror}") from error
-        except RecursionError as error:
-            raise DamagedCheckpoint(f"{path} has arrived with endless directories; it is not used") from error
         directory = CheckpointDirectory(self._root, unquote(parcel.training))
         step, revision = step_of(parcel.name)
         Entry(step, revision, path).verify()
@@ -203,14 +202,14 @@ class MoverDirectory:
             directory.close()
 
 
-def _check_kinds(path: Path) -> None:
+def _check_kinds(path: Path, depth: int = 0) -> None:
     """Refuse what is neither a directory nor a regular file: opening a FIFO blocks, a link leads elsewhere."""
     kind = path.lstat().st_mode
-    if stat.S_ISDIR(kind):
+    if stat.S_ISDIR(kind) and depth < _DEEPEST:
         for child in path.iterdir():
-            _check_kinds(child)
+            _check_kinds(child, depth + 1)
     elif not stat.S_ISREG(kind):
-        raise DamagedCheckpoint(f"{path} has arrived, which is neither a file nor a directory; it is not used")
+        raise DamagedCheckpoint(f"{path} has arrived, which is no file of a checkpoint; it is not used")
 
 
 def _make_private_tree(path: Path) -> None:

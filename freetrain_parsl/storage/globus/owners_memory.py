@@ -63,9 +63,7 @@ class OwnersMemory:
             claims[training] = OwnerClaim(generation, set(shown) - {"", _RELEASED}, _RELEASED in shown)
         drivers = {driver}.union(*(claim.drivers for claim in claims.values()))
         self._beats |= {(name, number): now for name, number in listing.beats.items() if name in drivers}
-        self._beats = {
-            key: at for key, at in self._beats.items() if key[0] in drivers and now - at < self._keep
-        }
+        self._beats = {key: at for key, at in self._beats.items() if key[0] in drivers and now - at < self._keep}
         beats: dict[str, int] = {}
         for name, number in sorted(self._beats):
             beats[name] = number

@@ -46,3 +46,46 @@ def test_the_service_may_ask_to_wait_for_a_limited_time(world, header, seconds):
     with pytest.raises(CollectionUnavailable) as caught:
         world.collections("a").submission_id()
     assert caught.value.wait == seconds
+
+
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "-5", "1" + "0" * 400, "true"])
+def test_numbers_of_a_task_that_cannot_be_are_no_error_of_the_mover(world, number):
+    text = '{"status": "ACTIVE", "bytes_transferred": 0, "effective_bytes_per_second": ' + number + "}"
+    for body in (text, text.replace(": 0,", f": {number},")):
+        world.services["a"].mishap("GET", "/v0.10/task/{task}", Reply(body.encode()))
+        try:
+            state = world.collections("a").task("1")
+        except CollectionUnavailable as error:
+            assert "unexpected answer" in str(error)
+        else:
+            assert 0 <= state.bytes_done <= 2**63
+            assert abs(state.rate) < 1e300
+
+
+def test_texts_of_a_collection_are_one_line_without_escapes(world):
+    evil = "a\x1b]0;owned\x07b\n\x1b[2Jc\u202e" * 200
+    fault = {"status": "FAILED", "fatal_error": {"code": evil, "description": evil}}
+    world.services["a"].mishap("GET", "/v0.10/task/{task}", Reply(fault))
+    reason = world.collections("a").task("1").reason
+    assert reason.isprintable()
+    assert len(reason) <= 300
+    world.services["a"].mishap("GET", f"{_OPERATION}/ls", Reply({"code": evil, "message": evil}, 500), times=100)
+    with pytest.raises(CollectionUnavailable) as caught:
+        world.collections("a").names(HOME, "/")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+def test_a_file_where_a_directory_is_expected_is_nothing_and_endless_listings_are_refused(world, monkeypatch):
+    entries = [{"name": "gen-0000000001", "type": "file", "size": 3}, {"name": "gen-0000000002", "type": "dir"}]
+    world.services["a"].mishap("GET", f"{_OPERATION}/ls", Reply({"DATA": entries}), times=3)
+    one = world.collections("a")
+    assert one.names(HOME, "/", directories=True) == ["gen-0000000002"]
+    assert one.names(HOME, "/") == ["gen-0000000001", "gen-0000000002"]
+    assert one.sizes(HOME, "/") == {"gen-0000000001": 3}
+    world.services["a"].mishap("GET", f"{_OPERATION}/ls", Reply({"code": "ClientError.NotDirectory"}, 400))
+    assert one.names(HOME, "/x", directories=True) is None
+    monkeypatch.setattr("freetrain_parsl.storage.globus.collections._MOST_ENTRIES", 1)
+    world.services["a"].mishap("GET", f"{_OPERATION}/ls", Reply({"DATA": entries}))
+    with pytest.raises(CollectionUnavailable, match="more than 1 entries"):
+        one.names(HOME, "/")

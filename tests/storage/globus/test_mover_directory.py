@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ def test_an_arrived_checkpoint_is_private_and_those_here_are_set_aside(root: Pat
     assert (here.path / "set-aside-1" / "step-0000000090").is_dir()
 
 
-@pytest.mark.parametrize("harm", ["truncate", "flip", "link", "missing", "manifest", "extra"])
+@pytest.mark.parametrize("harm", ["truncate", "flip", "link", "missing", "manifest", "extra", "fifo", "deep", "top"])
 def test_an_arrived_checkpoint_that_is_not_the_one_that_was_sent_is_not_used(
     root: Path, tmp_path: Path, harm: str
 ) -> None:
@@ -87,6 +88,13 @@ def test_an_arrived_checkpoint_that_is_not_the_one_that_was_sent_is_not_used(
         state.symlink_to(tmp_path / "elsewhere" / "net" / "step-0000000020" / "state.pt")
     elif harm == "missing":
         shutil.rmtree(path)
+    elif harm == "fifo":
+        os.mkfifo(path / "more")  # opening it blocks
+    elif harm == "deep":
+        path.joinpath(*"d" * 30).mkdir(parents=True)
+    elif harm == "top":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to(path.with_name("elsewhere"))
     elif harm == "manifest":
         (path / "manifest.json").unlink()
     else:

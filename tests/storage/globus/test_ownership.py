@@ -305,3 +305,151 @@ def test_a_claim_that_an_earlier_process_has_left_is_released_although_this_one_
     settle(home, other, 2.0)
     assert (other.generation("gone", 2.0), other.generation("net", 2.0)) == (2, None)
     assert again.generation("net", 2.0) == 2
+
+
+def owner(home: Home, name: str = "a1") -> Ownership:
+    """Return a driver that owns the training."""
+    one = Ownership(name, LEASE)
+    one.want("net")
+    settle(home, one, 0.0)
+    assert one.generation("net", 0.0) == 1
+    return one
+
+
+@pytest.mark.parametrize("left_out", [{"net.gen-0000000001.by-a1"}, {"net.gen-0000000001", "net.gen-0000000001.by-a1"}])
+def test_a_listing_that_leaves_out_the_name_of_a_claim_does_not_make_it_free(left_out: set[str]) -> None:
+    home, other = Home(), Ownership("b2", LEASE)
+    one = owner(home)
+    other.want("net")
+    for now in range(1, 60):
+        settle(home, one, float(now))
+        settle(home, other, float(now))
+    other.on_listing(home.names - left_out, 60.0, 60.0)
+    requests = [other.next_request(60.0) for _ in range(3)]
+    assert not any(isinstance(request, MakeEntry) for request in requests)
+
+
+def test_an_earlier_heartbeat_in_a_listing_is_no_sign_of_life() -> None:
+    home, other = Home(), Ownership("b2", LEASE)
+    owner(home)  # it is dead from now on
+    home.names = {name for name in home.names if "beat" not in name} | {"driver-a1.beat-0000000005"}
+    other.want("net")
+    earlier = {name for name in home.names if "beat" not in name} | {"driver-a1.beat-0000000004"}
+    for now in range(1, 130):
+        for _ in range(3):
+            request = other.next_request(float(now))
+            if isinstance(request, ListOwners):
+                shown = home.names if now % 2 else earlier | {name for name in home.names if "b2" in name}
+                other.on_listing(shown, float(now), float(now))
+            elif request is not None:
+                other.on_answer(request, home.change(request), float(now))
+    assert other.generation("net", 129.0) == 2
+
+
+def test_a_claim_that_a_stale_listing_does_not_show_yet_is_looked_for_and_not_given_up() -> None:
+    home, one = Home(), Ownership("a1", LEASE)
+    one.want("net")
+    for tenth in range(200):
+        now = tenth / 10
+        request = one.next_request(now)
+        if isinstance(request, ListOwners):
+            one.on_listing(home.names if now > 10.0 else set(), now, now)
+        elif request is not None:
+            one.on_answer(request, home.change(request), now)
+    assert one.generation("net", 19.9) == 1
+
+
+@pytest.mark.parametrize("hidden", ["net", "driver"])
+def test_refusals_that_no_listing_explains_are_followed_by_few_requests(hidden: str) -> None:
+    home, one = Home({"net.gen-0000000001", "driver-a1.beat-0000000001"}), Ownership("a1", LEASE)
+    one.want("net")
+    requests = 0
+    for tenth in range(600):
+        request = one.next_request(tenth / 10)
+        requests += request is not None
+        if isinstance(request, ListOwners):
+            one.on_listing({name for name in home.names if not name.startswith(hidden)}, tenth / 10, tenth / 10)
+        elif request is not None:
+            one.on_answer(request, home.change(request), tenth / 10)
+    assert 5 < requests < 60
+
+
+def test_a_heartbeat_goes_on_although_listings_show_another_number() -> None:
+    home = Home()
+    one = owner(home)
+    shown = set(home.names)
+    for now in range(1, 300):
+        for _ in range(3):
+            request = one.next_request(float(now))
+            if isinstance(request, ListOwners):
+                one.on_listing(shown, float(now), float(now))
+            elif request is not None:
+                one.on_answer(request, home.change(request), float(now))
+        assert one.generation("net", float(now)) == 1
+
+
+def test_two_drivers_whose_claims_of_one_generation_both_succeeded_end_with_one_owner() -> None:
+    home = Home()
+    one = owner(home)
+    other = Ownership("b2", LEASE)
+    other.want("net")
+    other.on_listing(set(), 0.0, 0.0)
+    while other.generation("net", 0.0) is None:  # creating what exists succeeds, and listings show its own entries
+        request = other.next_request(0.0)
+        if isinstance(request, ListOwners):
+            other.on_listing({name for name in home.names if "a1" not in name}, 0.0, 0.0)
+        elif request is not None:
+            home.change(request)
+            other.on_answer(request, RequestOutcome.DONE, 0.0)
+    assert one.generation("net", 0.0) == other.generation("net", 0.0) == 1
+    for now in range(1, 300):
+        for driver in (one, other):
+            settle(home, driver, float(now))
+            if driver.lost(float(now)):
+                driver.stopped("net")
+    held = {driver.generation("net", 299.0) for driver in (one, other)} - {None}
+    assert len(held) == 1
+    assert held != {1}
+
+
+def test_only_a_listing_that_shows_the_ownership_confirms_a_result() -> None:
+    home = Home()
+    one = owner(home)
+    one.on_listing(set(), 6.0, 6.0)
+    assert not one.confirmed_since("net", 5.0, 6.0)
+    one.on_listing(home.names, 7.0, 7.0)
+    assert one.confirmed_since("net", 5.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("net.gen-9999999999", "after which there is none; remove net.gen-9999999999"),
+        ("driver-a1.beat-9999999999", "after which there is none; remove driver-a1"),
+        ("NET.gen-0000000001", "has NET; rename one of both trainings"),
+    ],
+)
+def test_entries_after_which_no_claim_is_possible_are_named(entry: str, told: str) -> None:
+    home, one = Home({entry}), Ownership("a1", LEASE)
+    one.want("net")
+    for now in range(60):
+        for _ in range(3):
+            request = one.next_request(float(now))
+            if isinstance(request, ListOwners):
+                one.on_listing(home.names, float(now), float(now))
+            elif isinstance(request, MakeEntry) and request.name.lower() in {name.lower() for name in home.names}:
+                one.on_answer(request, RequestOutcome.REFUSED, float(now))
+            elif request is not None:
+                one.on_answer(request, home.change(request), float(now))
+    assert told in one.reason("net")
+
+
+def test_a_phantom_of_a_later_claim_is_forgotten_after_a_lease() -> None:
+    home = Home()
+    one = owner(home)
+    one.on_listing({*home.names, "net.gen-0000000007.by-ff"}, 1.0, 1.0)
+    assert "generation 7" in one.lost(1.0)["net"]
+    one.stopped("net")
+    for now in range(2, 120):
+        settle(home, one, float(now))
+    assert one.generation("net", 119.0) is not None
