@@ -4,9 +4,9 @@ A checkpoint is sent in two tasks, its data first and its manifest once these ha
 with its manifest. The newest checkpoints of several trainings share a task. A job is kept in the run directory with its
 submission id before it is submitted, so that submitting it again after a crash starts nothing twice.
 
-A task that has succeeded is no proof: a checkpoint is at home once a listing shows its files, with their sizes. And a
-listing is none that something may be removed: older checkpoints, and partial ones, are removed only if `KEPT` later ones
-are *proven*, sent or fetched by this driver.
+Neither a task that has succeeded nor a listing is believed alone. A checkpoint is at home once a listing shows its
+files, with their sizes. Older checkpoints, and partial ones, are removed only if `KEPT` later ones are *proven*: sent,
+or fetched and verified, by this driver.
 """
 
 from __future__ import annotations

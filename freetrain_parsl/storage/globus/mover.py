@@ -37,12 +37,12 @@ from freetrain_parsl.storage.globus.mover_state import MOST_MEASURED, MeasuredCo
 from freetrain_parsl.storage.globus.names import OWNERS
 from freetrain_parsl.storage.globus.ownership import (
     SETTLE,
-    WATCH,
     ListOwners,
     MakeEntry,
     Ownership,
     RequestOutcome,
 )
+from freetrain_parsl.storage.globus.seen_checkpoints import SeenCheckpoints
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.problems import storage_error
 
@@ -119,7 +119,7 @@ class Mover:
         self._ownership = Ownership(driver, lease)
         self._carrier = Carrier(self._pace.retry, self._pace.longest, SETTLE * lease)
         before = MoverState.read(run_dir)
-        self._whole = {parcel.training: parcel for parcel in before.whole}  # the newest that home has ever listed
+        self._seen = SeenCheckpoints(lease, self._pace.longest, {one.training: one for one in before.whole})
         self._measured = deque(before.measured, MOST_MEASURED)
         self._lock = threading.RLock()
         self._names: dict[str, str] = {}  # of trainings -> of directories
@@ -402,37 +402,17 @@ class Mover:
 
     def _searched(self, item: CarriedTraining, found: HomeCheckpoints) -> None:
         """Choose the candidates; what home has listed once is one of them until it is certainly gone."""
-        here, now, name = self._exchange.newest(item.name), self._clock(), item.name
-        best = (item.lineage, here.step, here.revision) if here is not None else (-1, -1, 0)
-        candidates = [parcel for parcel in found.ordered if parcel.order > best]
-        newest = candidates[-1] if candidates else None
-        if newest is not None and newest.generation > item.generation:
-            self._not_the_last(item, newest)
+        here = self._exchange.newest(item.name)
+        best = (item.lineage, here.step, here.revision) if here is not None else None
+        later = [parcel for parcel in found.ordered if best is None or parcel.order > best]
+        if later and later[-1].generation > item.generation:
+            self._not_the_last(item, later[-1])
             return
-        known = self._whole.get(name)
         with self._lock:
-            self._carrier.found(name, found.whole, found.partial)
-        if known is None or known.order <= max(best, newest.order if newest is not None else best):
-            if newest is not None:
-                self._whole[name], item.waits_since = newest, None
-            elif here is None and item.lineage < item.generation - 1 and not self._has_waited(item, WATCH):
-                item.reason = "another site has owned it, and home lists no checkpoint of it; home is listed again"
-                return
-        elif not self._has_waited(item, 1.0):
-            item.reason = f"home has listed {known.name} of generation {known.generation}, and does not list it now"
-            candidates = [*candidates, known]
-        else:
-            logger.warning("training %s: %s of generation %d is no longer at home", name, known.name, known.generation)
-            self._whole.pop(name)
-        item.candidates, item.search_at = candidates, now
-        item.stage = CarriedStage.FETCHING
-
-    def _has_waited(self, item: CarriedTraining, leases: float) -> bool:
-        """Return whether something has been missing for so long; search again later if it has not."""
-        now = self._clock()
-        item.waits_since = now if item.waits_since is None else item.waits_since
-        item.search_at = now + min(leases * self._settings.lease.total_seconds() / 4, self._pace.longest)
-        return now - item.waits_since >= leases * self._settings.lease.total_seconds()
+            self._carrier.found(item.name, found.whole, found.partial)
+        candidates = self._seen.candidates(item, later, best, self._clock())
+        if candidates is not None:
+            item.candidates, item.stage = candidates, CarriedStage.FETCHING
 
     def _not_the_last(self, item: CarriedTraining, later: Parcel) -> None:
         """Give up a claim that is not the last one: a later owner has sent a checkpoint. The next claim follows it."""
@@ -475,7 +455,7 @@ class Mover:
             return
         with self._lock:
             self._carrier.arrived(parcel)
-            self._whole[item.name] = parcel
+            self._seen.newest[item.name] = parcel
             item.lineage, item.fetching = parcel.generation, None
             item.candidates.clear()
 
@@ -490,8 +470,7 @@ class Mover:
             return
         logger.warning("training %s: %s; the checkpoint before is used", item.name, error)
         item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
-        if self._whole.get(item.name) == parcel:
-            self._whole.pop(item.name)
+        self._seen.forget(parcel)
         if len(item.candidates) > 1 or self._exchange.newest(item.name) is not None:
             item.candidates.pop()
             item.fetching = None
@@ -583,7 +562,7 @@ class Mover:
             with self._lock:
                 self._carrier.shown(parcel, fault, self._clock())
                 if not fault:
-                    self._whole[parcel.training] = parcel
+                    self._seen.newest[parcel.training] = parcel
                 self._exchange.keep_only(self._carrier.leaving())
             self._spare()
 
@@ -637,7 +616,7 @@ class Mover:
                 logger.warning("cannot write the state of the mover in %s: %s", self._run_dir, error)
 
     def _state(self) -> MoverState:
-        return MoverState(self._carrier.jobs, self.lines(), tuple(self._measured), tuple(self._whole.values()))
+        return MoverState(self._carrier.jobs, self.lines(), tuple(self._measured), tuple(self._seen.newest.values()))
 
     def _spare(self) -> None:
         """Keep requests apart."""

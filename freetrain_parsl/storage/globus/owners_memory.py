@@ -7,13 +7,12 @@ shown for a lease: what nobody has ever made does not last.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.storage.globus.names import OwnerClaim, OwnersListing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Hashable
 
 __all__ = ["OwnersMemory"]
 
@@ -64,9 +63,7 @@ class OwnersMemory:
         drivers = {driver}.union(*(claim.drivers for claim in claims.values()))
         self._beats |= {(name, number): now for name, number in listing.beats.items() if name in drivers}
         self._beats = {key: at for key, at in self._beats.items() if key[0] in drivers and now - at < self._keep}
-        beats: dict[str, int] = {}
-        for name, number in sorted(self._beats):
-            beats[name] = number
+        beats = dict(sorted(self._beats))  # the highest number of each driver
         current: dict[Hashable, int] = {("driver", name): beats.get(name, 0) for name in drivers}
         current |= {("claim", name): claim.generation for name, claim in claims.items()}
         self._since = {

@@ -363,14 +363,14 @@ class Ownership:
             return None
         claim = self._listing.claims.get(name)
         newest = max(claim.generation if claim else 0, item.after)
-        item.reason = self._obstacle(name, item, claim, newest)
+        item.reason = self._obstacle(name, claim, newest)
         if item.reason:
             return None
         item.claimed, item.begun, item.named = newest + 1, now, False
         item.reason = "it is being claimed"
         return MakeEntry(claim_name(name, item.claimed))
 
-    def _obstacle(self, name: str, item: _Wanted, claim: OwnerClaim | None, newest: int) -> str:
+    def _obstacle(self, name: str, claim: OwnerClaim | None, newest: int) -> str:
         """Return why the next generation of a training cannot be claimed; empty if it can."""
         if newest >= LAST_NUMBER:
             return f"home lists generation {newest}, after which there is none; remove {claim_name(name, newest)} there"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,12 +26,14 @@ HOME = "cccccccc-0000-4000-8000-000000000000"
 SITES = {name: f"{digit * 8}-0000-4000-8000-000000000000" for name, digit in (("a", "1"), ("b", "2"), ("d", "3"))}
 LEASE = 900.0
 
+_ARABIC = "\u0660" * 9 + "\u0661"  # digits to Python
+
 HOSTILE = [
     "..", ".", "", "/", "a/b", "../../../outside", "gen-9999999999/../..", "x\ny", "\x1b[31mred", "\udcff", "NUL\0",
-    "gen-9999999999", "gen--000000001", "gen-٠٠٠٠٠٠٠٠٠١", "gen-1", "gen-0000000000", "step-٠٠٠٠٠٠٠٠٠١",
-    "step-" + "9" * 5000, "step-" + "9" * 18, "step-0000000001-٣", "step-00000000001", "step-0000000007\n",
+    "gen-9999999999", "gen--000000001", f"gen-{_ARABIC}", "gen-1", "gen-0000000000", f"step-{_ARABIC}",
+    "step-" + "9" * 5000, "step-" + "9" * 18, "step-0000000001-\u0663", "step-00000000001", "step-0000000007\n",
     "manifest.json ", "net.gen-9999999999", "net.gen-0000000003.by-", "net.gen-0000000002.by-ffff",
-    "../../outside.gen-0000000001.by-a1", "driver-a1.beat-9999999999", "driver-ffff.beat-٠٠٠٠٠٠٠٠٠١",
+    "../../outside.gen-0000000001.by-a1", "driver-a1.beat-9999999999", f"driver-ffff.beat-{_ARABIC}",
     "NET.gen-0000000001", "🜂" * 90,
 ]  # fmt: skip
 """Names that a listing may show beside those that are there."""
@@ -70,8 +71,6 @@ class LyingDisks:
     asked: dict[str, list[float]] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     harm: list[str] = field(default_factory=list)
-    taken: Counter[str] = field(default_factory=Counter)
-    false: bool = False  # whether a listing and a task have agreed on a lie about the same checkpoint
 
     def path(self, collection: str, path: str) -> Path:
         """Return the directory; a path that leaves what a driver may name is noted."""
@@ -116,36 +115,32 @@ class LyingCollections:
             "stale", "omit", "twice", "removed", "partial", "hostile", "many", "another", "nothing", "back", "missing",
             "endless", "manifest",
         )  # fmt: skip
-        names, draw = list(truth or []), disks.draw
-        match lie:
-            case "":
-                return truth
-            case "stale":
-                return past[max(0, len(past) - draw.randint(2, 6))][1]
-            case "back":
-                return draw.choice(past)[1]
-            case "omit":
-                return [name for name in names if draw.random() < 0.6]
-            case "manifest":
-                return [name for name in names if name != "manifest.json"]
-            case "twice":
-                return names * 2
-            case "removed":
-                return sorted({name for _, listed in past for name in listed})
-            case "partial":
-                return names[: draw.randint(0, len(names))]
-            case "hostile":
-                return names + draw.sample(HOSTILE, 8)
-            case "many":
-                kind = draw.choice(["gen-{:010d}", "step-{:010d}", "net.gen-{:010d}", "driver-{:x}.beat-0000000001"])
-                return names + [kind.format(number) for number in range(2, 300)]
-            case "another":
-                return draw.choice(list(disks.past.values()))[-1][1]
-            case "missing":
-                return None
-            case "endless":
-                raise CollectionUnavailable("more than 100000 entries")
-        return []
+        if not lie:
+            return truth
+        if lie == "missing":
+            return None
+        if lie == "endless":
+            raise CollectionUnavailable("more than 100000 entries")
+        return self._lies(lie, list(truth or []), [listed for _, listed in past])
+
+    def _lies(self, lie: str, names: list[str], past: list[list[str]]) -> list[str]:
+        """Return a listing that is not true."""
+        draw = self._disks.draw
+        kind = draw.choice(["gen-{:010d}", "step-{:010d}", "net.gen-{:010d}", "driver-{:x}.beat-0000000001"])
+        lies = {
+            "stale": past[max(0, len(past) - draw.randint(2, 6))],
+            "back": draw.choice(past),
+            "omit": [name for name in names if draw.random() < 0.6],
+            "manifest": [name for name in names if name != "manifest.json"],
+            "twice": names * 2,
+            "removed": sorted({name for listed in past for name in listed}),
+            "partial": names[: draw.randint(0, len(names))],
+            "hostile": names + draw.sample(HOSTILE, 8),
+            "many": names + [kind.format(number) for number in range(2, 300)],
+            "another": draw.choice(list(self._disks.past.values()))[-1][1],
+            "nothing": [],
+        }
+        return lies[lie]
 
     def names(self, collection: str, path: str, *, directories: bool = False) -> list[str] | None:
         names = self._entries(collection, path)
@@ -259,7 +254,7 @@ def newest_whole(training: Path) -> Path | None:
     for (_, step, revision), path in reversed(found):
         try:
             Entry(step, revision, path).verify()
-        except Exception:  # noqa: BLE001, S112 - any fault of a checkpoint makes it one that is not whole
+        except Exception:  # noqa: BLE001 - any fault of a checkpoint makes it one that is not whole
             continue
         return path
     return None
@@ -356,11 +351,11 @@ class LyingSite:
 
     def known_whole(self) -> bool:
         """Whether this driver knows of a checkpoint at home, and home has a whole one."""
-        known = "net" in self.mover._whole
+        known = "net" in self.mover._seen.newest
         return known and newest_whole(self.disks.top / HOME[0] / "ft" / "checkpoints" / "net") is not None
 
     def generation(self) -> int | None:
-        """The generation that its driver owns."""
+        """Return the generation that its driver owns."""
         return self.mover._ownership.generation("net", self.disks.clock[0])
 
 
@@ -427,7 +422,7 @@ class LyingHistory:
         return owners
 
     def finish(self, owners: list[LyingSite]) -> None:
-        """The training ends: its result counts, once, and is at home."""
+        """Let the training end: its result counts, once, and is at home."""
         for site in self.sites:
             site.ends = max(len(one.steps or []) for one in self.sites) + 2
         end = self.clock[0] + 2 * LEASE
@@ -441,7 +436,7 @@ class LyingHistory:
             self.disks.harm.append("there is no whole checkpoint at home")
 
     def told(self) -> list[Any]:
-        """What the drivers say."""
+        """Return what the drivers say."""
         return [(site.name, site.over or site.mover.remark("net"), site.mover.lines()) for site in self.sites]
 
     def check_requests(self) -> None:

@@ -1,4 +1,4 @@
-"""Whatever the listings of home show: nothing wrong is used, nothing that counts is removed, and it goes on after it."""
+"""Whatever home lists: nothing wrong is used, nothing that counts is removed, and trainings go on afterwards."""
 
 from __future__ import annotations
 
