@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from freetrain_parsl.storage.globus.mover import ResultStatus
 from freetrain_parsl.storage.globus.mover_pace import MoverPace
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.testing.globus.loopback_service import Cut, Reply
-from tests.storage.globus.conftest import HOME, LEASE, A
+from tests.storage.globus.conftest import _PACE, HOME, LEASE, A
 
 pytestmark = pytest.mark.globus
 
@@ -369,3 +370,134 @@ def test_copies_are_measured_and_the_next_driver_knows_them(world):
     assert copy.seconds >= 0
     world.mover("a").turn()
     assert MoverState.read(world.path / "run-a").measured == (copy,)
+
+
+def shown(world, site, *listings, times=1):
+    """Let the next listings of the checkpoints of the training show something else."""
+    for names in listings:
+        world.services[site].mishap(
+            "GET",
+            f"/v0.10/operation/endpoint/{HOME}/ls",
+            Reply({"DATA": [{"name": name, "type": "dir"} for name in names]}),
+            times=times,
+        )
+
+
+def released(world, site="a"):
+    """Train at a site, and leave a checkpoint at home."""
+    one = world.mover(site)
+    ready(world, one, "net")
+    world.save(site, "net", 10, b"ten")
+    one.leave("net")
+    world.run(one, until=lambda: one.has_left("net"))
+
+
+def test_a_listing_without_any_checkpoint_is_not_believed_at_once_after_another_site_has_owned_the_training(world):
+    released(world)
+    other = world.mover("b")
+    other._advance = lambda: None  # only its ownership, so that the next listing is one of checkpoints
+    other.want(["net"])
+    world.run(other, until=lambda: other._ownership.generation("net", world.clock.now) is not None, seconds=0.0)
+    del other._advance
+    shown(world, "b", [])
+    other.turn()
+    assert "home lists no checkpoint of it; home is listed again" in other.remark("net")
+    world.run(other, until=lambda: other.is_ready("net"))
+    assert world.content("b", "net") == b"ten"
+
+
+def test_a_checkpoint_that_does_not_exist_is_given_up_and_the_real_one_used(world):
+    released(world)
+    other = world.mover("b")
+    phantom = world.path / "home" / "ft" / "checkpoints" / "net" / "gen-0000000001" / "step-0000000099"
+    phantom.mkdir()
+    (phantom / "manifest.json").write_text("{}")
+    other.want(["net"])
+    world.run(other, until=lambda: other._carried["net"].fetching is not None, seconds=0.0)
+    for path in (phantom / "manifest.json", phantom):
+        path.unlink() if path.is_file() else path.rmdir()
+    world.run(other, until=lambda: other.is_ready("net"), seconds=2.0)
+    assert world.content("b", "net") == b"ten"
+
+
+def test_a_checkpoint_of_a_later_generation_is_followed_by_the_next_claim(world):
+    """The directory of the owners was removed, and the checkpoints were not."""
+    released(world)
+    home = world.path / "home" / "ft" / "checkpoints" / "net"
+    (home / "gen-0000000001").rename(home / "gen-0000000005")
+    shutil.rmtree(world.path / "home" / "ft" / "owners")
+    other = world.mover("b")
+    ready(world, other, "net")
+    assert world.content("b", "net") == b"ten"
+    assert other._carried["net"].generation == 6
+
+
+def test_what_home_has_listed_is_known_to_the_next_driver_of_the_run(world):
+    released(world)
+    assert [parcel.name for parcel in MoverState.read(world.path / "run-a").whole] == ["step-0000000010"]
+    shutil.rmtree(world.root("a") / "net")  # the site has lost its checkpoints
+    hidden = world.path / "home" / "ft" / "checkpoints" / "net"
+    hidden.rename(hidden.with_name("hidden"))
+    again = world.mover("a")
+    again.want(["net"])
+    world.run(again, until=lambda: "does not list it now" in again.remark("net"))
+    for _ in range(50):
+        again.turn()
+        world.machine_idle()
+        world.clock.now += 1.0
+    assert not again.is_ready("net")
+    hidden.with_name("hidden").rename(hidden)
+    world.run(again, until=lambda: again.is_ready("net"))
+    assert world.content("a", "net") == b"ten"
+
+
+def test_a_checkpoint_that_has_been_gone_for_a_lease_is_no_longer_waited_for(world):
+    released(world)
+    shutil.rmtree(world.root("a") / "net")
+    shutil.rmtree(world.path / "home" / "ft" / "checkpoints" / "net")
+    again = world.mover("a")
+    begun = world.clock.now
+    again.want(["net"])
+    world.run(again, until=lambda: again.is_ready("net"), seconds=2.0)
+    assert LEASE <= world.clock.now - begun < 2 * LEASE
+
+
+def test_a_directory_that_cannot_be_listed_stops_its_training_only(world):
+    one = world.mover("a")
+    listed = one._collections.names
+
+    def names(collection, path, **options):
+        if path.endswith("/bad"):
+            raise GlobusRefused("you may not list it")
+        return listed(collection, path, **options)
+
+    one._collections.names = names
+    one.want(["bad", "net"])
+    world.run(one, until=lambda: one.is_ready("net"))
+    world.save("a", "net", 10)
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    assert not one.is_ready("bad")
+    assert "you may not list it" in one.remark("bad")
+
+
+def test_home_may_be_down_for_days(world):
+    one = world.mover("a")
+    for _ in range(2000):
+        one._pause(0.0, "down")
+    assert one._not_before - world.clock.now == _PACE.longest
+
+
+def test_a_task_that_succeeds_without_its_files_is_noticed_before_the_training_is_released(world):
+    one = world.mover("a")
+    ready(world, one, "net")
+    world.save("a", "net", 10, b"ten")
+    world.run(one, until=lambda: any(job.kind.value == "manifest" and job.task for job in one._carrier.jobs))
+    world.machine.wait()
+    (world.path / "home" / "ft" / "checkpoints" / "net" / "gen-0000000001" / "step-0000000010" / "state.pt").unlink()
+    one.leave("net")
+    world.run(one, until=lambda: "home does not list state.pt" in one.remark("net"))
+    assert not one.has_left("net")
+    world.run(one, until=lambda: one.has_left("net"))
+    other = world.mover("b")
+    ready(world, other, "net")
+    assert world.content("b", "net") == b"ten"
