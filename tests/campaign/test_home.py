@@ -72,7 +72,7 @@ def test_clean_removes_no_checkpoint_because_a_listing_leaves_out_its_manifest(w
     one.want(["net"])
     world.run(one, until=lambda: one.is_ready("net"))
     world.save("a", "net", 10)
-    world.run(one, until=lambda: world.at_home("net") == ["1:10"])
+    world.run(one, until=lambda: world.at_home("net") == ["1:10"] and not one._carrier.busy("net"))
     site, store = run_of(world, "a")
     path = "/v0.10/operation/endpoint/{collection}/ls"
     names = ["../../evil.gen-0000000001", "../../evil.gen-0000000001.by-a1", "net.gen-0000000001",

@@ -353,7 +353,6 @@ class Mover:
     # Trainings.
 
     def _advance(self) -> None:
-        searched = False
         for name in list(self._carried):
             with self._lock:
                 item = self._carried[name]
@@ -361,18 +360,29 @@ class Mover:
                 if item.stage is CarriedStage.CLAIMING and generation is not None:
                     item.stage, item.generation, item.reason = CarriedStage.SEARCHING, generation, ""
                     logger.info("training %s: owned in generation %d", name, generation)
-            due = item.stage is CarriedStage.SEARCHING and self._clock() >= item.search_at
-            if due and generation is not None and not searched:
-                self._search(item)
-                searched = True  # one in a pass, so that renewals come between
             if item.stage is CarriedStage.FETCHING and generation is not None:
                 with self._lock:
                     self._fetch_next(item)
             with self._lock:
                 self._finish(item)
+        if (searched := self._next_search()) is not None:  # one in a pass, so that renewals come between
+            self._search(searched)
         if self._clock() >= self._next_scan:
             self._next_scan = self._clock() + self._pace.scan
             self._scan()
+
+    def _next_search(self) -> CarriedTraining | None:
+        """Return the training whose search has waited longest: no search is so long that others wait for it."""
+        now = self._clock()
+        with self._lock:
+            due = [
+                item
+                for name, item in self._carried.items()
+                if item.stage is CarriedStage.SEARCHING
+                and now >= item.search_at
+                and self._ownership.generation(name, now) is not None
+            ]
+        return min(due, key=lambda item: item.search_at, default=None)
 
     def _search(self, item: CarriedTraining) -> None:
         """Go on looking for checkpoints at home that are later than those here; then fetch the newest of them."""
@@ -388,7 +398,8 @@ class Mover:
                 next(steps)
                 self._spare()
                 if self._clock() - begun > self._pace.longest / 4:  # home answers slowly
-                    return
+                    break
+            item.search_at = self._clock()
         except StopIteration:
             item.search = None
             self._searched(item, found)

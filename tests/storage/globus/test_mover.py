@@ -480,6 +480,18 @@ def test_a_directory_that_cannot_be_listed_stops_its_training_only(world):
     assert "you may not list it" in one.remark("bad")
 
 
+def test_a_training_with_endless_entries_at_home_does_not_hold_up_the_others(world):
+    one = world.mover("a")
+    for number in range(1, 21):  # later ones than the claim, which are all looked at
+        for step in range(20):
+            path = world.path / "home" / "ft" / "checkpoints" / "bad" / f"gen-{number:010d}" / f"step-{step:010d}"
+            path.mkdir(parents=True)
+    one.want(["bad", "net"])
+    world.run(one, until=lambda: one.is_ready("net"), most=12)
+    assert not one.is_ready("bad")
+    world.run(one, until=lambda: one.is_ready("bad"))
+
+
 def test_home_may_be_down_for_days(world):
     one = world.mover("a")
     for _ in range(2000):

@@ -335,11 +335,13 @@ def test_an_earlier_heartbeat_in_a_listing_is_no_sign_of_life() -> None:
     home.names = {name for name in home.names if "beat" not in name} | {"driver-a1.beat-0000000005"}
     other.want("net")
     earlier = {name for name in home.names if "beat" not in name} | {"driver-a1.beat-0000000004"}
+    listings = 0
     for now in range(1, 130):
         for _ in range(3):
             request = other.next_request(float(now))
             if isinstance(request, ListOwners):
-                shown = home.names if now % 2 else earlier | {name for name in home.names if "b2" in name}
+                listings += 1
+                shown = home.names if listings % 2 else earlier | {name for name in home.names if "b2" in name}
                 other.on_listing(shown, float(now), float(now))
             elif request is not None:
                 other.on_answer(request, home.change(request), float(now))
