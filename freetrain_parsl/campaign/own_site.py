@@ -44,7 +44,7 @@ class _Absent(Exception):
     """There is no file."""
 
 
-def find_own_site(variables: Variables) -> OwnSite:
+def find_own_site(variables: Variables, directory: Path = Path(), *, option: str = "--config") -> OwnSite:
     """Read the site file of the current directory, if it is the caller's.
 
     Its ``worker_init`` runs as the caller: a file of another user, or one that any user can write, is used only when
@@ -54,6 +54,10 @@ def find_own_site(variables: Variables) -> OwnSite:
     ----------
     variables
         Values of ``${NAME}`` in it.
+    directory
+        Where to look instead of in the current directory.
+    option
+        What names another file, for the remark.
 
     Raises
     ------
@@ -61,12 +65,13 @@ def find_own_site(variables: Variables) -> OwnSite:
         The caller's file cannot be read, or a value in it is invalid.
     """
     try:
-        text = read_text(SITE_FILE, "site file", opener=_open_own)
+        text = read_text(directory / SITE_FILE, "site file", opener=_open_own)
     except _Absent:
         return OwnSite()
     except _NotUsed as error:
-        return OwnSite(remark=f"{SITE_FILE} is not used, {error}; to use it nevertheless: --config {SITE_FILE}")
-    return OwnSite(Site.parse(text, str(SITE_FILE), variables), f"using {SITE_FILE}; --config chooses another site")
+        return OwnSite(remark=f"{SITE_FILE} is not used, {error}; to use it nevertheless, name it with {option}")
+    site = Site.parse(text, str(directory / SITE_FILE), variables)
+    return OwnSite(site, f"using {SITE_FILE}; {option} chooses another site")
 
 
 def _open_own(name: str, flags: int) -> int:

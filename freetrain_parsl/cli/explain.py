@@ -124,7 +124,7 @@ def runs_here() -> Iterator[str]:
                 continue
             if training.waits_for:
                 reasons[f"cannot start: {training.waits_for}"].append(training.name)
-            if why := training.stalled or training.waiting_reason():
+            if why := training.stall() or training.waiting_reason():
                 reasons[why].append(training.name)
             if training.alone_because:
                 reasons[f"not fused: {training.alone_because}"].append(training.name)

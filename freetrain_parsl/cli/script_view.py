@@ -79,7 +79,8 @@ def reason_lines(figures: dict[str, Any]) -> Iterator[str]:
         yield figures["failed_starts"]
     for item in figures["trainings"]:
         where = f" on {', '.join(item['nodes'])}" if item["nodes"] else ""
-        reason = item["reason"] or ("no reason is recorded yet" if item["state"] == "waiting" else "")
+        # Its driver says more after less than a minute.
+        reason = item["reason"] or ("its driver has found no nodes for it yet" if item["state"] == "waiting" else "")
         yield printable(f"{item['name']}: {item['state']}{where}{f': {reason}' if reason else ''}")
 
 

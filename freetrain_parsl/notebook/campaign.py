@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.app_source import check_campaign
 from freetrain_parsl.campaign.entries import CampaignFile
+from freetrain_parsl.campaign.own_site import find_own_site
 from freetrain_parsl.campaign.run import BEFORE_THE_RUN, CELLS
 from freetrain_parsl.campaign.site import Site, find_site_file
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
@@ -49,7 +50,8 @@ class NotebookCampaign:
     campaign
         A campaign file; or its ``trainings`` as a list of dicts, whose ``app`` may be a training app of this notebook.
     config
-        A site file, or the name of a shipped one.
+        A site file, or the name of a shipped one. Default: as of ``freetrain run``, the ``site.yaml`` of the current
+        directory if it is yours, else an embedded cluster.
     settings
         Values of ``${NAME}`` in the files.
     name
@@ -72,13 +74,13 @@ class NotebookCampaign:
         self,
         campaign: str | Path | Sequence[Mapping[str, Any]],
         *,
-        config: str | Path = "local",
+        config: str | Path | None = None,
         settings: Mapping[str, str] | None = None,
         name: str | None = None,
         run_dir: str | Path | None = None,
     ) -> None:
         self._here = Path.cwd()
-        self._config = str(config)
+        self._config = None if config is None else str(config)
         self._settings = _texts({} if settings is None else settings)
         self._cells: CellCampaign | None = None
         self._file: Path | None = None
@@ -168,7 +170,7 @@ class NotebookCampaign:
                 )
             say(f"attached to {short_path(self._run_dir)}: it is starting")
             return self._attach()
-        name, trainings = self._check(file)
+        name, trainings, remark = self._check(file)
         self._make_directory()
         if not take_control(self._run_dir):
             raise InvalidInput(
@@ -177,6 +179,8 @@ class NotebookCampaign:
         if self._cells is not None:
             self._cells.write(self._run_dir / CELLS)
         run_detached(self._run_dir, command, self._here, environment_of_user(os.environ))
+        if remark:
+            say(remark)
         say(f"started {short_path(self._run_dir)}")
         return self._attach(name, trainings)
 
@@ -189,18 +193,25 @@ class NotebookCampaign:
             self._cells.changes_since(written)
         )
 
-    def _check(self, file: Path) -> tuple[str, tuple[str, ...]]:
-        """Refuse what shows at once, before anything is written, and return the names of campaign and trainings."""
+    def _check(self, file: Path) -> tuple[str, tuple[str, ...], str]:
+        """Refuse what shows at once, before anything is written.
+
+        Returns the names of campaign and trainings, and what the user should know of the site.
+        """
         check_run_directory(self._run_dir)
         variables = Variables(self._settings)
-        Site.load(self._site(), variables)
+        remark = ""
+        if self._config is None:
+            remark = find_own_site(variables, self._here, option="config").remark
+        else:
+            Site.load(self._site(self._config), variables)
         if self._cells is None:
             checked = check_campaign(self._file_text(), str(file), file.parent, variables)
         else:
             self._cells.check()
             checked = check_campaign(self._cells.text, str(file), file.parent, variables, self._cells.by_reference())
         variables.refuse_unused()
-        return checked
+        return *checked, remark
 
     def _refuse_directory_of_others(self) -> None:
         """Refuse a run directory whose name was taken by somebody else, before anything in it is opened."""
@@ -222,14 +233,16 @@ class NotebookCampaign:
             raise InvalidInput(f"run_dir {self._run_dir}: {error.strerror}; choose another directory") from None
 
     def _command(self, file: Path) -> list[str]:
-        command = ["run", str(file), "--config", self._config, "--run-dir", str(self._run_dir)]
+        # Without config, the driver looks for site.yaml again: it must still be the caller's when it is read.
+        site = [] if self._config is None else ["--config", self._config]
+        command = ["run", str(file), *site, "--run-dir", str(self._run_dir)]
         for name, value in self._settings.items():
             command += ["--set", f"{name}={value}"]
         return command
 
-    def _site(self) -> Path:
+    def _site(self, config: str) -> Path:
         """Return the site file, which is relative to where the notebook was when the campaign was made."""
-        path = user_path(self._config)
+        path = user_path(config)
         in_directory = self._here / path
         is_name = not path.suffix and len(path.parts) == 1
         return path if is_name and not in_directory.is_file() else in_directory
@@ -242,8 +255,8 @@ class NotebookCampaign:
                 f"{self._run_dir} is the run of another version of this campaign; give another run_dir to start this "
                 f"one, or look at that one: watch({str(self._run_dir)!r})"
             )
-        site = find_site_file(self._site()).absolute()
-        if store.fact("site_file") != str(site):
+        site = Path(store.fact("site_file"))  # without config, wherever it was started
+        if self._config is not None and site != (site := find_site_file(self._site(self._config)).absolute()):
             raise InvalidInput(
                 f"{self._run_dir} is a run at {store.fact('site_file')}, not at {site}; give another run_dir"
             )

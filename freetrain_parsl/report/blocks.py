@@ -56,6 +56,8 @@ class BlockFold:
         self.endings: list[str] = []
         """Why blocks have ended."""
         self._open: dict[str, BlockHistory] = {}
+        self.nodes: dict[str, str] = {}
+        """Node that has joined -> its block."""
 
     def take(self, time: float, entry: record.Record) -> BlockHistory | None:
         """Take a record, and return the block that it concerns; ``None``: none of this driver's."""
@@ -68,6 +70,7 @@ class BlockFold:
                 self._open[name] = block
             case record.BlockEnded():
                 self.endings.append(entry.reason)
+                self.nodes = {node: held for node, held in self.nodes.items() if held != name}
                 if block is not None:
                     del self._open[name]
                     block.ended, block.reason = time, entry.reason
@@ -85,6 +88,20 @@ class BlockFold:
         return block
 
     @property
+    def coming(self) -> str:
+        """Describe the blocks of which no node has joined yet, while there is no other node; empty if there are none."""
+        blocks = [block for block in self._open.values() if not block.released]
+        if self.nodes or not blocks:
+            return ""
+        number = sum(block.nodes for block in blocks)
+        nodes = "its node" if number == 1 else f"its {number} nodes"
+        jobs = [block.job for block in blocks if block.job]
+        if not jobs:
+            return f"waits for {nodes}: the job is being submitted"
+        named = f"job {jobs[0]} is" if len(jobs) == 1 else f"jobs {', '.join(jobs)} are"
+        return f"waits for {nodes}: {named} in the queue, or starting"
+
+    @property
     def pending(self) -> int:
         """Number of blocks that wait in the queue."""
         return sum(block.started is None and not block.released for block in self._open.values())
@@ -96,7 +113,7 @@ class BlockFold:
 
     def end_driver(self, time: float, reason: str) -> Iterator[BlockHistory]:
         """End the blocks that are left, with their driver."""
-        left, self._open = self._open, {}
+        left, self._open, self.nodes = self._open, {}, {}
         for block in left.values():
             block.ended, block.reason = time, reason
             yield block

@@ -25,10 +25,12 @@ _KINDS_WITH_REASONS = (
     record.PlannerStarted,
     record.StartsFailed,
     record.BlockRequested,
+    record.BlockSubmitted,
     record.BlockStarted,
     record.BlockReleased,
     record.BlockEnded,
     record.NodeJoined,
+    record.NodeLeft,
     record.NodeSetAside,
     record.EnvironmentDiffers,
     record.TrainingSubmitted,
@@ -115,6 +117,10 @@ class TrainingState:
     """The trainings with which it may run fused."""
     waits_with_cohort: str = ""
     """Why it is in no array of its cohort."""
+    nodes_come: str = ""
+    """The nodes that it waits for, while the run has none yet."""
+    nodes_used: bool = False
+    """Whether others train on all nodes of the run."""
     alone_because: str = ""
     """Why it is not fused with others, although it may be."""
     node_kind: str = ""
@@ -146,7 +152,7 @@ class TrainingState:
         if not (self.waits_for or saving):
             doing = (self._on_kind(), self.batch_remark(), self._fusion_remark())
             waiting = self.waiting_reason()
-            return self.stalled or waiting or self.code_note or "; ".join(filter(None, doing))
+            return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
         head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
         return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
@@ -155,7 +161,13 @@ class TrainingState:
         """Return why it waits: the error with which it has ended until it is resumed, or that of its cohort."""
         if self.state != "waiting":
             return ""
-        return self.error.partition("\n")[0] or ("" if self.alone_because else self.waits_with_cohort)
+        with_cohort = "" if self.alone_because else self.waits_with_cohort
+        used = "waits for a place on the nodes of this run, which others use" if self.nodes_used else ""
+        return self.error.partition("\n")[0] or self.nodes_come or with_cohort or used
+
+    def stall(self) -> str:
+        """Return why it makes no progress, as its driver has said; not what it said before it requested nodes."""
+        return "" if self.state == "waiting" and self.nodes_come else self.stalled
 
     def _on_kind(self) -> str:
         return f"on {self.node_kind} nodes" if self.state == "running" and self.node_kind else ""
@@ -308,6 +320,7 @@ class RunState:
                 training.state = "waiting"
             training.nodes, training.array = (), ""
             training.waits_for = training.stalled = training.waits_with_cohort = training.alone_because = ""
+            training.nodes_come, training.nodes_used = "", False
             index = self.last_fragment(training.name)
             if index is not None and self.fragments[index].end is None:
                 self.fragments[index].end = time
@@ -332,8 +345,12 @@ class RunState:
         sizes = Counter(training.array for training in self.trainings.values())
         for training in self.trainings.values():
             training.fused_with = sizes[training.array] - 1 if training.array else 0
+        coming = self.blocks.coming
+        busy = {node for training in self.trainings.values() for node in training.nodes}
+        used = bool(self.blocks.nodes) and busy.issuperset(self.blocks.nodes)
         training_cohorts = {training.cohort for training in self.trainings.values() if training.array}
         for training in self.trainings.values():
+            training.nodes_come, training.nodes_used = coming, used
             if training.cohort in training_cohorts:
                 training.waits_with_cohort = f"waits for a place in an array of {training.cohort}"
             else:
@@ -360,6 +377,7 @@ class RunState:
                 self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
             case record.PlannerStarted():  # what an earlier driver saw is over
                 self.windows, self.failed_starts, self.stalled_cohorts = [], None, {}
+                self.blocks.nodes = {}
                 self._unused.take(entry)
                 self._obstacles = Obstacles()
             case record.PlannerStep(events=events):
@@ -374,7 +392,10 @@ class RunState:
                 | record.BlockEnded()
             ):
                 self.changed_block = self.blocks.take(time, entry)
+            case record.NodeLeft(subject=node):
+                self.blocks.nodes.pop(node, None)
             case record.NodeJoined(subject=node):
+                self.blocks.nodes[node] = entry.block
                 if entry.node_kind:
                     self.node_kinds[node] = entry.node_kind
             case record.StartsFailed():

@@ -81,4 +81,4 @@ def test_what_may_be_somebody_elses_is_not_used_and_not_waited_for(make, why) ->
     make()
     own = find_own_site(Variables())
     assert own.site is None
-    assert own.remark == f"site.yaml is not used, {why}; to use it nevertheless: --config site.yaml"
+    assert own.remark == f"site.yaml is not used, {why}; to use it nevertheless, name it with --config"

@@ -269,6 +269,66 @@ def test_a_run_that_was_refused_can_be_started_again(tmp_path, monkeypatch):
     assert directory == tmp_path
 
 
+SITE = "site: mine\nsystem: slurm\nblock: {partition: spare}\n"
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Be in a directory with a campaign; the drivers that are started, which do not run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(APP)
+    (tmp_path / "sweep.yaml").write_text(CAMPAIGN)
+    started = []
+
+    def start(run_dir, *given):
+        launched(run_dir, "freetrain run: the partition is down\n")
+        started.append(given)
+
+    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", start)
+    return started
+
+
+def test_the_site_of_the_directory_is_used_and_named(started, tmp_path, monkeypatch, capsys):
+    """As by `freetrain run` there: the driver is left to find it, in the directory of the campaign's cell."""
+    (tmp_path / "site.yaml").write_text(SITE)
+    campaign = Campaign("sweep.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    campaign.start()
+    [(command, directory, _)] = started
+    assert ("--config" in command, directory) == (False, tmp_path)
+    assert capsys.readouterr().out.splitlines()[0] == "using site.yaml; config chooses another site"
+
+
+def test_the_site_of_the_directory_is_checked_before_a_process_starts(started, tmp_path):
+    """With its file and line."""
+    (tmp_path / "site.yaml").write_text(SITE + "nodes: 3\n")
+    with pytest.raises(InvalidInput, match=r"site\.yaml:4: unknown key 'nodes'"):
+        Campaign("sweep.yaml").start()
+    assert not started
+
+
+def test_a_site_that_any_user_can_write_is_used_only_if_it_is_named(started, tmp_path, capsys):
+    """It says so, and the driver looks at it in the same way."""
+    (tmp_path / "site.yaml").write_text(SITE)
+    (tmp_path / "site.yaml").chmod(0o666)
+    Campaign("sweep.yaml").start()
+    assert "site.yaml is not used, any user can write it; to use it nevertheless, name it with config\n" in (
+        capsys.readouterr().out
+    )
+    Campaign("sweep.yaml", config="site.yaml", run_dir="other").start()
+    commands = [command for command, _, _ in started]
+    assert "--config" not in commands[0]
+    assert commands[1][2:4] == ["--config", "site.yaml"]
+
+
+def test_a_cell_without_a_site_attaches_to_the_run_wherever_it_was_started(run_dir, capsys):
+    """As after a `freetrain init` in its directory."""
+    (run_dir.parent / "site.yaml").write_text(SITE)
+    assert Campaign("sweep.yaml").start().state == "stopped"
+    assert "attached to freetrain-run-sweep" in capsys.readouterr().out
+
+
 def test_a_run_that_was_removed_is_named_in_one_line(run_dir):
     """Whatever the notebook asks of it."""
     run = Campaign("sweep.yaml").start()
@@ -287,7 +347,7 @@ def test_a_run_that_starts_on_another_host_is_not_started_again(tmp_path, monkey
     launched(tmp_path / "freetrain-run-sweep", "")
     driver = tmp_path / "freetrain-run-sweep" / "driver"
     (driver / "exit.1.1.json").unlink()
-    command = ["run", str(tmp_path / "sweep.yaml"), "--config", "local", "--run-dir", str(driver.parent)]
+    command = ["run", str(tmp_path / "sweep.yaml"), "--run-dir", str(driver.parent)]
     record = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
     (driver / "process.json").write_text(json.dumps(record))
     assert campaign.start().state == "starting"

@@ -261,3 +261,42 @@ def test_blocks_hold_nodes_until_they_end(tmp_path: Path) -> None:
     journal.close()
     assert run.refresh().blocks.held(45.0) == []
     assert (run.blocks_requested, run.blocks_ended) == (2, ["preempted"])
+
+
+def test_before_the_first_block_has_a_node_its_nodes_are_what_trainings_wait_for() -> None:
+    """Also after the driver has said that they wait, and until it says why they still do."""
+    run = RunState()
+    run.take(1.0, record.TrainingSubmitted("a", 1, 2, None))
+    run.take(2.0, record.TrainingStalled("a", "waits for a node to join"))
+    run.take(3.0, record.BlockRequested("0", ["n1", "n2"], 600.0, None))
+    run.take_progress({})
+    assert run.trainings["a"].remark() == "waits for its 2 nodes: the job is being submitted"
+    run.take(4.0, record.BlockSubmitted("0", "17"))
+    run.take_progress({})
+    assert run.trainings["a"].remark() == "waits for its 2 nodes: job 17 is in the queue, or starting"
+    run.take(5.0, record.BlockRequested("1", ["n3"], 600.0, None))
+    run.take(5.0, record.BlockSubmitted("1", "18"))
+    run.take_progress({})
+    assert run.trainings["a"].remark() == "waits for its 3 nodes: jobs 17, 18 are in the queue, or starting"
+    run.take(6.0, record.NodeJoined("n1", "0", 600.0))
+    run.take_progress({})
+    assert run.trainings["a"].remark() == "waits for a node to join"
+
+
+def test_a_training_waits_for_nodes_that_others_use() -> None:
+    """As long as they do; a node that has left is nobody's."""
+    run = RunState()
+    for name in ("a", "b"):
+        run.take(1.0, record.TrainingSubmitted(name, 1, 2, None))
+    run.take(3.0, record.BlockRequested("0", ["n1", "n2"], 600.0, None))
+    for node in ("n1", "n2"):
+        run.take(6.0, record.NodeJoined(node, "0", 600.0))
+    run.take(7.0, record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0, array=""))
+    run.take_progress({})
+    assert run.trainings["b"].remark() == ""
+    run.take(8.0, record.NodeLeft("n2", "lost"))
+    run.take_progress({})
+    assert run.trainings["b"].remark() == "waits for a place on the nodes of this run, which others use"
+    run.take(9.0, record.BlockEnded("0", ["n1", "n2"], "ended"))
+    run.take_progress({})
+    assert run.trainings["b"].remark() == ""
