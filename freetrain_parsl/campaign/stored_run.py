@@ -102,7 +102,8 @@ class StoredRun:
         except OSError as error:  # belongs to another user, or its name is too long
             raise InvalidInput(f"{shown(directory)}: {error.strerror or error}") from None
         if not found:
-            raise InvalidInput(f"{shown(directory)} is not a run directory of 'freetrain run': it has no {DATABASE}")
+            why = f"it has no {DATABASE}" if directory.is_dir() else "there is no such directory"
+            raise InvalidInput(f"{shown(directory)} is not a run directory of 'freetrain run': {why}")
         self._prepare()
         version = self._rows("PRAGMA user_version")[0][0]
         if version != VERSION:

@@ -131,7 +131,7 @@ def runs_here() -> Iterator[str]:
             if batch := training.batch_remark():
                 reasons[f"trains {batch}"].append(training.name)
         for reason, names in reasons.items():
-            yield f"{directory}: {', '.join(names[:3])}{', …' if names[3:] else ''} {reason}"
+            yield f"{directory}: {', '.join(names[:3])}{', …' if names[3:] else ''}: {reason}"
 
 
 def explanation_figures(answer: PlannerAnswer) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.cli.campaign_view import print_trainings
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.run import NO_NODES_YET, RunState
 from freetrain_parsl.report.run_reader import DAMAGED
 from freetrain_parsl.texts import printable
 
@@ -79,8 +79,7 @@ def reason_lines(figures: dict[str, Any]) -> Iterator[str]:
         yield figures["failed_starts"]
     for item in figures["trainings"]:
         where = f" on {', '.join(item['nodes'])}" if item["nodes"] else ""
-        # Its driver says more after less than a minute.
-        reason = item["reason"] or ("its driver has found no nodes for it yet" if item["state"] == "waiting" else "")
+        reason = item["reason"] or (NO_NODES_YET if item["state"] == "waiting" else "")
         yield printable(f"{item['name']}: {item['state']}{where}{f': {reason}' if reason else ''}")
 
 

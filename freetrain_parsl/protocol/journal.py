@@ -161,10 +161,11 @@ class BlockSubmitted(Record):
 
 @dataclass(frozen=True)
 class BlockStarted(Record):
-    """The block has started on its nodes."""
+    """The block is seen to have started on its nodes, `since` when; ``None``: its batch system does not say."""
 
     nodes: list[str]
     ends: float | None
+    since: float | None = None
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ class BlockFold:
             case record.BlockSubmitted() if block is not None:
                 block.job = entry.job
             case record.BlockStarted() if block is not None:
-                block.nodes, block.started = len(entry.nodes), time
+                block.nodes = len(entry.nodes)
+                block.started = time if entry.since is None else min(time, max(entry.since, block.requested))
                 block.closes = block.closes if entry.ends is None else entry.ends
             case record.BlockYields() if block is not None:
                 block.closes = entry.closes

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.run import NO_NODES_YET, RunState
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def explain(future: Future[Any]) -> str:
     known, now = run.trainings.get(name), time.time()
     if known is None:
         return "waits for its arguments, or for Parsl to submit it"
-    return "; ".join(filter(None, [known.remark(now), *(run.reasons(now) if known.state == "waiting" else ())]))
+    reasons = [known.remark(now), *(run.reasons(now) if known.state == "waiting" else ())]
+    return "; ".join(filter(None, reasons)) or (NO_NODES_YET if known.state == "waiting" else "")
 
 
 def job_of(future: object) -> tuple[str, FreeTrainExecutor]:

@@ -27,7 +27,7 @@ class NodePhase(Enum):
     """What a node that we hold is doing."""
 
     STARTING = "starting"
-    """From when its block is seen to have started until its slots are ready."""
+    """From the start of its block until its slots are ready."""
     TRAINING = "training"
     """In a fragment of at least one training."""
     BETWEEN = "between"
@@ -157,6 +157,8 @@ class _Node:
     """A node that a block holds."""
 
     block: str
+    begin: float
+    """When it began to hold it, as far as known."""
     since: float
     """Time up to which it is accounted for."""
     phase: NodePhase = NodePhase.STARTING
@@ -172,9 +174,11 @@ class NodeTimeFold:
         self._account = NodeTime()
         self._now = 0.0
         self._requests: dict[str, float] = {}  # block that has not ended -> requested walltime, seconds
+        self._requested: dict[str, float] = {}  # such a block -> when
         self._released: set[str] = set()  # blocks that have not ended
         self._ends: dict[str, float] = {}  # started block -> end of its walltime
         self._nodes: dict[str, _Node] = {}
+        self._freed: dict[str, float] = {}  # node that we have held -> until when
         self._fragments: dict[tuple[str, int], list[str]] = {}  # (training, generation) -> nodes
         self._training: Counter[str] = Counter()  # node -> fragments on it
         self._slots: dict[str, tuple[str, str]] = {}  # slot that is connected -> its block and node
@@ -190,8 +194,9 @@ class NodeTimeFold:
             case record.BlockRequested(subject=block):
                 account.requested += 1
                 self._requests[block] = entry.seconds
+                self._requested[block] = time
             case record.BlockStarted(subject=block):
-                self._start(block, entry.nodes, entry.ends)
+                self._start(block, entry.nodes, entry.ends, entry.since)
             case record.BlockEnded(subject=block):
                 self._end(block, entry.reason)
             case record.BlockReleased(subject=block):
@@ -257,18 +262,26 @@ class NodeTimeFold:
                 self._close(block)
         return self._account
 
-    def _start(self, block: str, nodes: Iterable[str], ends: float | None) -> None:
-        """Record that a block holds nodes; those that it holds already keep their phase."""
+    def _start(self, block: str, nodes: Iterable[str], ends: float | None, since: float | None = None) -> None:
+        """Record that a block holds nodes, `since` when; those that it holds already keep their phase."""
+        begin = self._now if since is None else max(since, self._requested.get(block, self._now))
         self._account.started += block not in self._ends
         self._ends[block] = self._now + self._requests.get(block, 0.0) if ends is None else ends
         for name in nodes:
             held = self._nodes.get(name)
-            if held is None or held.block != block:
-                self._settle(name)
-                self._nodes[name] = _Node(block, self._now)
+            if held is not None and held.block == block:  # it joined before its block was seen to start
+                start = min(held.begin, max(begin, self._freed.get(name, begin)))
+                self._account.phases[NodePhase.STARTING] += held.begin - start
+                held.begin = start
+                continue
+            if held is not None:
+                self._leave(name)
+            start = min(self._now, max(begin, self._freed.get(name, begin)))
+            self._nodes[name] = _Node(block, start, start)
 
     def _end(self, block: str, reason: str) -> None:
         self._requests.pop(block, None)
+        self._requested.pop(block, None)
         given_back = block in self._released or reason.startswith(_ENDED_BY_ITSELF)
         self._released.discard(block)
         if block not in self._ends:  # it never started
@@ -285,8 +298,12 @@ class NodeTimeFold:
     def _close(self, block: str) -> None:
         del self._ends[block]
         for name in [name for name, node in self._nodes.items() if node.block == block]:
-            self._settle(name)
-            del self._nodes[name]
+            self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        self._settle(name)
+        del self._nodes[name]
+        self._freed[name] = self._now
 
     def _enter(self, name: str, phase: NodePhase) -> None:
         self._settle(name)

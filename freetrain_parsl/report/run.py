@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.report.blocks import BlockHistory
 
-__all__ = ["FailedStarts", "Fragment", "RunState", "TrainingState"]
+__all__ = ["NO_NODES_YET", "FailedStarts", "Fragment", "RunState", "TrainingState"]
+
+NO_NODES_YET = "its driver has found no nodes for it yet"
+"""Why a training waits of which nothing is recorded; after less than a minute there is."""
 
 _KINDS_WITH_REASONS = (
     record.PlannerStarted,

@@ -185,7 +185,7 @@ def test_explain_names_the_trainings_that_wait_for_their_checkpoint_directory(st
     journal.commit()
     store.describe_driver(store.begin_driver(*own_identity()), "freetrain.x.", journal.path)
     assert list(runs_here()) == [
-        "freetrain-run-1: a, b, c, … cannot start: the checkpoint directory /ck is full (ENOSPC)"
+        "freetrain-run-1: a, b, c, …: cannot start: the checkpoint directory /ck is full (ENOSPC)"
     ]
     for name in "abcd":
         journal.write(2.0, TrainingTriesAgain(name))
@@ -193,7 +193,7 @@ def test_explain_names_the_trainings_that_wait_for_their_checkpoint_directory(st
     assert list(runs_here()) == []
     journal.write(3.0, TrainsAlone("a", "the models are of different classes"))
     journal.commit()
-    assert list(runs_here()) == ["freetrain-run-1: a not fused: the models are of different classes"]
+    assert list(runs_here()) == ["freetrain-run-1: a: not fused: the models are of different classes"]
     journal.close()
 
 
@@ -205,7 +205,7 @@ def test_explain_names_the_trainings_that_make_no_progress(store, tmp_path) -> N
     journal.write(3.0, TrainingFailed("b", "ValueError: bad"))
     journal.commit()
     store.describe_driver(store.begin_driver(*own_identity()), "freetrain.x.", journal.path)
-    assert list(runs_here()) == ["freetrain-run-1: a has made no step for more than 10 min on n0"]
+    assert list(runs_here()) == ["freetrain-run-1: a: has made no step for more than 10 min on n0"]
     journal.close()
 
 

@@ -94,6 +94,33 @@ def test_a_node_that_joins_before_its_block_is_seen_to_start_is_held_from_then_o
     assert (found.started, found.cut_short) == (1, 2 * 80)
 
 
+def test_nodes_are_held_since_their_job_started_and_not_since_this_was_seen():
+    """Slurm is asked every 30 s: all nodes had joined before, and `report` showed no time in which they started."""
+    found = account(
+        BLOCK[0],
+        (13.0, record.NodeJoined("n1", "b1", 110.0)),
+        (20.0, record.BlockStarted("b1", ["n1", "n2"], 104.0, since=4.0)),
+        (21.0, record.NodeJoined("n2", "b1", 110.0)),
+        (30.0, record.BlockEnded("b1", ["n1", "n2"], "ended")),
+    )
+    assert found.phases[NodePhase.STARTING] == (13 - 4) + (21 - 4)
+    assert found.held == 2 * (30 - 4)
+
+
+def test_a_node_is_not_held_twice_at_a_time():
+    """A job can have started before its request was recorded, and before the end of the block before it was seen."""
+    found = account(
+        BLOCK[0],
+        BLOCK[1],
+        (40.0, record.BlockEnded("b1", ["n1", "n2"], "ended")),
+        (40.0, record.BlockRequested("b2", ["n1", "n2"], 100.0, None)),
+        (50.0, record.NodeJoined("n1", "b2", 140.0)),
+        (60.0, record.BlockStarted("b2", ["n1", "n2"], 130.0, since=30.0)),
+        (70.0, record.BlockEnded("b2", ["n1", "n2"], "ended")),
+    )
+    assert found.held == 2 * (70 - 10)
+
+
 def test_a_block_that_ends_before_it_is_seen_to_start_counts_if_a_node_joined():
     found = account(
         BLOCK[0],
@@ -142,7 +169,7 @@ def test_drivers_of_one_run_add_up():
 
 NODES = ("n1", "n2", "n3")
 RECORDS = st.one_of(
-    st.builds(record.BlockStarted, st.just("b1"), st.just(list(NODES)), st.just(1e6)),
+    st.builds(record.BlockStarted, st.just("b1"), st.just(list(NODES)), st.just(1e6), st.none() | st.floats(0, 3000)),
     st.builds(record.BlockEnded, st.just("b1"), st.just(list(NODES)), st.just("ended")),
     st.builds(record.NodeJoined, st.sampled_from(NODES), st.just("b1"), st.just(1e6)),
     st.builds(record.NodeLeft, st.sampled_from(NODES), st.just("left")),

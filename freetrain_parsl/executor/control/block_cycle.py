@@ -156,7 +156,9 @@ class BlockCycle:
         self._emit(ev.BlockStarted(now, block.name, block.nodes, block.ends))
         if block.ends is not None:
             self._emit(ev.NodesClosing(now, block.nodes, block.ends))
-        self._write(record.BlockStarted(block.name, list(block.nodes), block.ends))
+        # Its nodes are held since then, and not since the survey that shows it, up to a poll interval later.
+        since = None if ends is None else min(now, ends - block.seconds)
+        self._write(record.BlockStarted(block.name, list(block.nodes), block.ends, since))
 
     def _give_back(self, block: Block, reason: str) -> None:
         if not block.releasing:
