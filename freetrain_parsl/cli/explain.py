@@ -34,7 +34,7 @@ from freetrain_parsl.cli.sources import (
     read_variables,
 )
 from freetrain_parsl.cli.windows import notes_view, window_row
-from freetrain_parsl.errors import FreeTrainError
+from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError, did_you_mean
 from freetrain_parsl.planning.blocks.rules import format_span
 from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.windows.slurm.hostlist import show_hosts
@@ -56,6 +56,9 @@ def explain(
             help="Campaign file, or a run directory. Default: one training on any number of nodes.",
         ),
     ] = None,
+    training: Annotated[
+        str | None, typer.Argument(metavar="[TRAINING]", help="Of a run: the name of a training. Default: all.")
+    ] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
     system: SystemOption = None,
@@ -75,12 +78,14 @@ def explain(
     """
     with errors_in_one_line("explain"):
         if campaign is not None and Path(campaign).is_dir():
-            figures, lines = _explain_directory(Path(campaign).absolute())
+            figures, lines = _explain_directory(Path(campaign).absolute(), training)
             if json:
                 say_json(figures)
             else:
                 Screen().print("\n".join(lines), highlight=False, soft_wrap=True)
             return
+        if training is not None:
+            raise UsageError(f"{campaign} is not a run directory: of a campaign file, no training is named")
         variables = read_variables(set_)
         options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
         chosen = choose_source(options, variables)
@@ -94,14 +99,26 @@ def explain(
             print_explanation(Screen(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
 
 
-def _explain_directory(directory: Path) -> tuple[dict[str, Any], Iterable[str]]:
+def _explain_directory(directory: Path, training: str | None) -> tuple[dict[str, Any], Iterable[str]]:
     """Describe why the trainings of a run are where they are, as figures and as sentences."""
     source = open_run(directory)
     if isinstance(source, CampaignSource) and source.at_several_sites():
         figures = explain_run(StoredRun(directory))
+        _keep_one(figures, training, directory)
         return figures, sentences(figures)
     figures = reason_figures(source)
+    _keep_one(figures, training, directory)
     return figures, reason_lines(figures)
+
+
+def _keep_one(figures: dict[str, Any], training: str | None, directory: Path) -> None:
+    """Leave out the other trainings."""
+    if training is None:
+        return
+    known = [item["name"] for item in figures["trainings"]]
+    if training not in known:
+        raise InvalidInput(f"{directory} has no training {training[:80]!r}{did_you_mean(training[:80], known)}")
+    figures["trainings"] = [item for item in figures["trainings"] if item["name"] == training]
 
 
 def runs_here() -> Iterator[str]:

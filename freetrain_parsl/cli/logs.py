@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from freetrain_parsl.campaign.logs import LOGS, log_lines, name_width, shown_line, trainings_of
 from freetrain_parsl.campaign.stored_run import DATABASE
-from freetrain_parsl.cli.run_directory import open_run
+from freetrain_parsl.cli.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.screen import say_coloured
 
@@ -19,7 +18,7 @@ __all__ = ["logs"]
 
 
 def logs(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
+    run_dir: RunDirectory = None,
     training: Annotated[
         str | None, typer.Argument(metavar="[TRAINING]", help="Name of the training. Default: all, merged by time.")
     ] = None,
@@ -34,7 +33,7 @@ def logs(
 ) -> None:
     """Show what the trainings of a run have printed, in order, with marks where they moved."""
     with errors_in_one_line("logs"):
-        if (run_dir / DATABASE).exists() or not (run_dir / LOGS).is_dir():
+        if run_dir is None or (run_dir / DATABASE).exists() or not (run_dir / LOGS).is_dir():
             run_dir = open_run(run_dir).directory  # of a directory above Parsl's, such as the demo's
         names = [] if training is not None else trainings_of(run_dir)
         width = name_width(names)

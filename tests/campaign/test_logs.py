@@ -55,6 +55,16 @@ def test_all_trainings_are_merged_by_time_with_their_names(run_dir) -> None:
     assert shown.splitlines() == ["lr-0.1  | ValueError: x", "lr-0.05 | ValueError: x"]
 
 
+def test_without_a_directory_the_newest_run_here_is_shown(run_dir, monkeypatch) -> None:
+    monkeypatch.chdir(run_dir)
+    newest = run_dir / "freetrain-run-1"
+    newest.mkdir()
+    RunStore.create(newest, FACTS, ["here"])
+    (newest / "logs").mkdir()
+    (newest / "logs" / "here.log").write_text(as_text(1.0, "0", "epoch 7"))
+    assert freetrain("logs").stdout == "epoch 7\n"
+
+
 def test_following_an_ended_run_ends(run_dir) -> None:
     assert freetrain("logs", run_dir, "lr-0.05", "--follow").stdout.splitlines()[1:] == ["epoch 0", "ValueError: x"]
 

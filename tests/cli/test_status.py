@@ -17,6 +17,8 @@ from freetrain_parsl.cli.explain import runs_here
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.protocol.journal import (
+    BlockRequested,
+    BlockSubmitted,
     StartsFailed,
     TrainingFailed,
     TrainingStalled,
@@ -194,6 +196,27 @@ def test_explain_names_the_trainings_that_wait_for_their_checkpoint_directory(st
     journal.write(3.0, TrainsAlone("a", "the models are of different classes"))
     journal.commit()
     assert list(runs_here()) == ["freetrain-run-1: a: not fused: the models are of different classes"]
+    journal.close()
+
+
+def test_explain_says_why_one_training_waits(store, tmp_path) -> None:
+    """Named as for the other verbs; of a campaign file, none can be named."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    for name in "ab":
+        journal.write(1.0, TrainingSubmitted(name, 1, 2, None))
+    journal.write(2.0, BlockRequested("0", ["n1", "n2"], 600.0, None))
+    journal.write(2.0, BlockSubmitted("0", "17"))
+    journal.commit()
+    store.describe_driver(store.begin_driver(*own_identity()), "freetrain.x.", journal.path)
+    told = freetrain("explain", str(store.directory), "b").stdout.splitlines()
+    assert told == ["the driver runs", "b: waiting: waits for its 2 nodes: job 17 is in the queue, or starting"]
+    result = freetrain("explain", str(store.directory), "c")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"freetrain explain: {store.directory} has no training 'c'\n",
+    )
+    result = freetrain("explain", "sweep.yaml", "a")
+    assert (result.exit_code, "sweep.yaml is not a run directory" in result.stderr) == (2, True)
     journal.close()
 
 
