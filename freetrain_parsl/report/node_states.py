@@ -59,6 +59,7 @@ class NodeStates:
         self._relative = relative
         self._numbers: dict[str, int] = {}
         self._open: dict[str, tuple[int, NodeState]] = {}  # node -> row of its present span, and its state
+        self._before: dict[str, int] = {}  # node -> row of the span before
         self._idle: set[str] = set()
         self._held: dict[str, str] = {}  # node -> block
         self._vacated: set[str] = set()
@@ -90,13 +91,26 @@ class NodeStates:
         for name in changed:
             self._settle(time, name)
 
-    def on_block_started(self, time: float, block: str, nodes: Iterable[str]) -> None:
-        """Note that a block holds nodes."""
+    def on_block_started(self, time: float, block: str, nodes: Iterable[str], since: float | None = None) -> None:
+        """Note that a block holds nodes; `since` when, if that is known, which may be before it was seen."""
         for name in nodes:
             self.number(name)
             self._held[name] = block
             self._vacated.discard(name)
             self._settle(time, name)
+            if since is not None:
+                self._extend(self._open[name][0], self._before.get(name), self._relative(since))
+
+    def _extend(self, row: int, before: int | None, begin: float) -> None:
+        """Let a span begin earlier; the span before it ends then."""
+        present = self._spans.value(row, "begin")
+        if before is not None:
+            adjoins = self._spans.value(before, "end") == present
+            begin = max(begin, self._spans.value(before, "begin" if adjoins else "end"))
+            if adjoins and begin < present:
+                self._spans.change(before, end=begin)
+        if begin < present:
+            self._spans.change(row, begin=begin)
 
     def on_block_ended(self, time: float, block: str) -> None:
         """Note that a block holds no nodes any more."""
@@ -132,6 +146,7 @@ class NodeStates:
         now = self._relative(time)
         if row >= 0:
             self._spans.change(row, end=now)
+            self._before[name] = row
         row = -1 if state is NodeState.UNKNOWN else self._spans.add(self._numbers[name], int(state), now, None)
         self._open[name] = (row, state)
 

@@ -302,7 +302,10 @@ class RunView:
     def _on_block_record(self, time: float, entry: record.Record) -> None:
         match entry:
             case record.BlockStarted(subject=name, nodes=nodes):
-                self._node_states.on_block_started(time, name, nodes)
+                since = entry.since
+                if since is not None and self._origin is not None:
+                    since = max(since, self._origin)
+                self._node_states.on_block_started(time, name, nodes, since)
                 self._windows.on_block_started(name, nodes)
             case record.BlockEnded(subject=name):
                 self._node_states.on_block_ended(time, name)

@@ -317,3 +317,32 @@ def test_the_script_is_one_module_that_loads_nothing():
     assert "import " not in script
     assert "http" not in script.replace("http://www.w3.org/2000/svg", "")
     assert len((script + run_view_style()).encode()) < 100_000
+
+
+def test_a_block_holds_its_nodes_since_its_job_started():
+    """On Slurm that is seen up to a poll interval later, when its nodes have joined: the timeline began with the join."""
+    window = {"nodes": ["n1", "n2", "n3"], "opens": 0.0, "closes": 900.0}
+    seen = [{"type": "windows_seen", "time": 100.0, "windows": [window]}]
+    taken = [{"type": "windows_seen", "time": 150.0, "windows": []}]
+    entries = [
+        (100.0, record.PlannerStep("", seen, [])),
+        (101.0, record.BlockRequested("0", ["n1", "n2"], 600.0, None)),
+        (115.0, record.NodeJoined("n1", "0", 900.0)),
+        (130.0, record.BlockStarted("0", ["n1", "n2"], 703.0, since=103.0)),
+        (140.0, record.BlockEnded("0", ["n1", "n2"], "ended")),
+        (150.0, record.PlannerStep("", taken, [])),
+        (160.0, record.BlockStarted("1", ["n1"], 735.0, since=135.0)),
+    ]
+    view = RunView("sweep")
+    view.take(entries)
+    names, spans = view.since()["nodes"]["name"], view.since()["spans"]
+    of_node = {name: [] for name in names}
+    for node, state, begin, end in zip(spans["node"], spans["state"], spans["begin"], spans["end"], strict=True):
+        of_node[names[node]].append((state, begin, end))
+    idle, others, ours = NodeState.IDLE, NodeState.OTHERS, NodeState.OURS
+    until_taken = [(idle, 0.0, 3.0), (ours, 3.0, 40.0), (idle, 40.0, 50.0)]
+    assert of_node["n1"] == [*until_taken, (others, 50.0, 50.0), (ours, 50.0, None)], "not before the span before"
+    assert of_node["n2"] == [*until_taken, (others, 50.0, None)]
+    assert of_node["n3"] == [(idle, 0.0, 50.0), (others, 50.0, None)]
+    (row,) = (at for at, name in enumerate(view.since()["blocks"]["name"]) if name == "0")
+    assert view.since()["blocks"]["started"][row] == 3.0
