@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
+import pickle
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+import torch
 
 from freetrain_parsl.checking.comparisons import first_difference, gradient_gap
 from freetrain_parsl.checking.findings import Judge
-from freetrain_parsl.checking.records import CRASHED, Frame, Graph, Kind, Leaf, Scalar, Value
+from freetrain_parsl.checking.records import CRASHED, Frame, Graph, Kind, Leaf, Scalar, Value, Variant
 from freetrain_parsl.checking.report import CheckReport, CheckVerdict
 from tests.checking.recorded import LINE, change, hold, number, place, training
 
@@ -289,3 +294,47 @@ def test_the_report_is_json_and_says_what_does_not_run() -> None:
     assert report.verdict is CheckVerdict.DOES_NOT_RUN
     assert str(report) == "train (train.py:20) does not run\n\n  KeyError: 'x' (train.py:3)"
     assert report.as_json()["verdict"] == "does not run"
+
+
+def _of_half_a_file(kind: str, file: Path, share: float) -> str:
+    """Return the error of reading a file of which only a share is written, in the words of a record."""
+    if kind == "json":
+        file.write_text(json.dumps({"best": 1.5}))
+    elif kind == "npz":
+        np.savez(file, weight=np.zeros(64))
+    elif kind == "pickle":
+        file.write_bytes(pickle.dumps({"best": list(range(64))}))
+    else:
+        torch.save(torch.nn.Linear(8, 8).state_dict(), file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(Exception) as caught:
+        if kind == "json":
+            json.loads(file.read_text())
+        elif kind == "npz":
+            np.load(io.BytesIO(file.read_bytes()))
+        elif kind == "pickle":
+            pickle.loads(file.read_bytes())
+        else:
+            torch.load(file)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("kind", ["torch", "pickle", "npz", "json"])
+def test_half_a_file_is_one_that_another_process_writes(kind: str, share: float, tmp_path: Path) -> None:
+    """`best.pt`, which all processes save and load: also in one that joins, but not in one that is alone."""
+    error = _of_half_a_file(kind, tmp_path / f"best.{kind}", share)
+    mend = "let only the first write, under `if session.is_first:`"
+    pair = [training(size=2), training(size=2, error=error, trace=LINE)]
+    judge, report = judged(training())
+    judge.members(2, pair, training(), [training(size=2), training(size=2)])
+    assert [mend in finding.mend for finding in report.findings] == [True]
+    newcomer = training(first=2, error=error, trace=LINE)
+    newcomer.variant = Variant(grow_at=2)
+    judge, report = judged(training())
+    judge.joined([training(), newcomer], [training(size=2), training(size=2)])
+    assert [mend in finding.mend for finding in report.findings] == [True]
+    judge, report = judged(training())
+    judge.resumed(training(2), training(first=2, error=error, trace=LINE))
+    assert [mend in finding.mend for finding in report.findings] == [False]

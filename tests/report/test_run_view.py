@@ -320,7 +320,7 @@ def test_the_script_is_one_module_that_loads_nothing():
 
 
 def test_a_block_holds_its_nodes_since_its_job_started():
-    """On Slurm that is seen up to a poll interval later, when its nodes have joined: the timeline began with the join."""
+    """On Slurm that is seen up to a poll interval later, after its nodes have joined; the timeline began there."""
     window = {"nodes": ["n1", "n2", "n3"], "opens": 0.0, "closes": 900.0}
     seen = [{"type": "windows_seen", "time": 100.0, "windows": [window]}]
     taken = [{"type": "windows_seen", "time": 150.0, "windows": []}]
