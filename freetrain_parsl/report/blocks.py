@@ -90,7 +90,7 @@ class BlockFold:
 
     @property
     def coming(self) -> str:
-        """Describe the blocks whose nodes have not joined yet, while there is no other node; empty if there are none."""
+        """Describe the blocks whose nodes have not joined yet, while there is no other node; else it is empty."""
         blocks = [block for block in self._open.values() if not block.released]
         if self.nodes or not blocks:
             return ""
