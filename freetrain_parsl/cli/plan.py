@@ -114,6 +114,8 @@ def print_plan(console: Screen, answer: PlannerAnswer, title: str) -> None:
     if left := sum(bool(verdict.why) for verdict in answer.explanation.verdicts):
         windows = "1 window is" if left == 1 else f"{left} windows are"
         console.print(f"{windows} unused or only partly used: freetrain explain shows why", **_PLAIN)
+    elif not answer.survey.windows:
+        console.print("no nodes are idle: freetrain explain shows what they do", **_PLAIN)
     for note in notes_view(answer.notes):
         console.print(note)
 

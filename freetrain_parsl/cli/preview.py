@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,7 +80,9 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     settings, costs = chosen.settings.in_seconds(), chosen.costs.in_seconds()
     chosen.source.check(least_walltime(settings))
     survey = chosen.source.survey()
-    pending, notes = _our_jobs(chosen.source)
+    pending, notes, held = _our_jobs(chosen.source)
+    ours = {node: f"runs your block, job {held[node]}" for node in survey.unused if node in held}
+    survey = replace(survey, unused={**survey.unused, **ours})
     if requests is None:
         notes.append(f"{_WITHOUT_CAMPAIGN}{', for each kind' if chosen.speeds else ''}")
         trainers = [_stand_in(survey, costs, kind) for kind in chosen.speeds or [""]]
@@ -173,21 +175,28 @@ def _stand_in(survey: Survey, costs: CostsInSeconds, kind: str) -> Trainer:
     return Trainer(name, 1, most, curve, costs, submitted=survey.time, node_kinds=kinds)
 
 
-def _our_jobs(source: WindowSource) -> tuple[int, list[str]]:
-    """Count our pending blocks; like the nodes of any job, theirs are in no window."""
+def _our_jobs(source: WindowSource) -> tuple[int, list[str], dict[str, str]]:
+    """Return the number of our pending blocks, a note, and the job of each node that our blocks hold.
+
+    Like the nodes of any job, those are in no window.
+    """
     if isinstance(source, WindowsByKind):
         source = source.first
     jobs = set(source.find_jobs(_JOBS))
     if not jobs:
-        return 0, []
+        return 0, [], {}
     # Blocks belong to a driver: this query must not pass for the driver's own survey, which may clean up after them.
     look: Callable[[], BatchState] | None = getattr(source, "state", None)
     if look is not None:
         state = look()
         pending = sum(job.job in jobs for job in state.pending)
-        running = sum(job.job in jobs for job in state.running)
+        ours = [job for job in state.running if job.job in jobs]
+        running = len(ours)
+        held = {node: job.job for job in ours for node in job.nodes}
     else:
-        states = [status.state for status in source.survey(sorted(jobs)).blocks.values()]
+        blocks = source.survey(sorted(jobs)).blocks
+        states = [status.state for status in blocks.values()]
+        held = {node: job for job, status in blocks.items() for node in status.nodes}
         pending = sum(state in (BlockState.PENDING, BlockState.HELD) for state in states)
         running = states.count(BlockState.RUNNING)
-    return pending, [f"your blocks: {running} running, {pending} waiting; their nodes are in no window"]
+    return pending, [f"your blocks: {running} running, {pending} waiting; their nodes are in no window"], held

@@ -16,7 +16,8 @@ from freetrain_parsl.cli.explain import explain, unused_lines
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.planning.model import BlockTerms, Window
-from freetrain_parsl.windows.base import Survey
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
+from freetrain_parsl.windows.state import BatchState, RunningJob, Scheduling
 from tests.cli.fixed_source import FixedSource, run_verb
 
 NOW = 1_000_000.0
@@ -61,6 +62,20 @@ def test_every_window_has_a_sentence_and_every_other_node_a_reason(monkeypatch):
         "note: no campaign given: assuming one training on any number of nodes",
         "note: of the plan",
     ]
+
+
+def test_the_nodes_of_our_blocks_are_not_said_to_run_a_job_of_ours_as_of_others(monkeypatch):
+    """A user read "runs job 4 of root" of their own block; where all jobs are listed, and where ours are asked for."""
+    unused = {"n1": "runs job 4 of ann until 20:06", "n2": "runs job 7 of bob"}
+    jobs = {"4": "freetrain.x.1.block-0"}
+    held = Survey(NOW, blocks={"4": BlockStatus(BlockState.RUNNING, ("n1",))})
+    listed = FixedSource(Survey(NOW, unused=unused), jobs=jobs)
+    running = (RunningJob("4", jobs["4"], "ann", "q", ("n1",), None), RunningJob("7", "x", "bob", "q", ("n2",), None))
+    listed.state = lambda: BatchState(NOW, Scheduling("slurm"), running=running)
+    for source in (listed, FixedSource(Survey(NOW, unused=unused), held, jobs=jobs)):
+        lines = said(monkeypatch, source)
+        assert "  n1: runs your block, job 4" in lines
+        assert "  n2: runs job 7 of bob" in lines
 
 
 def test_a_campaign_tells_what_its_trainings_cannot_use(monkeypatch, tmp_path):

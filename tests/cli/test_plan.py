@@ -125,6 +125,7 @@ def test_without_windows_nothing_would_be_submitted(monkeypatch):
     result = run_verb(monkeypatch, plan, FixedSource(Survey(NOW)))
     assert result.exit_code == 0
     assert result.stdout.startswith("Slurm, default partition: nothing would be submitted at ")
+    assert result.stdout.splitlines()[1] == "no nodes are idle: freetrain explain shows what they do"
     assert figures(monkeypatch, FixedSource(Survey(NOW)))["blocks"] == []
 
 
