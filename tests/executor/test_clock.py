@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from freetrain_parsl.executor.batch.providers import BlockSpec
     from freetrain_parsl.executor.control.loop import ControlLoop
 
 STEPS = (-7200.0, -30.0, -5.0, 3.0, 20.0, 60.0, 7200.0)
@@ -124,6 +126,30 @@ def test_trainings_go_on_and_their_times_are_right_though_the_wall_clock_is_step
         assert times[-1] - times[0] <= time.monotonic() - began
         stepped = [entry.detail["seconds"] for entry in bench.history() if entry.kind == "clock_stepped"]
         assert stepped == pytest.approx(list(steps), abs=0.5)
+
+
+@pytest.mark.parametrize("ago", [20.0, None])
+def test_the_journal_says_since_when_a_block_has_its_nodes(tmp_path: Path, ago: float | None) -> None:
+    """It is seen up to a poll interval later; `None`: the batch system does not say when the job ends."""
+    with DriverBench(tmp_path) as bench:
+        start = bench.source.launch
+
+        def started_before(spec: BlockSpec) -> str:
+            job = start(spec)
+            status = bench.source.jobs[job]
+            assert status.ends is not None
+            bench.source.jobs[job] = replace(status, ends=None if ago is None else status.ends - ago)
+            return job
+
+        bench.submitter._launch = started_before
+        future = bench.train("one")
+        entry = bench.entry("block_started")
+        since = entry.detail["since"]
+        assert since == (None if ago is None else pytest.approx(entry.time - ago, abs=5.0))
+        slot = bench.slot()
+        slot.get(StartRun)
+        slot.finish("done")
+        assert future.result(60) == "done"
 
 
 class _LateServer:
