@@ -221,12 +221,14 @@ class ScriptSource:
         from freetrain_parsl.report.run import RunState
 
         try:
-            found = RunState(self._journal).refresh().trainings.values()
+            run = RunState(self._journal).refresh()
         except (OSError, sqlite3.Error, *DAMAGED) as error:
             raise InvalidInput(f"the journal {self._journal} cannot be read: {error}") from None
+        if not self.is_running():
+            run.end_driver(time.time())
         return [
             TrainingRecord(item.name, item.state, item.share_done, item.nodes, {}, item.error or None, _last(item))
-            for item in found
+            for item in run.trainings.values()
         ]
 
     def drivers(self) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from freetrain_parsl.campaign.run_source import RunSource, ScriptSource
+    from freetrain_parsl.report.run import TrainingState
 
 __all__ = ["print_script", "reason_figures", "reason_lines", "script_figures"]
 
@@ -57,15 +58,19 @@ def reason_figures(source: RunSource) -> dict[str, Any]:
         run = RunState(journals[-1].path).refresh()
     except (OSError, sqlite3.Error, *DAMAGED) as error:
         raise InvalidInput(f"the journal {journals[-1].path} cannot be read: {error}") from None
+    lives = journals[-1].how is None
+    cut_short = {item.name for item in run.trainings.values() if item.state == "running" and not lives}
+    for name in cut_short:
+        run.trainings[name].state, run.trainings[name].nodes = "waiting", ()
     return {
-        "running": journals[-1].how is None,
+        "running": lives,
         "failed_starts": None if run.failed_starts is None else run.failed_starts.sentence(time.time()),
         "trainings": [
             {
                 "name": item.name,
                 "state": item.state,
                 "nodes": list(item.nodes),
-                "reason": item.error.strip().partition("\n")[0] if item.state == "failed" else item.remark(),
+                "reason": _reason(item, cut_short=item.name in cut_short),
             }
             for item in run.trainings.values()
         ],
@@ -81,6 +86,12 @@ def reason_lines(figures: dict[str, Any]) -> Iterator[str]:
         where = f" on {', '.join(item['nodes'])}" if item["nodes"] else ""
         reason = item["reason"] or (NO_NODES_YET if item["state"] == "waiting" else "")
         yield printable(f"{item['name']}: {item['state']}{where}{f': {reason}' if reason else ''}")
+
+
+def _reason(training: TrainingState, *, cut_short: bool) -> str:
+    if cut_short:
+        return "was running when its driver ended"
+    return training.error.strip().partition("\n")[0] if training.state == "failed" else training.remark()
 
 
 def _script_line(source: ScriptSource) -> str:

@@ -13,7 +13,13 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli import demo
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.protocol.journal import StartsFailed, TrainingFailed, TrainingSubmitted, TrainsAlone
+from freetrain_parsl.protocol.journal import (
+    FragmentStarted,
+    StartsFailed,
+    TrainingFailed,
+    TrainingSubmitted,
+    TrainsAlone,
+)
 from freetrain_parsl.protocol.reports import Progress
 from tests.cli.test_status import FACTS
 
@@ -69,6 +75,16 @@ def test_it_says_why_each_is_where_it_is(here):
     ]
     figures = json.loads(freetrain("explain", "demo", "--json").stdout)
     assert [item["state"] for item in figures["trainings"]] == ["waiting", "failed"]
+
+
+def test_nothing_runs_after_the_script_has_ended(here):
+    """As after Ctrl-C, which leaves no record; `status` said "running on n1" below "which has ended"."""
+    journal = Journal(here / "demo/parsl/000/freetrain/journal.sqlite")
+    journal.write(5.0, FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0))
+    journal.close()
+    shown = json.loads(freetrain("status", "demo", "--json").stdout)["trainings"][0]
+    assert (shown["state"], shown["nodes"], shown["share"]) == ("waiting", [], 0.5)
+    assert freetrain("explain", "demo", "a").stdout.splitlines()[1] == "a: waiting: was running when its driver ended"
 
 
 def test_status_is_a_document_too(here):
