@@ -45,6 +45,7 @@ from freetrain_parsl.executor.settings import CheckpointSettings, Manners, Train
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.executor.submissions import Submissions
 from freetrain_parsl.executor.trainings import Limits, SharedSettings, TrainingRequest, cache_identity
+from freetrain_parsl.executor.value_files import ValueFiles
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
@@ -52,6 +53,7 @@ from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_duration
 from freetrain_parsl.storage.learned_curves import read_rates
+from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.trackers.settings import parse_trackers
 from freetrain_parsl.typed_arguments import wrong_types_refused
@@ -264,6 +266,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._logs: LogWriter | None = None
         self._values: ValueWriter | None = None
         self._checkpoint_root = Path()
+        self._files: ValueFiles | None = None
         self._observers: dict[str, Callable[[Sequence[str]], None]] = {}
         self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
@@ -317,10 +320,13 @@ class FreeTrainExecutor(HighThroughputExecutor):
         root = root.absolute()
         root_identity = prepare_root(root)
         self._checkpoint_root = root
+        run = directory_name(f"{self.label}.{self.job_tag}")
+        self._files = ValueFiles(root, root_identity, run, secrets.token_hex(8))
+        self._files.clear()
         self._log_handler = log_to(Path(self.logdir) / "freetrain.log")
         log_dir = Path(self.log_dir or Path(self.run_dir) / "logs").absolute()
         self._logs = LogWriter(log_dir, allowed=self._fence.allows)
-        self._values = ValueWriter(root, Path(self.logdir).absolute())
+        self._values = ValueWriter(root, Path(self.logdir).absolute(), allowed=self._fence.allows)
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir))
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self._window_source()
@@ -338,6 +344,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
             grace=self.grace.total_seconds(),
             interface=self.interface,
             log_dir=str(log_dir),
+            files=self._files,
         )
         self._submitter = JobSubmitter(
             source,
@@ -374,6 +381,7 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 ),
                 costs=self.trainings.rescale_costs.in_seconds(),
                 limits=Limits(self.trainings.peer_timeout.total_seconds(), max_restarts=self.trainings.max_restarts),
+                values=self._files,
             ),
             slots_per_node=self.slots_per_node,
             node_kinds={name: kind.slots for name, kind in self._kinds.items() if name},
@@ -519,6 +527,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         if self._logs is not None and self._values is not None:
             self._logs.close()
             self._values.close()
+        if self._files is not None:
+            self._files.close()
         super().shutdown(timeout)
         keep_private(Path(self.run_dir))
         for kind in self._kinds.values():

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.trackers.rows import as_line, fresh, last_steps, parse_row
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from freetrain_parsl.trackers.base import Outcome
@@ -59,10 +60,13 @@ class ValueWriter:
         Directory of the checkpoints.
     log_dir
         Directory of this driver's logs.
+    allowed
+        Whether this driver may still write: another one may have replaced it, and its trackers go on.
     """
 
-    def __init__(self, root: Path, log_dir: Path) -> None:
+    def __init__(self, root: Path, log_dir: Path, allowed: Callable[[], bool] = lambda: True) -> None:
         self._root = root
+        self._allowed = allowed
         self._assignments = log_dir / "trackers.jsonl"
         self._log = log_dir / "trackers.log"
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -90,6 +94,8 @@ class ValueWriter:
         if process is None:
             return
         assert process.stdin is not None
+        if not self._allowed():  # it would mark its runs as interrupted, which those of the other driver continue
+            _end_session(process)
         process.stdin.close()
         try:
             process.wait(timeout)
@@ -124,6 +130,8 @@ class ValueWriter:
         self._turn()
 
     def _turn(self) -> None:
+        if not self._allowed():
+            return
         self._watch_process()
         if time.monotonic() < self._retry_at:
             return
@@ -227,6 +235,12 @@ class ValueWriter:
         self._process = None
         if self._starts < _MOST_STARTS:
             self._start_process()
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session, with the processes that its trackers have started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _outcome(entry: record.Record) -> Outcome:

@@ -8,14 +8,15 @@ import sys
 from concurrent.futures import InvalidStateError
 from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import dill
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize
+from parsl.serialize.concretes import DillSerializer
 from parsl.serialize.errors import DeserializationError
 
-from freetrain_parsl.errors import TrainingError
+from freetrain_parsl.errors import CheckpointError, TrainingError
 from freetrain_parsl.executor.app_modules import directory_of, own_modules, search_first
 from freetrain_parsl.texts import text_of
 
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    from freetrain_parsl.executor.value_files import ValueFiles
+    from freetrain_parsl.protocol.messages import StoredValue
+
 logger = logging.getLogger(__name__)
 
-__all__ = ["error_in", "pack_training", "settle_with_error", "settle_with_payload", "unpack_training"]
+__all__ = ["error_in", "pack_training", "settle_with_error", "settle_with_value", "unpack_training"]
 
 
 class _Pickler(dill.Pickler):  # type: ignore[misc]  # untyped
@@ -81,16 +85,43 @@ def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]
     return function, args, kwargs
 
 
-def settle_with_payload(future: Future[Any], payload: bytes) -> None:
-    """Set a future's result to a value sent by a slot, or its exception if the value cannot be deserialized here."""
+def settle_with_value(future: Future[Any], sent: bytes | StoredValue, files: ValueFiles | None = None) -> None:
+    """Set a future's result to a value sent by a slot, or its exception if the value cannot be deserialized here.
+
+    Parameters
+    ----------
+    future
+        The future; if it is done, the value is discarded.
+    sent
+        The serialized value, or what identifies its file.
+    files
+        Where that file is.
+    """
     if future.done():
+        if files is not None and not isinstance(sent, bytes):
+            files.discard(sent)
         return
     try:
-        value = deserialize(payload)
+        if isinstance(sent, bytes):
+            value = deserialize(sent)
+        else:
+            assert files is not None, "slots without a directory for values store none"
+            with files.take(sent) as file:
+                value = _deserialize_file(file)
+    except CheckpointError as error:  # the file cannot be read
+        settle_with_error(future, error)
     except BaseException as error:  # noqa: BLE001 - unpickling runs the value's own code, which may call sys.exit
         settle_with_error(future, DeserializationError(f"the result cannot be deserialized here: {_described(error)}"))
     else:
         _settle(future, lambda: future.set_result(value))
+
+
+def _deserialize_file(file: IO[bytes]) -> Any:
+    """Deserialize a value from a file: without copies of all of it, while which no other thread of the driver runs."""
+    header = file.readline()
+    if header.removesuffix(b"\n") == DillSerializer.identifier:
+        return dill.load(file)  # noqa: S301 - as was announced over the authenticated channel
+    return deserialize(header + file.read())
 
 
 def settle_with_error(future: Future[Any], error: BaseException) -> None:

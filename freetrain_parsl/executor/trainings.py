@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Future
 
+    from freetrain_parsl.executor.value_files import ValueFiles
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.protocol.options import Code
     from freetrain_parsl.storage.learned_curves import Rates
@@ -239,11 +240,14 @@ class SharedSettings:
         Rescale costs of trainings that do not state them, until they are measured.
     limits
         Timeouts, and the number of restarts.
+    values
+        The files with large results.
     """
 
     options: SessionOptions
     costs: CostsInSeconds = field(default_factory=CostsInSeconds)
     limits: Limits = field(default_factory=Limits)
+    values: ValueFiles | None = None
 
 
 @dataclass

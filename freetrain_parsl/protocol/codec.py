@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 __all__ = ["VERSION", "Envelope", "ProtocolError", "by_type", "decode", "encode", "type_name"]
 
-VERSION = 5
+VERSION = 6
 """Protocol version; incremented with every change of a message."""
 
 _LONGEST_HEADER = 1 << 20  # bytes

@@ -42,6 +42,7 @@ __all__ = [
     "StartTask",
     "StoreReply",
     "StoreRequest",
+    "StoredValue",
     "TaskEnded",
     "ToDriver",
     "ToRun",
@@ -51,9 +52,13 @@ __all__ = [
 ]
 
 _SOURCE = re.compile(r"!?(\d{1,7}|\?)")
+_HEX = re.compile(r"[0-9a-f]{32}(?:[0-9a-f]{32})?")
 
 Source: TypeAlias = Annotated[str, Limit(lambda value: isinstance(value, str) and _SOURCE.fullmatch(value) is not None)]
 """Which process of a training has printed: its rank, ``?`` while it joins; with ``!`` the exception that ends it."""
+
+Hex: TypeAlias = Annotated[str, Limit(lambda value: isinstance(value, str) and _HEX.fullmatch(value) is not None)]
+"""Hexadecimal digits, 32 or 64."""
 
 Keys: TypeAlias = Annotated[tuple[Text, ...], Limit(lambda value: isinstance(value, list) and len(value) > 0)]
 """One or more."""
@@ -153,6 +158,25 @@ class RunReport:
 
 
 @dataclass(frozen=True)
+class StoredValue:
+    """A serialized value in a file, see `freetrain_parsl.executor.value_files`.
+
+    Parameters
+    ----------
+    name
+        Name of the file.
+    size
+        Its size in bytes.
+    digest
+        Its SHA-256.
+    """
+
+    name: Hex
+    size: Count
+    digest: Hex
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """A run has ended.
 
@@ -164,12 +188,15 @@ class RunEnded:
         How it ended.
     payload
         The serialized value of `RunFinished` or exception of `RunFailed`; otherwise empty.
+    stored
+        The file of a value that is too large for a message.
     """
 
     training: Name
     run: Count
     end: RunEnd
     payload: bytes = b""
+    stored: StoredValue | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +227,7 @@ class MemberEnded:
     ----------
     training, run, member
         As in `MemberReport`.
-    end, payload
+    end, payload, stored
         As in `RunEnded`.
     """
 
@@ -209,6 +236,7 @@ class MemberEnded:
     member: Name
     end: RunEnd
     payload: bytes = b""
+    stored: StoredValue | None = None
 
 
 @dataclass(frozen=True)
@@ -258,11 +286,14 @@ class TaskEnded:
         Whether it raised an exception.
     payload
         The serialized value or exception.
+    stored
+        As in `RunEnded`.
     """
 
     task: Count
     failed: bool
     payload: bytes
+    stored: StoredValue | None = None
 
 
 @dataclass(frozen=True)

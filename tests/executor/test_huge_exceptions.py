@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 from freetrain_parsl.executor.payloads import error_in
+from freetrain_parsl.executor.slot import run_end
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception, serialized_exception
 from freetrain_parsl.protocol.reports import RunFailed
 from freetrain_parsl.texts import text_of
@@ -97,3 +101,76 @@ def test_the_end_of_a_text_is_kept() -> None:
     assert text.startswith("beginx")
     assert text.endswith("xend")
     assert len(text) < 21_000
+
+
+def slow_class(*, text: Any = None, representation: Any = None, pickled: Any = None) -> BaseException:
+    class Slow(ValueError):
+        def __str__(self) -> str:
+            return "text" if text is None else text()
+
+        def __repr__(self) -> str:
+            return "representation" if representation is None else representation()
+
+        def __reduce__(self) -> Any:
+            return super().__reduce__() if pickled is None else pickled()
+
+    return Slow()
+
+
+def sleep() -> str:
+    time.sleep(30)
+    return ""
+
+
+def spin_for_a_while() -> str:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        pass
+    return ""
+
+
+SLOW = {
+    "text": slow_class(text=sleep),
+    "busy": slow_class(text=spin_for_a_while),
+    "representation": slow_class(representation=sleep),
+    "pickling": slow_class(pickled=sleep),
+}
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_an_exception_whose_texts_take_long_is_passed_on_without_them(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its slot never ended, or the driver's loop did not answer any slot."""
+    monkeypatch.setattr(run_end, "_PATIENCE", 0.5)
+    begin = time.monotonic()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text takes long
+        raise SLOW[kind]
+    end, payload = end_by(caught.value)
+    assert isinstance(end, RunFailed)
+    assert end.reason == "Slow: its text takes more than 0 s, and was left out"
+    for sent in (payload, serialized_exception(caught.value)):
+        error = error_in(sent)
+        assert type(error) is RuntimeError
+        assert error.__traceback__ is not None
+        assert text_of(error) == end.reason
+    print_exception(caught.value)
+    assert "Slow" in capsys.readouterr().err
+    assert time.monotonic() - begin < 10
+
+
+def test_sys_exit_with_a_slow_argument_is_an_error_of_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(BaseException):
+        def __str__(self) -> str:
+            return sleep()
+
+    monkeypatch.setattr(run_end, "_PATIENCE", 0.5)
+    assert text_of(error_in(serialized_exception(Slow()))).startswith("Slow: its text takes more than")
+
+
+def test_an_exception_is_passed_on_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(run_end.threading.Thread, "start", refuse)
+    assert type(error_in(serialized_exception(KeyError("x")))) is KeyError

@@ -19,7 +19,7 @@ from freetrain_parsl.executor.payloads import (
     error_in,
     pack_training,
     settle_with_error,
-    settle_with_payload,
+    settle_with_value,
     unpack_training,
 )
 from freetrain_parsl.executor.slot.output import flush_streams
@@ -61,7 +61,7 @@ def test_a_payload_that_is_no_exception_still_becomes_one() -> None:
 def test_a_future_that_is_settled_stays_as_it_is() -> None:
     future: Future[int] = Future()
     future.set_result(1)
-    settle_with_payload(future, serialize(2))
+    settle_with_value(future, serialize(2))
     assert future.result() == 1
 
 
@@ -105,7 +105,7 @@ class _RaisesNameless:
 def test_code_of_the_user_s_that_exits_while_a_value_is_unpickled_fails_the_call_only(value: object) -> None:
     """It ended the driver's thread, and all futures stayed pending."""
     future: Future[Any] = Future()
-    settle_with_payload(future, serialize(value))
+    settle_with_value(future, serialize(value))
     with pytest.raises(DeserializationError, match="the result cannot be deserialized here"):
         future.result(0)
     wrapped = serialize(RemoteExceptionWrapper(ValueError, ValueError(value), None))
@@ -137,7 +137,7 @@ def test_a_callback_that_exits_does_not_end_the_thread_that_settles_the_future(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for settle in (
-        lambda future: settle_with_payload(future, serialize(1)),
+        lambda future: settle_with_value(future, serialize(1)),
         lambda future: settle_with_error(future, ValueError()),
     ):
         future: Future[Any] = Future()

@@ -173,10 +173,10 @@ def _row(step: int, **values: float) -> str:
     return json.dumps({"step": step, "epoch": 0, "time": 1.0, "values": values})
 
 
-def _writer(tmp_path, *specs: TrackerSpec) -> ValueWriter:
+def _writer(tmp_path, *specs: TrackerSpec, **options: Any) -> ValueWriter:
     (tmp_path / "log").mkdir(exist_ok=True)
     (tmp_path / "root").mkdir(exist_ok=True)
-    writer = ValueWriter(tmp_path / "root", tmp_path / "log")
+    writer = ValueWriter(tmp_path / "root", tmp_path / "log", **options)
     writer.track("t", specs)
     return writer
 
@@ -267,6 +267,38 @@ def test_a_real_process_follows_the_driver_and_ends_with_it(tmp_path) -> None:
     writer.close(60)
     assert [step for step, _ in read_csv(path)["loss"]] == [1, 2, 3, 4]
     assert not (tmp_path / "log" / "trackers.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("superseded", [True, False])
+def test_the_trackers_of_a_driver_that_was_replaced_end_nothing(tmp_path, monkeypatch, superseded) -> None:
+    """They marked the run that those of the other driver continue, as interrupted."""
+    closed = tmp_path / "closed"
+    module = f"noting_{superseded}".lower()
+    (tmp_path / f"{module}.py").write_text(
+        "from pathlib import Path\nclass Noting:\n"
+        "    def open(self, training):\n        return {}\n"
+        f"    def log(self, rows):\n        Path({str(tmp_path / 'logged')!r}).touch()\n"
+        f"    def close(self, outcome):\n        Path({str(closed)!r}).write_text(outcome)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    may_write = [True]
+    writer = _writer(tmp_path, *parse_trackers([f"{module}:Noting"]), allowed=lambda: may_write[0])
+    writer.start()
+    writer.take("t", [_row(1, loss=1.0)])
+    end = time.monotonic() + 60
+    while not (tmp_path / "logged").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process = writer._process
+    assert process is not None
+    may_write[0] = not superseded
+    writer.take("t", [_row(2, loss=1.0)])
+    writer.note(record.TrainingFailed("t", "ValueError: no"))
+    writer.close(30)
+    assert process.poll() is not None
+    assert _steps(tmp_path / "root" / "t" / "values.jsonl") == ([1] if superseded else [1, 2])
+    assert closed.exists() is not superseded
 
 
 @pytest.mark.slow

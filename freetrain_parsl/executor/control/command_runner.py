@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training.cost_estimates import FailureRate
-from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_payload
+from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_value
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import AddMember, StartArray, StartRun
 from freetrain_parsl.texts import text_of
@@ -107,10 +107,11 @@ class CommandRunner:
                 self._journal.keep_progress(self._clock(), name, progress)
             case do.Log(entry):
                 self.log(entry)
-            case do.Resolve(payload):
+            case do.Resolve(payload, stored):
                 assert training is not None
                 self._journal.commit()  # before code that waits for the future reads the journal
-                self._settle(partial(settle_with_payload, training.future, payload))
+                value = payload if stored is None else stored
+                self._settle(partial(settle_with_value, training.future, value, self._settings.values))
             case do.Fail(error):
                 assert training is not None
                 self._fail(training, error_in(error) if isinstance(error, bytes) else error)

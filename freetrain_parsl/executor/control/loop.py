@@ -215,6 +215,7 @@ class ControlLoop:
             server.send,
             shared_settings.limits.max_restarts,
             self._settler.post,
+            shared_settings.values,
         )
         self._notes: tuple[str, ...] = ()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TooManyRestarts
 from freetrain_parsl.executor.control.settler import settle_at_once
-from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_payload
+from freetrain_parsl.executor.payloads import error_in, settle_with_error, settle_with_value
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.protocol.messages import StartTask
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.control.settler import Settle
     from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.executor.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import TaskEnded
 
 __all__ = ["Task", "TaskQueue"]
@@ -50,6 +51,8 @@ class TaskQueue:
         Number of crashes after which a task is run again.
     settle
         Calls a function that settles a future, now or later.
+    values
+        The files with large values.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class TaskQueue:
         send: Callable[[str, StartTask], object],
         max_restarts: int,
         settle: Settle = settle_at_once,
+        values: ValueFiles | None = None,
     ) -> None:
         self._registry = registry
         self._slots_per_node = slots_per_node
         self._send = send
         self._max_restarts = max_restarts
         self._settle = settle
+        self._values = values
         self._tasks: dict[int, Task] = {}
         self._queue: deque[int] = deque()
         self.lent: frozenset[str] = frozenset()
@@ -99,7 +104,8 @@ class TaskQueue:
         if message.failed:
             self._settle(lambda: settle_with_error(task.future, error_in(message.payload)))
         else:
-            self._settle(partial(settle_with_payload, task.future, message.payload))
+            value = message.payload if message.stored is None else message.stored
+            self._settle(partial(settle_with_value, task.future, value, self._values))
 
     def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Put the task of a failed slot back at the front of the queue; fail it if that was too often a `crash`."""

@@ -244,7 +244,8 @@ class TrainingManager:
         if self._cohorts.on_message(slot, message):
             return
         if (managed := self._of(slot.name)) is not None:
-            self._handle(managed, on.RunOver(slot.name, message.run, message.end, message.payload))
+            over = on.RunOver(slot.name, message.run, message.end, message.payload, message.stored)
+            self._handle(managed, over)
 
     def on_member_message(self, slot: Slot, message: MemberReport | MemberEnded) -> None:
         """Handle a message about a member of an array."""

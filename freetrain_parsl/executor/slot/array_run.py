@@ -13,11 +13,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import CannotFuse, TrainingError
+from freetrain_parsl.errors import CannotFuse, CheckpointError, TrainingError
 from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
-from freetrain_parsl.executor.slot.result import serialize_result
+from freetrain_parsl.executor.slot.result import deposit, serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
 from freetrain_parsl.protocol.messages import (
     AddMember,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
     from freetrain_parsl.executor.slot.output import OutputCapture
+    from freetrain_parsl.executor.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report, RunEnd
@@ -74,9 +75,13 @@ class ArrayRun:
         The command.
     send
         Sends a message to the driver; may be called from any thread.
+    files
+        As in `TrainingRun`.
     """
 
-    def __init__(self, command: StartArray, *, send: Callable[[ToDriver], None]) -> None:
+    def __init__(
+        self, command: StartArray, *, send: Callable[[ToDriver], None], files: ValueFiles | None = None
+    ) -> None:
         self.mailbox: ArrayMailbox = ArrayMailbox()
         self.number = command.run
         self.output: OutputCapture | None = None
@@ -85,6 +90,7 @@ class ArrayRun:
         """Number of steps that were made for several members at once, after the end."""
         self._command = command
         self._send = send
+        self._files = files
         self._training = command.training
         self._missing = set(command.members)
         self._complete = threading.Event()
@@ -207,11 +213,12 @@ class ArrayRun:
     def _ended(self, member: str, ended: Finished | Paused | BaseException) -> None:
         self._reported.pop(member, None)
         end: RunEnd
-        payload = b""
+        payload, stored = b"", None
         if isinstance(ended, Finished):
+            end = RunFinished(ended.progress)
             try:
-                end, payload = RunFinished(ended.progress), serialize_result(member, ended.value)
-            except TrainingError as error:
+                payload, stored = deposit(serialize_result(member, ended.value), self._files)
+            except (TrainingError, CheckpointError) as error:
                 end, payload = end_by(error)
         elif isinstance(ended, Paused):
             end = RunPaused(ended.reason, ended.progress)
@@ -227,7 +234,7 @@ class ArrayRun:
         if self.output is not None:
             flush_streams()
             self.output.flush()
-        self._send(MemberEnded(self._training, self.number, member, end, payload))
+        self._send(MemberEnded(self._training, self.number, member, end, payload, stored))
 
     def _is_too_large(self, error: BaseException) -> bool:
         """Return whether an array, and not one of its members, has run out of memory; the next one is half as large."""

@@ -10,11 +10,15 @@ from parsl.serialize import serialize
 
 from freetrain_parsl.errors import TrainingError
 from freetrain_parsl.executor.packing import first_line, type_name
+from freetrain_parsl.executor.value_files import LARGEST_MESSAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["serialize_result"]
+    from freetrain_parsl.executor.value_files import ValueFiles
+    from freetrain_parsl.protocol.messages import StoredValue
+
+__all__ = ["deposit", "serialize_result"]
 
 _DEEPEST: Final = 8
 _MOST_PARTS: Final = 10_000  # that are tried
@@ -36,6 +40,19 @@ def serialize_result(training: str, value: object) -> bytes:
             f"training {training!r} is done, but cannot return its result: {where} is of type {type_name(part)} and "
             f"cannot be pickled ({first_line(refusal)}); return numbers, texts, tensors, and lists or dicts of these"
         ) from None
+
+
+def deposit(payload: bytes, files: ValueFiles | None) -> tuple[bytes, StoredValue | None]:
+    """Return what to send of a serialized value: itself or, if it is large and there are `files`, that of its file.
+
+    Raises
+    ------
+    CheckpointError
+        The file cannot be written; `StorageUnavailable` if that may be temporary.
+    """
+    if files is None or len(payload) <= LARGEST_MESSAGE:
+        return payload, None
+    return b"", files.store(payload)
 
 
 def _culprit(value: object, error: Exception) -> tuple[str, object, Exception]:

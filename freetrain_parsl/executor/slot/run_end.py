@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from contextlib import suppress
+from functools import partial
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize, serialize
@@ -17,7 +19,11 @@ from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFail
 from freetrain_parsl.texts import cut, storable, text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from freetrain_parsl.protocol.reports import RunEnd
+
+_T = TypeVar("_T")
 
 __all__ = ["end_by", "print_exception", "serialized_exception"]
 
@@ -29,10 +35,13 @@ _WHERE_MODULES_ARE = (
 _LARGEST_EXCEPTION = 4 << 20  # bytes; a larger one would hold up the heartbeats of all slots in the driver
 _LONGEST_STAND_IN = 10_000  # characters; with the reason, fewer than `text_of` leaves as they are
 _LONGEST_PRINTED = 1 << 20  # characters of a traceback
+_PATIENCE = 5.0  # seconds for the texts of an exception, which the user's code makes
 
 
 def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
     """Return the end of a training whose function, or session, has raised an exception, with its payload.
+
+    An exception whose text takes more than seconds is passed on without it.
 
     Parameters
     ----------
@@ -41,6 +50,14 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
     generation
         Number of the training's group.
     """
+    try:
+        return _in_time(partial(_end_by, error, generation))
+    except _TooSlow:
+        stand_in = _without_text(error)
+        return RunFailed(str(stand_in)), _serialized_plainly(stand_in)
+
+
+def _end_by(error: BaseException, generation: int) -> tuple[RunEnd, bytes]:
     match error:
         case PeerFailed():
             return PeersFailed(generation, text_of(error), error.unreachable), b""
@@ -58,11 +75,72 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
             missing = ModuleNotFoundError(f"{text_of(error)}; {_WHERE_MODULES_ARE}", name=error.name, path=error.path)
             error = missing.with_traceback(error.__traceback__)
     reason = shorten(f"{type(error).__name__}: {text_of(error)}", _LONGEST_REASON)
-    return RunFailed(reason), serialized_exception(error)
+    return RunFailed(reason), _serialized(error)
 
 
 def serialized_exception(error: BaseException) -> bytes:
-    """Serialize an exception, with its traceback; in place of one that cannot be passed on, a `RuntimeError`."""
+    """Serialize an exception, with its traceback; in place of one that cannot be passed on, a `RuntimeError`.
+
+    That includes one whose text or representation takes more than seconds: it would hold up the driver.
+    """
+    try:
+        return _in_time(partial(_serialized, error))
+    except _TooSlow:
+        return _serialized_plainly(_without_text(error))
+
+
+class _TooSlow(Exception):
+    """The user's code takes too long."""
+
+
+def _in_time(make: Callable[[], _T]) -> _T:
+    """Return what the user's code makes in another thread, which nothing can end; while it lasts, heartbeats go on.
+
+    Raises
+    ------
+    _TooSlow
+        It takes too long.
+    """
+    made: list[_T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="freetrain-exception", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the user's code has started as many as there may be
+        return make()
+    thread.join(_PATIENCE)
+    if raised:
+        raise raised[0]
+    if not made:
+        raise _TooSlow
+    return made[0]
+
+
+def _without_text(error: BaseException) -> RuntimeError:
+    text = f"{type(error).__name__}: its text takes more than {_PATIENCE:.0f} s, and was left out"
+    return RuntimeError(text).with_traceback(error.__traceback__)
+
+
+def _serialized_plainly(error: RuntimeError) -> bytes:
+    """Serialize an exception of ours, with its traceback if possible."""
+    with suppress(Exception):  # dill imports the modules of a traceback, and may open no more files
+        payload = bytes(serialize(RemoteExceptionWrapper(RuntimeError, error, error.__traceback__)))
+        if len(payload) <= _LARGEST_EXCEPTION:
+            return payload
+    return bytes(serialize(RemoteExceptionWrapper(RuntimeError, error, None)))
+
+
+def _serialized(error: BaseException) -> bytes:
+    if not isinstance(error, Exception):  # sys.exit in the user's function would end the driver, too
+        raised = TrainingError(f"the app raised {type(error).__name__}: {text_of(error)}")
+        error = raised.with_traceback(error.__traceback__)
     kind, traceback = type(error), error.__traceback__
     try:
         # Not pickled to be measured: meanwhile no other thread of the process runs, and none sends heartbeats.
@@ -73,18 +151,18 @@ def serialized_exception(error: BaseException) -> bytes:
         if (size := max(texts, len(payload))) > _LARGEST_EXCEPTION:
             why = f"the exception itself has at least {size:,} bytes, and was not passed on: that is too large"
         else:
-            deserialize(payload)  # an exception whose class has other parameters than its `args` fails only here
+            copy = deserialize(payload)  # an exception whose class has other parameters than its `args` fails only here
+            with suppress(BaseException):  # the driver replaces such an exception
+                str(copy.e_value), repr(copy.e_value)  # as the driver will: if they last, it answers no slot meanwhile
             return payload
     except BaseException as refusal:  # noqa: BLE001 - pickling an object may raise anything
         why = f"the exception itself cannot be pickled: {text_of(refusal, _LONGEST_REASON)}"
     stand_in = RuntimeError(f"{kind.__name__}: {text_of(error, _LONGEST_STAND_IN)} ({why})")
-    try:
-        payload = bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, traceback)))
-    except Exception:  # noqa: BLE001 - dill imports the modules of a traceback, and may open no more files
-        payload = b""
-    if 0 < len(payload) <= _LARGEST_EXCEPTION:
-        return payload
-    return bytes(serialize(RemoteExceptionWrapper(RuntimeError, stand_in, None)))
+    return _serialized_plainly(stand_in.with_traceback(traceback))
+
+
+def _formatted(error: BaseException) -> str:
+    return "".join(cut(part, _LONGEST_PRINTED // 8) for part in traceback.format_exception(error))
 
 
 def print_exception(error: BaseException) -> None:
@@ -93,7 +171,9 @@ def print_exception(error: BaseException) -> None:
     The middle of what is very long is left out.
     """
     try:
-        text = "".join(cut(part, _LONGEST_PRINTED // 8) for part in traceback.format_exception(error))
+        text = _in_time(partial(_formatted, error))
+    except _TooSlow:
+        text = "".join([*traceback.format_tb(error.__traceback__), f"{_without_text(error)}\n"])
     except Exception as failure:  # noqa: BLE001 - a chain of causes may be too deep, its texts may raise anything
         text = f"{type(error).__name__}: {text_of(error)} (no traceback: {type(failure).__name__})\n"
     text = cut(text, _LONGEST_PRINTED)

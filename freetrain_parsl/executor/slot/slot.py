@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import BatchSystemError, TrainingError
+from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.logs.lines import as_text
@@ -36,6 +36,7 @@ from freetrain_parsl.executor.slot.channel import Channel, Connection
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import occupy
+from freetrain_parsl.executor.slot.result import deposit
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.signals import SignalSocket
 from freetrain_parsl.executor.slot.start_error import SlotNotStarted
@@ -64,6 +65,7 @@ from freetrain_parsl.texts import text_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from freetrain_parsl.executor.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,8 @@ class SlotSettings:
         Network interface, or its network, for the traffic between members; ``None``: the one that reaches the driver.
     log_dir
         Where to leave what trainings have printed, and the driver has not received when it failed; ``None``: nowhere.
+    files
+        Where large results go; ``None``: all are sent in messages.
     """
 
     addresses: tuple[str, ...]
@@ -109,6 +113,7 @@ class SlotSettings:
     grace: float
     interface: str | None = None
     log_dir: str | None = None
+    files: ValueFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -357,10 +362,12 @@ class _Slot:
     def _train(self, message: StartRun | StartArray) -> None:
         run: TrainingRun | ArrayRun
         if isinstance(message, StartArray):
-            run = ArrayRun(message, send=self._channel.send)
+            run = ArrayRun(message, send=self._channel.send, files=self._settings.files)
         else:
             interface, address = interface_for(self._settings.interface, self._channel.url)
-            run = TrainingRun(message, interface=interface, address=address, send=self._channel.send)
+            run = TrainingRun(
+                message, interface=interface, address=address, send=self._channel.send, files=self._settings.files
+            )
         if self._closes is not None:
             run.mailbox.close_after(timedelta(seconds=self._closes - time.monotonic()))
         self._run = run
@@ -379,15 +386,14 @@ class _Slot:
 
     def _run_task(self, message: StartTask) -> bool:
         """Run an ordinary task; return whether it has succeeded."""
+        payload, stored, failed = b"", None, True
         try:
-            payload, failed = serialize(execute_task(message.payload)), False
-        except Exception as error:  # noqa: BLE001 - any exception of the user's function is passed to the user's future
-            payload, failed = serialized_exception(error), True
+            payload, stored = deposit(serialize(execute_task(message.payload)), self._settings.files)
+            failed = False
         except KeyboardInterrupt:  # SIGINT: as in a training, a crash
             raise
-        except BaseException as error:  # noqa: BLE001 - sys.exit in the user's function would end the slot
-            raised = TrainingError(f"the app raised {type(error).__name__}: {text_of(error)}")
-            payload, failed = serialized_exception(raised.with_traceback(error.__traceback__)), True
+        except BaseException as error:  # noqa: BLE001 - of the user's function, also sys.exit: passed to its future
+            payload = serialized_exception(error)
         self._assigned = None
-        self._channel.send(TaskEnded(message.task, failed, payload))
+        self._channel.send(TaskEnded(message.task, failed, payload, stored))
         return not failed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
-from freetrain_parsl.executor.slot.result import serialize_result
+from freetrain_parsl.executor.slot.result import deposit, serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
 from freetrain_parsl.protocol.messages import (
     AddMember,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from freetrain_parsl.executor.slot.output import OutputCapture
+    from freetrain_parsl.executor.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import Place, StartRun, ToDriver, ToRun
     from freetrain_parsl.protocol.reports import Report, RunEnd
 
@@ -62,10 +63,18 @@ class TrainingRun:
         Sends a message to the driver; may be called from any thread.
     address
         This node's IP address on that interface; ``None``: the members do not check that they can reach each other.
+    files
+        Where a large result goes; ``None``: all results are sent in messages.
     """
 
     def __init__(
-        self, command: StartRun, *, interface: str | None, send: Callable[[ToDriver], None], address: str | None = None
+        self,
+        command: StartRun,
+        *,
+        interface: str | None,
+        send: Callable[[ToDriver], None],
+        address: str | None = None,
+        files: ValueFiles | None = None,
     ) -> None:
         self.mailbox = ControlMailbox()
         self.number = command.run
@@ -75,6 +84,7 @@ class TrainingRun:
         self._interface = interface
         self._address = address
         self._send = send
+        self._files = files
         self._training = command.training
         self._meeting = timedelta(seconds=command.meeting_timeout)
         self._lock = threading.Lock()  # of the next three
@@ -107,7 +117,7 @@ class TrainingRun:
         from freetrain_parsl.training.fragment import run_fragment
 
         end: RunEnd
-        payload = b""
+        payload, stored = b"", None
         try:
             function, args, kwargs = unpack_training(self._command.payload)
             ended = run_fragment(
@@ -123,7 +133,8 @@ class TrainingRun:
             if isinstance(ended, Finished):
                 end = RunFinished(ended.progress)
                 is_first = self._membership is not None and self._membership.rank == 0
-                payload = serialize_result(self._training, ended.value) if is_first else b""
+                if is_first:
+                    payload, stored = deposit(serialize_result(self._training, ended.value), self._files)
             else:
                 end = RunPaused(ended.reason, ended.progress)
         except KeyboardInterrupt as error:
@@ -136,7 +147,7 @@ class TrainingRun:
             if isinstance(end, RunFailed):
                 self._attribute(f"!{self.source}")
                 print_exception(error)
-        return RunEnded(self._training, self.number, end, payload)
+        return RunEnded(self._training, self.number, end, payload, stored)
 
     def handle(self, message: ToRun) -> bool:
         """Handle a message from the driver; return false if it is for another run, or for a group already left."""

@@ -331,7 +331,7 @@ class Cohort:
         match end:
             case RunFinished():
                 member.tracker.finish()
-                member.response.do(do.Resolve(event.payload))
+                member.response.do(do.Resolve(event.payload, event.stored))
                 self._forget(member)
             case RunFailed():
                 self._failed(array, member, end, event.payload)

@@ -254,8 +254,8 @@ def _event(slot: str, message: _ArrayMessage) -> Event:
         case messages.RunReport():
             return on.Reported(slot, message.run, message.report)
         case messages.RunEnded():
-            return on.RunOver(slot, message.run, message.end, message.payload)
+            return on.RunOver(slot, message.run, message.end, message.payload, message.stored)
         case messages.MemberReport():
             return on.MemberReported(slot, message.run, message.member, message.report)
         case messages.MemberEnded():
-            return on.MemberOver(slot, message.run, message.member, message.end, message.payload)
+            return on.MemberOver(slot, message.run, message.member, message.end, message.payload, message.stored)

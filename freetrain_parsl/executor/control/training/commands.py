@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from freetrain_parsl.planning import events as planner
     from freetrain_parsl.protocol.journal import Record
-    from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place, ReleaseMember
+    from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place, ReleaseMember, StoredValue
     from freetrain_parsl.protocol.reports import Progress
 
 __all__ = [
@@ -157,9 +157,10 @@ class Log:
 
 @dataclass(frozen=True)
 class Resolve:
-    """Resolve the future of the finished training to this serialized value."""
+    """Resolve the future of the finished training to this serialized value, or to the one in a file."""
 
     payload: bytes
+    stored: StoredValue | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from freetrain_parsl.protocol.messages import StoredValue
     from freetrain_parsl.protocol.reports import ArraySized, Progress, Report, RunEnd
 
 __all__ = [
@@ -71,12 +72,13 @@ class Reported:
 
 @dataclass(frozen=True)
 class RunOver:
-    """Run number `run` in a slot has ended; `payload` is its serialized value or exception."""
+    """Run number `run` in a slot has ended; `payload` is its serialized value or exception, or `stored` the value."""
 
     slot: str
     run: int
     end: RunEnd
     payload: bytes = b""
+    stored: StoredValue | None = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,14 @@ class MemberReported:
 
 @dataclass(frozen=True)
 class MemberOver:
-    """A member has left the array that is run number `run` in a slot; `payload` as in `RunOver`."""
+    """A member has left the array that is run number `run` in a slot; the rest as in `RunOver`."""
 
     slot: str
     run: int
     member: str
     end: RunEnd
     payload: bytes = b""
+    stored: StoredValue | None = None
 
 
 @dataclass(frozen=True)

@@ -420,7 +420,7 @@ class TrainingMachine:
                 self._raised(participant, end, event.payload, missed=missed)
             case RunFinished():
                 if first:
-                    self._finish(event.payload)
+                    self._finish(do.Resolve(event.payload, event.stored))
             case PeersFailed() | RunPaused(reason=PauseReason.LEFT):
                 reason = end.reason if isinstance(end, PeersFailed) else end.reason.sentence
                 if missed and participant.role is Role.MEMBER and not self.over:
@@ -433,11 +433,11 @@ class TrainingMachine:
 
     # ── the ends ──────────────────────────────────────────────────────────────────────────────────
 
-    def _finish(self, payload: bytes) -> None:
+    def _finish(self, result: do.Resolve) -> None:
         self._end()
         self._planner.finish()
         self._tracker.finish()
-        self._do(do.Resolve(payload))
+        self._do(result)
         self._processes.dismiss([one for one in self.participants.values() if not one.has_state], abort=False)
 
     def _fail(self, error: BaseException | bytes) -> None:
