@@ -16,7 +16,7 @@ RESULTS: Final = "results"
 """Directory in the run directory."""
 
 
-def write_result(run_dir: Path, training: str, text: str, *, is_json: bool) -> str:
+def write_result(run_dir: Path, training: str, content: str | bytes, *, is_json: bool) -> str:
     """Write the result of a training to a file of its own, atomically, private to the user.
 
     Parameters
@@ -25,10 +25,10 @@ def write_result(run_dir: Path, training: str, text: str, *, is_json: bool) -> s
         The run directory.
     training
         Its name.
-    text
+    content
         The result.
     is_json
-        Whether it is JSON; else it is the text of an object.
+        Whether it is JSON; else it is the text of an object, or bytes.
 
     Returns
     -------
@@ -42,11 +42,12 @@ def write_result(run_dir: Path, training: str, text: str, *, is_json: bool) -> s
     """
     directory = run_dir / RESULTS
     directory.mkdir(mode=0o700, exist_ok=True)
-    path = directory / f"{directory_name(training)}.{'json' if is_json else 'txt'}"
+    data, suffix = (content, "bin") if isinstance(content, bytes) else (content.encode(), "json" if is_json else "txt")
+    path = directory / f"{directory_name(training)}.{suffix}"
     descriptor, aside = tempfile.mkstemp(prefix=".", dir=directory)  # makes it private
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         Path(aside).replace(path)

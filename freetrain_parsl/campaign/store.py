@@ -248,21 +248,29 @@ class RunStore(StoredRun):
     def finish(self, name: str, result: object, remark: str = "") -> None:
         """Store the result of a training that has not ended, as JSON if possible, else as its repr, and a remark.
 
-        One of more than a million characters is written to a file in the run directory, which is named instead.
+        One of more than a million characters is written to a file in the run directory, which is named instead; bytes
+        are written as they are: their repr is up to four times as long, and no other thread runs while it is made.
         """
-        text, plain = _stored(result)
-        if len(text) > _LONGEST_RESULT:
-            self.check_driver()
-            try:
-                file = write_result(self.directory, name, text, is_json=plain)
-            except OSError as error:  # a full disk: tried again, as with the database
-                raise StateUnreadable(f"the result of {name} cannot be written: {error.strerror or error}") from error
-            text, plain = f"in {file}: {type(result).__name__}, {len(text):,} characters", False
+        if isinstance(result, bytes) and len(result) > _LONGEST_RESULT:
+            text, plain = self._in_file(name, result, f"bytes, {len(result):,} bytes", is_json=False), False
+        else:
+            text, plain = _stored(result)
+            if len(text) > _LONGEST_RESULT:
+                what = f"{type(result).__name__}, {len(text):,} characters"
+                text, plain = self._in_file(name, text, what, is_json=plain), False
         self._drive(
             "UPDATE training SET state = 'finished', share = 1, nodes = '[]', result = ?, result_is_json = ?, "
             "error = NULL, remark = ?, updated = ? WHERE name = ? AND state IN ('waiting', 'running')",
             text, plain, storable(remark) or None, self._clock(), name,
         )  # fmt: skip
+
+    def _in_file(self, name: str, content: str | bytes, what: str, *, is_json: bool) -> str:
+        self.check_driver()
+        try:
+            file = write_result(self.directory, name, content, is_json=is_json)
+        except OSError as error:  # a full disk: tried again, as with the database
+            raise StateUnreadable(f"the result of {name} cannot be written: {error.strerror or error}") from error
+        return f"in {file}: {what}"
 
     def fail(self, name: str, error: str, *, final: bool) -> None:
         """Record why a training failed, unless it had ended before.

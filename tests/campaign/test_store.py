@@ -144,7 +144,10 @@ def test_a_long_result_has_a_file(store: RunStore, monkeypatch: pytest.MonkeyPat
     store.finish("b", {1 + 2j: "x" * 100})
     assert store.training("b").result == "in results/b.txt: dict, 112 characters"
     assert (store.directory / "results" / "b.txt").read_text() == repr({1 + 2j: "x" * 100})
-    assert {path.name for path in file.parent.iterdir()} == {"a.json", "b.txt"}
+    store.finish("c", bytes(200))
+    assert store.training("c").result == "in results/c.bin: bytes, 200 bytes"
+    assert (store.directory / "results" / "c.bin").read_bytes() == bytes(200), "not their repr, four times as long"
+    assert {path.name for path in file.parent.iterdir()} == {"a.json", "b.txt", "c.bin"}
 
 
 def test_a_long_result_that_cannot_be_written_is_tried_again(store: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
