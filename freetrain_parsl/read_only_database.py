@@ -11,20 +11,20 @@ import os
 import shutil
 import sqlite3
 import struct
-import tempfile
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.owned_files import LARGEST_OF_OTHERS, open_directory
+from freetrain_parsl.temporary_directories import make_locked_directory, remove_abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from freetrain_parsl.owned_files import OpenDirectory
 
@@ -33,6 +33,7 @@ __all__ = ["DatabaseReading", "PrivateCopies", "open_for_reading", "refuse_super
 _BUSY = 30.0  # seconds to wait for another process's lock
 _JOURNAL_MAGIC: Final = bytes.fromhex("d9d505f920a163d7")  # of SQLite's rollback journals
 _TAIL = struct.Struct(">II8s")  # at their end: length and checksum of a super-journal's name
+_PREFIX = "freetrain-copy-"  # of their directories
 _COPY_AGE = 3.0  # seconds for which a copy is shown, although the file has changed
 _COPIES = 16
 _ATTEMPTS = 20  # to copy a file that is being written
@@ -73,6 +74,8 @@ class DatabaseReading:
 class PrivateCopies:
     """Copies of databases that are not opened where they are, in private directories; removed at the end.
 
+    Those of a process that was killed are removed by the next one that makes a copy.
+
     Parameters
     ----------
     clock
@@ -88,6 +91,7 @@ class PrivateCopies:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._copies: OrderedDict[tuple[int, int, str], _Copy] = OrderedDict()
+        self._looked = False
 
     def copy_of(self, directory: OpenDirectory, name: str, *, with_journal: bool = False) -> _Copy:
         """Return a copy of a database with its write-ahead log, made anew at most every few seconds.
@@ -109,6 +113,9 @@ class PrivateCopies:
         """
         key = self._key(directory, name)
         with self._lock:
+            if not self._looked:
+                remove_abandoned(_PREFIX)
+                self._looked = True
             kept = self._copies.pop(key, None)
             state = _state(directory, name)
             if kept is None or (state != kept.state and self._clock() - kept.made >= _COPY_AGE):
@@ -153,12 +160,18 @@ class _Copy:
     """A copy of a database; its directory is removed with the last reference to it."""
 
     def __init__(self, name: str, state: tuple[int, ...], made: float, *, has_journal: bool) -> None:
-        place = tempfile.mkdtemp(prefix="freetrain-copy-")
-        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)  # at the latest when the process ends
-        self.path = Path(place) / name
+        place, lock = make_locked_directory(_PREFIX)
+        weakref.finalize(self, _remove, place, lock)  # at the latest when the process ends
+        self.path = place / name
         self.state = state
         self.made = made
         self.has_journal = has_journal
+
+
+def _remove(directory: Path, lock: int | None) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
 
 
 _copies: Final = PrivateCopies()

@@ -159,6 +159,28 @@ def test_copies_are_removed(database: Path, tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.glob("freetrain-copy-*")) == []
 
 
+def test_a_copy_of_a_process_that_was_killed_is_removed_by_the_next_one(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.chmod(0o666)
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from freetrain_parsl.read_only_database import open_for_reading\n"
+        "with open_for_reading(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(freetrain_parsl.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script, str(database)], env=environment, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob("freetrain-copy-*")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    kept = PrivateCopies()
+    rows(database, kept)
+    rows(database, PrivateCopies())  # that of a living one is not removed
+    (own,) = tmp_path.glob("freetrain-copy-*")
+    assert own != left
+    assert rows(database, kept) == ["one"]
+
+
 @pytest.mark.parametrize(
     "script",
     [

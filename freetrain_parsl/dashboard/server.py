@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import stat
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from freetrain_parsl.errors import InvalidInput
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+    from types import FrameType
 
     from freetrain_parsl.campaign.run_source import RunSource
 
@@ -87,7 +90,7 @@ def serve(source: RunSource, options: ServerOptions, started: Callable[[str], No
     prefix = options.prefix.rstrip("/")
     access = Access(hosts=options.hosts, any_host=options.path is not None, token_needed=options.token_needed)
     os.nice(_NICENESS)
-    with _listening(options) as listener:
+    with _ended_by_signals(), _listening(options) as listener:
         token = f"?token={access.token}" if access.token_needed else ""
         if options.path is None:
             started(f"http://127.0.0.1:{listener.getsockname()[1]}{prefix}/{token}")
@@ -97,6 +100,26 @@ def serve(source: RunSource, options: ServerOptions, started: Callable[[str], No
         strangers = Strangers(most_strangers()) if options.path is None else None
         application = make_application(source, access, prefix, None if strangers is None else strangers.known)
         asyncio.run(serve_application(application, listener, strangers))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Unwind the stack at the signals that end a process, so that copies of runs, and the socket, are removed."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # as a shell would report
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:  # uvicorn handles the first one, and raises it again at the end
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
+import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from freetrain_parsl.campaign.run_source import ScriptSource
+from freetrain_parsl.campaign.store import DATABASE
 from freetrain_parsl.dashboard.server import ServerOptions, serve
 from freetrain_parsl.errors import InvalidInput
+from tests.foreign_runs import plant
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Started(Exception):
@@ -83,3 +91,26 @@ def test_a_missing_package_is_named_with_the_remedy(start, monkeypatch):
     monkeypatch.delitem(sys.modules, "freetrain_parsl.dashboard.connections", raising=False)
     with pytest.raises(InvalidInput, match=r"needs the package uvicorn: pip install 'freetrain-parsl\[dashboard\]'"):
         start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["kill", "closed terminal"])
+def test_a_signal_leaves_no_copy_of_a_run_of_others_and_no_socket(tmp_path: Path, number: signal.Signals) -> None:
+    run = plant(tmp_path / "run")
+    (run / DATABASE).chmod(0o666)
+    places = {name: tmp_path / name for name in ("temporary", "sockets")}
+    for place in places.values():
+        place.mkdir(mode=0o700)
+    socket_path = os.path.relpath(places["sockets"] / "s", tmp_path)
+    script = f"import os; os.chdir({str(tmp_path)!r}); from freetrain_parsl.cli import main; main()"
+    command = [sys.executable, "-c", script, "dashboard", "run", "--socket", socket_path]
+    environment = {**os.environ, "TMPDIR": str(places["temporary"])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        while b"token=" not in server.stdout.readline():
+            assert server.poll() is None
+        assert all(list(place.iterdir()) for place in places.values())
+        server.send_signal(number)
+        assert b"Traceback" not in server.stderr.read()
+        assert server.wait(30) != 0
+    assert not any(list(place.iterdir()) for place in places.values())

@@ -9,10 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from freetrain_parsl.temporary_directories import lock_directory, make_locked_directory, remove_abandoned
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,17 +40,10 @@ class PoolDirectory:
     path: Path
 
     def __enter__(self) -> Self:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self._lock: int | None = None
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            try:
-                self._lock = _lock(self.path, fcntl.LOCK_SH)
-            except (BlockingIOError, FileNotFoundError):
-                continue  # another pilot has removed it, or is about to
-            except OSError:  # a file system without locks, where nothing is ever found abandoned
-                pass
-            return self
+        remove_abandoned(_PREFIX)
+        self._lock: int | None
+        self.path, self._lock = make_locked_directory(_PREFIX)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -69,26 +63,5 @@ def hold_pool_directory() -> str | None:
     path = os.environ.pop(POOL_DIRECTORY, None)
     if path is not None:
         with suppress(OSError):  # a file system without locks
-            _lock(Path(path), fcntl.LOCK_SH)
+            lock_directory(Path(path), fcntl.LOCK_SH)
     return path
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for path in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # in use, another user's, or removed
-            lock = _lock(path, fcntl.LOCK_EX)
-            if os.fstat(lock).st_uid == os.geteuid():
-                shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
-
-
-def _lock(path: Path, kind: int) -> int:
-    """Lock a directory until the returned descriptor is closed."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        path.lstat()  # else it was removed before it was locked
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
