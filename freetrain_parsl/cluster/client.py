@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.cluster import processes, registry
 from freetrain_parsl.cluster.workload import MainJob, save_workload
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidSettings
+from freetrain_parsl.interpreters import module_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -266,7 +266,7 @@ class EmbeddedCluster:
         queue = self.directory / "workload.json"
         save_workload(self.workload, queue)
         errors = self.directory / "cluster.err"
-        command = [sys.executable, "-m", "freetrain_parsl.cluster.daemon"]
+        command = module_command("freetrain_parsl.cluster.daemon")
         command += ["--dir", str(self.directory), "--name", self.name, "--nodes", str(self.nodes)]
         command += ["--grace", str(self.grace.total_seconds()), "--margin", str(self.margin.total_seconds())]
         command += ["--workload", str(queue), "--parent-pid", str(os.getpid())]

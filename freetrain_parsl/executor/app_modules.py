@@ -35,7 +35,8 @@ def directory_of(function: Callable[..., Any]) -> str:
         return ""
     if name == "__main__":
         if getattr(module, "__file__", None) != getattr(getattr(function, "__code__", None), "co_filename", ""):
-            return ""  # it comes from elsewhere, such as a notebook's cell
+            # A notebook's cell, for which modules are looked up in the kernel's directory; or it comes from elsewhere.
+            return os.getcwd() if "" in sys.path else ""  # noqa: PTH109 - a plain string
         name = module.__spec__.name if module.__spec__ is not None else name
     return _root(name, module)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -46,6 +45,7 @@ from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.executor.submissions import Submissions
 from freetrain_parsl.executor.trainings import Limits, SharedSettings, TrainingRequest, cache_identity
 from freetrain_parsl.executor.value_files import ValueFiles
+from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
@@ -77,7 +77,7 @@ SPECIFICATION_KEY = "freetrain"
 
 id_for_memo.register(TrainingRequest, cache_identity)  # for apps with `cache=True`
 
-_INTERCHANGE_COMMAND = (sys.executable, "-m", "freetrain_parsl.executor.htex.interchange")
+_INTERCHANGE_COMMAND = tuple(module_command("freetrain_parsl.executor.htex.interchange"))
 
 _HTEX_HEARTBEAT = 2  # seconds; also the time in which HTEX detects a worker process that died
 _HTEX_HEARTBEAT_TIMEOUT = 30  # seconds

@@ -13,13 +13,13 @@ import queue
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
 
+from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.trackers.rows import as_line, fresh, last_steps, parse_row
@@ -219,7 +219,7 @@ class ValueWriter:
         self._starts += 1
         with _append(self._log) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "freetrain_parsl.trackers.process", str(self._assignments)],
+                [*module_command("freetrain_parsl.trackers.process"), str(self._assignments)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

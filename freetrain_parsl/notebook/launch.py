@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.interpreters import FREETRAIN, script_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["environment_of_user", "reason_in", "run_command"]
 
-_COMMAND = "from freetrain_parsl.cli import main; main()"
 _OF_THE_KERNEL = re.compile(r"JPY_.*|JUPYTER.*|FORCE_COLOR|CLICOLOR(_FORCE)?|PYDEVD_.*|IPY.*|VSCODE_.*")
 _INLINE = "module://"
 _PREFIX = re.compile(r"^freetrain( \w+)?: ")
@@ -47,7 +46,7 @@ def run_command(arguments: Sequence[str], directory: Path | None = None) -> str:
         It was refused; with the command's own message.
     """
     done = subprocess.run(
-        [sys.executable, "-c", _COMMAND, *arguments],
+        [*script_command(FREETRAIN), *arguments],
         cwd=directory,
         env=environment_of_user(os.environ),
         stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.cluster.processes import is_running
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.interpreters import FREETRAIN, module_command, script_command
 from freetrain_parsl.owned_files import open_own_file, read_small_file, require_own_directory
 from freetrain_parsl.remote.environment import scrubbed
 from freetrain_parsl.report.output import write_output
@@ -35,7 +36,6 @@ __all__ = ["LOG", "Process", "launch", "process_of", "read_document"]
 
 LOG = "output.log"
 _RECORD = "process.json"
-_COMMAND = "from freetrain_parsl.cli import main; main()"
 _RECORD_TIMEOUT = 60.0  # seconds until a started process has recorded itself
 _PERIOD = 0.05
 
@@ -89,7 +89,7 @@ def launch(
     with os.fdopen(descriptor, "ab") as log:
         # The first process only starts the second and ends, which makes that one nobody's child.
         first = subprocess.Popen(
-            [sys.executable, "-m", "freetrain_parsl.remote.launch", str(directory), *command],
+            [*module_command("freetrain_parsl.remote.launch"), str(directory), *command],
             cwd=working_directory,
             env=scrubbed(os.environ) if environment is None else environment,
             stdin=subprocess.DEVNULL,
@@ -167,7 +167,7 @@ def _main(directory: Path, command: list[str]) -> None:
     host, pid, started = own_identity()
     record = {"command": command, "host": host, "pid": pid, "started": started, "since": time.time()}
     write_output(directory / _RECORD, json.dumps(record))
-    completed = subprocess.run([sys.executable, "-c", _COMMAND, *command], check=False)
+    completed = subprocess.run([*script_command(FREETRAIN), *command], check=False)
     write_output(directory / _exit_name(pid, started), json.dumps({"code": completed.returncode}))
 
 

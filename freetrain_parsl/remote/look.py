@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import DamagedCheckpoint, InvalidInput
+from freetrain_parsl.interpreters import FREETRAIN, script_command
 from freetrain_parsl.remote.environment import scrubbed
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.storage.posix import CheckpointDirectory
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["planned_blocks", "run_facts", "site_facts"]
 
-_COMMAND = "from freetrain_parsl.cli import main; main()"
 _PLAN_TIMEOUT = 90.0  # seconds
 _LONGEST = 500  # characters of an error
 
@@ -65,7 +64,7 @@ def planned_blocks(stored: Mapping[str, Any]) -> dict[str, Any]:
         command += ["--set", setting]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _COMMAND, *command],
+            [*script_command(FREETRAIN), *command],
             cwd=Path(stored["campaign"]).parent,
             env=scrubbed(os.environ),
             stdin=subprocess.DEVNULL,

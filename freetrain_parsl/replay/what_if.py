@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.interpreters import in_root_directory
 from freetrain_parsl.replay.ideal import BestRates
 from freetrain_parsl.replay.simulation import Cost, ReplaySettings, replay
 
@@ -123,7 +124,7 @@ def _in_parallel(case: Case, pairs: list[_Pair], processes: int) -> Iterator[tup
         ProcessPoolExecutor(min(processes, len(pairs)), context, _begin, (case,)) as pool,
         _ended_at_an_error(),  # before the pool waits for them
     ):
-        with _interruptions_wait():
+        with _interruptions_wait(), in_root_directory():
             futures = {pool.submit(_value, *pair): pair for pair in pairs}
         for future in as_completed(futures):
             yield futures[future], future.result()

@@ -12,9 +12,10 @@ import pytest
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.run_directory import check_run_directory
+from freetrain_parsl.interpreters import module_command
 
-PILOT = ["-m", "freetrain_parsl.executor.slot.pilot"]
-POOL = ["-m", "freetrain_parsl.executor.htex.worker_pool"]
+PILOT = module_command("freetrain_parsl.executor.slot.pilot")[1:]
+POOL = module_command("freetrain_parsl.executor.htex.worker_pool")[1:]
 SPECIAL = ["a b", "a;b", "$HOME", "`id`", "a'b", 'a"b', "a\nb", "a\\b", "a|b", "a>b", "{debug}", "", "a*"]
 
 

@@ -20,6 +20,7 @@ from freetrain_parsl import EmbeddedCluster
 from freetrain_parsl.cluster import processes, registry
 from freetrain_parsl.executor.warm_start import ADDRESS
 from freetrain_parsl.executor.warm_start.owner import WarmStart
+from freetrain_parsl.interpreters import module_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
-PILOT = ("-m", "freetrain_parsl.executor.slot.pilot")
+PILOT = tuple(module_command("freetrain_parsl.executor.slot.pilot")[1:])
 
 # What runs in the place of the worker pool: it reports, and does what its argument says.
 _PROGRAM = """
@@ -73,9 +74,9 @@ class Node:
         for name in ("out", "err"):
             (self.directory / name).write_text("")
         job = self.client.submit(
-            [*python, *PILOT, *python, "-m", "program", *arguments],
+            [*python, *PILOT, *python, *module_command("program")[1:], *arguments],
             walltime=timedelta(minutes=2),
-            env={**_without(ADDRESS), **self.server, **environment},
+            env={**_without(ADDRESS), **_with_program(self.directory), **self.server, **environment},
             cwd=self.directory,
             stdout=self.directory / "out",
             stderr=self.directory / "err",
@@ -106,6 +107,12 @@ def node(tmp_path: Path, warm_start: WarmStart) -> Iterator[Node]:
     """Start a cluster whose node uses the suite's server."""
     with EmbeddedCluster(tmp_path / "cluster", nodes=1, grace=timedelta(seconds=0.5)) as cluster:
         yield Node(cluster, tmp_path, warm_start.environment)
+
+
+def _with_program(*directories: Path) -> dict[str, str]:
+    """Let Python import the program: no interpreter of a node searches the directory in which it starts."""
+    path = filter(None, [*map(str, directories), os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def _without(name: str) -> dict[str, str]:
@@ -216,14 +223,14 @@ def test_a_path_of_its_own_is_a_nodes_own_unless_it_has_modules_that_the_server_
     more.mkdir()
     for name, forked in (("another.py", True), ("site.yaml", True), ("parsl.py", False)):
         (more / name).touch()
-        node.end(node.submit("exit", "0", PYTHONPATH=str(more)))
+        node.end(node.submit("exit", "0", **_with_program(more, node.directory)))
         assert (node.report["forked"], str(more) in node.report["path"]) == (forked, True)
     assert "its path has other modules: parsl" in node.errors
 
 
 def test_a_process_that_is_no_node_of_an_embedded_cluster_does_not_use_it(node: Node) -> None:
     """A real batch system would not find its processes."""
-    environment = _without(processes.MARK) | node.server
+    environment = _without(processes.MARK) | _with_program(node.directory) | node.server
     command = [sys.executable, *PILOT, sys.executable, "-m", "program", "exit", "0"]
     done = subprocess.run(command, env=environment, cwd=node.directory, capture_output=True, timeout=60, check=True)
     assert (json.loads(done.stdout)["forked"], done.stderr) == (False, b"")
@@ -245,6 +252,7 @@ def test_the_socket_is_private(warm_start: WarmStart) -> None:
 _KILLED_OWNER = """
 import os, signal
 from freetrain_parsl.executor.warm_start.owner import WarmStart
+from freetrain_parsl.interpreters import module_command
 with WarmStart() as server:
     print(*server.environment.values(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

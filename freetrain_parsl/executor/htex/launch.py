@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.interpreters import module_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,8 +102,8 @@ def node_command(python: str | None, container: Container | None, directories: I
     from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
     interpreter = python or (sys.executable if container is None else "python3")
-    words = [interpreter, "-m", "freetrain_parsl.executor.slot.pilot"]
-    words += [interpreter, "-m", "freetrain_parsl.executor.htex.worker_pool"]
+    words = module_command("freetrain_parsl.executor.slot.pilot", interpreter)
+    words += module_command("freetrain_parsl.executor.htex.worker_pool", interpreter)
     if container is not None:
         bound = [str(directory) for directory in directories]
         for name in bound:

@@ -14,6 +14,7 @@ from typing import Final
 
 from freetrain_parsl.executor.htex.steady import LEAN_PARSL, run_steadily
 from freetrain_parsl.executor.slot.pool_directory import hold_pool_directory
+from freetrain_parsl.interpreters import in_root_directory
 
 __all__ = ["WARM", "WARM_IMPORTS"]
 
@@ -36,7 +37,8 @@ def main() -> None:
     _use_pool_directory()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([WARM_IMPORTS])
-    forkserver.ensure_running()
+    with in_root_directory():  # the slots go to the pool's directory again
+        forkserver.ensure_running()
     importlib.import_module(LEAN_PARSL)
 
     import parsl.multiprocessing

@@ -12,6 +12,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from freetrain_parsl.interpreters import module_in
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +81,7 @@ class PoolStarter:
         self._client = client
 
     def start(self, command: list[str], environment: Mapping[str, str], prepare: Callable[[], None]) -> _Child:
-        """Fork a process that runs ``PYTHON -m MODULE ARGUMENT …``."""
+        """Fork a process that runs the module of a `module_command`."""
         pid = os.fork()
         if pid:
             return _Child(pid)
@@ -88,7 +90,7 @@ class PoolStarter:
         set_environment(environment)
         set_command_line(command)
         multiprocessing.util.spawnv_passfds = _fork_interpreter  # type: ignore[assignment]
-        _, _, module, *sys.argv[1:] = command
+        module, sys.argv[1:] = module_in(command)
         sys.modules.pop(module, None)  # else runpy warns
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         sys.exit()  # unwinds the stack of the pilot, and ends as an interpreter does

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.warm_start import ADDRESS
+from freetrain_parsl.interpreters import module_command
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -49,7 +49,7 @@ class WarmStart:
             listener.listen(128)
             descriptor = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "freetrain_parsl.executor.warm_start.server", str(descriptor), _LONG_ARGUMENT],
+                [*module_command("freetrain_parsl.executor.warm_start.server"), str(descriptor), _LONG_ARGUMENT],
                 env={**os.environ, **_LONG_VARIABLE},
                 stdin=subprocess.PIPE,
                 pass_fds=[descriptor],

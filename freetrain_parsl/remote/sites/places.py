@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.interpreters import script_command
 from freetrain_parsl.remote.environment import KEEP
 from freetrain_parsl.remote.messages import plain_text
 from freetrain_parsl.remote.verbs import DIRECTORY
@@ -65,7 +65,7 @@ class LocalPlace:
         }
         try:
             done = subprocess.run(
-                [sys.executable, "-c", _ANSWER],
+                script_command(_ANSWER),
                 input=json.dumps(request),
                 env=environment,
                 capture_output=True,

@@ -17,10 +17,10 @@ that a change of the queries is noticed.
 from __future__ import annotations
 
 import shlex
-import sys
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.testing.fake_commands.mishaps import MISHAP_VARIABLE, clear_mishaps, set_mishap
 from freetrain_parsl.testing.fake_commands.store import Store, StoreSettings, calls
 
@@ -83,7 +83,7 @@ def _install(directory: Path, settings: StoreSettings, commands: tuple[str, ...]
     module = f"freetrain_parsl.testing.fake_commands.{settings.kind}"
     for name in commands:
         script = directory / "bin" / name
-        words = [sys.executable, "-m", module, str(directory), name]
+        words = [*module_command(module), str(directory), name]
         script.write_text(f'#!/bin/sh\n# A fake: no real {name}.\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
     return directory / "bin"

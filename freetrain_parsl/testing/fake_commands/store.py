@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.cluster.client import ClusterClient
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.interpreters import module_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ class Store:
         with os.fdopen(os.open(spooled, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w") as file:
             file.write(script)
         job = self.client.submit(
-            [sys.executable, "-m", "freetrain_parsl.testing.fake_commands.node", self.settings.kind, str(spooled)],
+            [*module_command("freetrain_parsl.testing.fake_commands.node"), self.settings.kind, str(spooled)],
             nodes=submission.nodes,
             walltime=timedelta(seconds=submission.walltime),
             preemptible=submission.queue != QUEUES[0],
