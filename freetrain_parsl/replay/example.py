@@ -84,7 +84,8 @@ def write_example(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in zip(files, texts.values(), strict=True):
-            file.write_text(text, encoding="utf-8")
+            with file.open("x", encoding="utf-8") as new:  # no link of another user is followed
+                new.write(text)
     except OSError as error:
         raise InvalidInput(f"{folder}: the example cannot be written: {error}") from error
     return files

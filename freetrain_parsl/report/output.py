@@ -7,26 +7,31 @@ leaves the old file intact. Anything else (a device, a pipe, a terminal) is writ
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.owned_files import user_name
 from freetrain_parsl.texts import shortened, storable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.figure import Figure
 
 __all__ = ["write_figure", "write_output"]
+
+_MOST_LINKS = 40  # one after another, as in the kernel
 
 
 def write_output(path: Path, content: str | bytes) -> None:
     """Write an output file named by the user.
 
-    Symbolic links are followed. A file that belongs to another user, has several hard links, or is in a directory
-    that is not writable is overwritten in place, because a replacement would change its owner or break the links. To
-    a file that standard output or standard error is redirected to, the content is appended.
+    Symbolic links of this user and of root are followed. A file that belongs to another user, has several hard links,
+    or is in a directory that is not writable is overwritten in place, because a replacement would change its owner or
+    break the links. To a file that standard output or standard error is redirected to, the content is appended.
 
     Parameters
     ----------
@@ -38,25 +43,28 @@ def write_output(path: Path, content: str | bytes) -> None:
     Raises
     ------
     OSError
-        The file cannot be written. A regular file that was to be replaced is unchanged.
+        The file cannot be written, or it is a link of another user, who could have chosen any file. A regular file that
+        was to be replaced is unchanged.
     """
     data = storable(content).encode() if isinstance(content, str) else content
+    target = _without_links(path)
     try:
         present = path.stat()
     except FileNotFoundError:
         present = None
-    if present is not None and _is_standard_stream(present):
-        _write_in_place(path, data, append=True)
+    if present is not None and not stat.S_ISREG(present.st_mode):
+        _write_in_place(path, data, follow=True)  # a pipe may have no path of its own
+    elif present is not None and _is_standard_stream(present):
+        _write_in_place(target, data, append=True)
     elif present is not None and not _may_be_replaced(present):
-        _write_in_place(path, data)
+        _write_in_place(target, data)
     else:
-        target = Path(os.path.realpath(path))
         try:
             _replace(target, data, None if present is None else stat.S_IMODE(present.st_mode))
         except PermissionError:
             if present is None:
                 raise
-            _write_in_place(path, data)  # the directory is not writable; the file itself may be
+            _write_in_place(target, data)  # the directory is not writable; the file itself may be
 
 
 def write_figure(path: Path, figure: Figure) -> None:
@@ -74,6 +82,27 @@ def write_figure(path: Path, figure: Figure) -> None:
     write_output(path, picture.getvalue())
 
 
+def _without_links(path: Path) -> Path:
+    """Return where the links lead.
+
+    Raises
+    ------
+    OSError
+        One of them belongs to another user.
+    """
+    for _ in range(_MOST_LINKS):
+        try:
+            facts = path.lstat()
+        except OSError:  # a new file, or whoever writes it says what is wrong
+            break
+        if not stat.S_ISLNK(facts.st_mode):
+            break
+        if facts.st_uid not in (os.geteuid(), 0):
+            raise OSError(errno.EPERM, f"it is a link of {user_name(facts.st_uid)}; name another file")
+        path = path.parent / path.readlink()
+    return path
+
+
 def _may_be_replaced(present: os.stat_result) -> bool:
     return stat.S_ISREG(present.st_mode) and present.st_nlink == 1 and present.st_uid == os.geteuid()
 
@@ -86,8 +115,9 @@ def _is_standard_stream(present: os.stat_result) -> bool:
     return False
 
 
-def _write_in_place(path: Path, data: bytes, *, append: bool = False) -> None:
-    with path.open("ab" if append else "wb", buffering=0) as file:
+def _write_in_place(path: Path, data: bytes, *, append: bool = False, follow: bool = False) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC) | (0 if follow else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0) as file:
         left = memoryview(data)
         while left:
             left = left[file.write(left) or 0 :]

@@ -43,3 +43,11 @@ def test_the_example_is_always_the_same_and_overwrites_nothing(files, tmp_path):
         write_example(tmp_path)
     with pytest.raises(InvalidInput, match="cannot be written"):
         write_example(tmp_path / "jobs.swf" / "inside")
+
+
+def test_the_example_is_not_written_through_links(tmp_path):
+    """Somebody else may have put them there, in a shared directory."""
+    (tmp_path / "jobs.swf").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidInput, match="File exists"):
+        write_example(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()

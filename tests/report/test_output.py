@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.report.output import write_figure, write_output
+from tests.foreign_runs import BOB, as_two_users
 
 
 def names(folder):
@@ -50,6 +51,25 @@ def test_a_symbolic_link_stays_one_and_what_it_points_to_is_written(tmp_path, ex
     write_output(link, "new")
     assert (link.is_symlink(), (tmp_path / "there" / "second").is_symlink()) == (True, True)
     assert (target.is_symlink(), target.read_text()) == (False, "new")
+
+
+@as_two_users
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("own_link_before", [True, False])
+def test_links_of_other_users_are_not_followed(tmp_path, exists, own_link_before):
+    """In a shared directory anybody could choose the file that is overwritten."""
+    target = tmp_path / "results.txt"
+    if exists:
+        target.write_text("five years of work")
+    link = tmp_path / "page.html"
+    link.symlink_to(target)
+    os.chown(link, BOB, BOB, follow_symlinks=False)
+    if own_link_before:
+        (tmp_path / "own.html").symlink_to(link)
+    with pytest.raises(OSError, match="it is a link of "):
+        write_output(tmp_path / "own.html" if own_link_before else link, "new")
+    assert target.exists() is exists
+    assert not exists or target.read_text() == "five years of work"
 
 
 def test_a_loop_of_links_is_an_error(tmp_path):
