@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +98,30 @@ def load_function(reference: str, directory: Path) -> Callable[..., Any]:
     return found
 
 
+def _refuse_modules_of_anybody(directory: Path) -> None:
+    """Refuse a directory that any user may write: imports look there first, here and on the nodes.
+
+    Raises
+    ------
+    InvalidInput
+        It is one, such as ``/tmp``.
+    """
+    try:
+        mode = stat.S_IMODE(directory.stat().st_mode)
+    except OSError:  # the import fails, and says why
+        return
+    if mode & stat.S_IWOTH:
+        raise InvalidInput(
+            f"{directory} can be changed by any user (mode {mode:04o}), who could put a json.py or torch.py there; "
+            "move the app to a directory of yours"
+        )
+
+
 def _find_in_module(reference: str, directory: Path) -> tuple[Any, ModuleType, Path]:
     """Return what a reference names, ``None`` if there is nothing, its module, and where that was imported from."""
     place, function, file = parse_reference(reference, directory)
     import_path = directory.resolve() if file is None else file.parent
+    _refuse_modules_of_anybody(import_path)
     module = _import(place if file is None else file.stem, import_path)
     if file is not None:
         loaded = getattr(module, "__file__", None)  # a built-in module has none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -301,3 +302,17 @@ def test_a_damaged_journal_of_a_living_driver_does_not_end_status(shared: Path) 
     done = freetrain("status", str(run))
     assert done.exit_code == 0
     assert "camp: 0 of 1 trainings finished" in done.output
+
+
+@pytest.mark.parametrize("command", ["run campaign.yaml", "check job.py:train", "check job:train"])
+def test_an_app_beside_which_anybody_can_put_modules_is_refused(shared: Path, command: str) -> None:
+    (shared / "campaign.yaml").write_text("name: camp\ntrainings: [{app: 'job.py:train'}]\n")
+    (shared / "job.py").write_text(
+        "import quopri\nfrom freetrain_parsl import training_app\n\n\n@training_app\ndef train(session): return 1\n"
+    )
+    (shared / "quopri.py").write_text("open('planted', 'w')")  # hides the one of the standard library
+    sys.modules.pop("quopri", None)
+    done = freetrain(*command.split())
+    assert done.exit_code == 2
+    assert f"{shared} can be changed by any user (mode 1777), who could put a json.py or torch.py there" in done.output
+    assert not (shared / "planted").exists()
