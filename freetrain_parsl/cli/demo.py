@@ -24,6 +24,7 @@ from rich.live import Live
 
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import InvalidSettings, UsageError
+from freetrain_parsl.executor.run_directory import check_new_run_directory
 from freetrain_parsl.screen import say
 
 if TYPE_CHECKING:
@@ -113,12 +114,14 @@ def _check_extras() -> None:
 
 def _new_run_directory(wanted: Path | None) -> Path:
     directory = wanted or Path(f"freetrain-run-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
+    made = not directory.exists()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise UsageError(f"--run-dir {directory} is not empty; give a new one")
+        check_new_run_directory(directory, made=made)
     except OSError as error:
         raise UsageError(f"--run-dir {directory}: {error.strerror}; choose another directory") from None
-    if any(directory.iterdir()):
-        raise UsageError(f"--run-dir {directory} is not empty; give a new one")
     return directory.absolute()
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from freetrain_parsl import __version__
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.demo import _CAMPAIGN
+from tests.foreign_runs import as_two_users, give
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,6 +123,17 @@ def test_a_mistake_is_one_line_and_exit_code_2_before_anything_is_started(
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@as_two_users
+def test_an_empty_directory_of_another_user_is_refused(tmp_path: Path, command: Any) -> None:
+    """Its owner can exchange the jobs' scripts."""
+    (tmp_path / "run").mkdir()
+    give(tmp_path / "run")
+    done = command(f"demo --run-dir {tmp_path / 'run'}")
+    assert done.code == 2
+    assert "who could have put anything there; choose another directory" in done.err
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_version_is_told() -> None:
