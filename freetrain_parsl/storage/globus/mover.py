@@ -430,7 +430,7 @@ class Mover:
         reason = f"home lists {later.name} of generation {later.generation}, which is later than {item.generation}"
         logger.warning("training %s: %s", item.name, reason)
         with self._lock:
-            self._ownership.stopped(item.name, after=later.generation)
+            self._ownership.follow(item.name, later.generation, self._clock())
             self._carrier.forget(item.name)
             self._carried[item.name] = CarriedTraining(item.name, reason=reason)
 
@@ -481,7 +481,6 @@ class Mover:
             return
         logger.warning("training %s: %s; the checkpoint before is used", item.name, error)
         item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
-        self._seen.forget(parcel)
         if len(item.candidates) > 1 or self._exchange.newest(item.name) is not None:
             item.candidates.pop()
             item.fetching = None

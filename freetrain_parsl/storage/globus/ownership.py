@@ -105,8 +105,8 @@ class _Wanted:
         Why it no longer owns `owned`; it may still be training.
     reason
         Why it does not own the training.
-    after
-        The next claim is of a later generation than this.
+    after, until
+        The next claim is of a later generation than this, if it is made before some time: there may be no such one.
     refused, refusals
         The generation whose claim was refused and that no listing has shown, and how often in a row.
     not_before
@@ -123,6 +123,7 @@ class _Wanted:
     lost: str = ""
     reason: str = "home has not said yet who owns it"
     after: int = 0
+    until: float = 0.0
     refused: int = 0
     refusals: int = 0
     not_before: float = 0.0
@@ -188,11 +189,16 @@ class Ownership:
             del self._wanted[training]
         item.over = True
 
-    def stopped(self, training: str, *, after: int = 0) -> None:
-        """Note that a training whose ownership was lost no longer runs; it is wanted again, `after` a generation."""
+    def stopped(self, training: str) -> None:
+        """Note that a training whose ownership was lost no longer runs; it is wanted again."""
         if training in self._wanted:
             before = self._wanted[training]
-            self._wanted[training] = _Wanted(reason=before.lost, after=max(before.after, after))
+            self._wanted[training] = _Wanted(reason=before.lost, after=before.after, until=before.until)
+
+    def follow(self, training: str, generation: int, now: float) -> None:
+        """Give up a claim, as there are signs of a later generation; the next claim follows that."""
+        if training in self._wanted:
+            self._wanted[training] = _Wanted(after=generation, until=now + self._lease)
 
     # What it is told.
 
@@ -362,7 +368,7 @@ class Ownership:
         if self._unsure or not self._holds(now) or now < item.not_before:
             return None
         claim = self._listing.claims.get(name)
-        newest = max(claim.generation if claim else 0, item.after)
+        newest = max(claim.generation if claim else 0, item.after if now < item.until else 0)
         item.reason = self._obstacle(name, claim, newest)
         if item.reason:
             return None

@@ -28,7 +28,7 @@ class SeenCheckpoints:
     longest
         Seconds between two searches, at most.
     newest
-        Training -> its newest checkpoint.
+        Training -> its newest checkpoint; also if it has arrived damaged, as the next copy may not be.
     """
 
     lease: float
@@ -69,13 +69,8 @@ class SeenCheckpoints:
             item.reason = f"home has listed {known.name} of generation {known.generation}, and does not list it now"
             return [*later, known]  # it may be there all the same
         logger.warning("training %s: %s of generation %d is no longer at home", item.name, known.name, known.generation)
-        self.forget(known)
+        del self.newest[item.name]
         return later
-
-    def forget(self, parcel: Parcel) -> None:
-        """Note that a checkpoint is damaged, or gone."""
-        if self.newest.get(parcel.training) == parcel:
-            del self.newest[parcel.training]
 
     def _has_waited(self, item: CarriedTraining, leases: float, now: float) -> bool:
         """Return whether something has been missing for so long; search again later if it has not."""

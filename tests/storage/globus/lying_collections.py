@@ -41,7 +41,7 @@ HOSTILE = [
 LIES = (
     "stale", "omit", "twice", "removed", "partial", "hostile", "many", "another", "nothing", "back", "missing",
     "unavailable", "refused", "endless", "file", "sizes", "slow", "mkdir", "rename", "task", "truncated", "twice-task",
-    "manifest",
+    "manifest", "phantom", "phantom",
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ class LyingDisks:
     submissions: dict[str, str] = field(default_factory=dict)
     past: dict[tuple[str, str], list[tuple[float, list[str]]]] = field(default_factory=dict)
     asked: dict[str, list[float]] = field(default_factory=dict)
-    removed: list[str] = field(default_factory=list)
+    told: dict[str, set[str]] = field(default_factory=dict)  # checkpoints listed to each driver with a manifest
     harm: list[str] = field(default_factory=list)
 
     def path(self, collection: str, path: str) -> Path:
@@ -115,7 +115,11 @@ class LyingCollections:
             "stale", "omit", "twice", "removed", "partial", "hostile", "many", "another", "nothing", "back", "missing",
             "endless", "manifest",
         )  # fmt: skip
+        if disks.lie("phantom", chance=0.8):
+            truth = [*(truth or []), *_phantoms(PurePosixPath(path), truth or [])]
         if not lie:
+            if "manifest.json" in (truth or []):
+                disks.told.setdefault(self._driver, set()).add(path)
             return truth
         if lie == "missing":
             return None
@@ -234,7 +238,6 @@ class LyingCollections:
     def _delete(self, collection: str, path: str) -> None:
         disks = self._disks
         place = disks.path(collection, path)
-        disks.removed.append(path)
         parts = PurePosixPath(path).parts
         if len(parts) != 6 or parts[:3] != ("/", "ft", "checkpoints") or step_of(parts[-1])[0] < 0:
             disks.harm.append(f"the removal of {path!r}")
@@ -242,6 +245,16 @@ class LyingCollections:
         if newest is not None and newest == place:
             disks.harm.append(f"the removal of {path!r}, the newest whole checkpoint of its training")
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _phantoms(path: PurePosixPath, names: list[str]) -> list[str]:
+    """Return the entries of two checkpoints that do not exist, which each listing shows as whole."""
+    if path.name == "net":
+        return [] if names else ["gen-0000000001"]
+    if path.name.startswith("gen-"):
+        steps = [step_of(name)[0] for name in names]
+        return [f"step-{max([0, *steps]) + number:010d}" for number in (3, 5)]
+    return ["manifest.json", "state.pt"] if path.name.startswith("step-") else []
 
 
 def newest_whole(training: Path) -> Path | None:
@@ -350,9 +363,10 @@ class LyingSite:
         directory.close()
 
     def known_whole(self) -> bool:
-        """Whether this driver knows of a checkpoint at home, and home has a whole one."""
-        known = "net" in self.mover._seen.newest
-        return known and newest_whole(self.disks.top / HOME[0] / "ft" / "checkpoints" / "net") is not None
+        """Return whether the newest whole checkpoint at home has been listed to this driver."""
+        newest = newest_whole(self.disks.top / HOME[0] / "ft" / "checkpoints" / "net")
+        place = None if newest is None else newest.relative_to(self.disks.top / HOME[0])
+        return place is not None and f"/{place}" in self.disks.told.get(self.name, set())
 
     def generation(self) -> int | None:
         """Return the generation that its driver owns."""
@@ -406,6 +420,8 @@ class LyingHistory:
             self.clock[0] += min(5.0, seconds)
             for site in self.sites:
                 if self.draw.random() < kill / max(1.0, seconds / 5.0):
+                    if self.draw.random() < 0.3:
+                        shutil.rmtree(site.root / "net", ignore_errors=True)  # a scratch file system was purged
                     site.start()
                 if kill == 0.0 or self.draw.random() < 0.9:
                     site.turn()

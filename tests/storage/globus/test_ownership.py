@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.storage.globus.names import OwnersListing, claim_name
+from freetrain_parsl.storage.globus.names import LAST_NUMBER, OwnersListing, claim_name
 from freetrain_parsl.storage.globus.ownership import (
     HOLD,
     ListOwners,
@@ -444,6 +444,20 @@ def test_entries_after_which_no_claim_is_possible_are_named(entry: str, told: st
             elif request is not None:
                 one.on_answer(request, home.change(request), float(now))
     assert told in one.reason("net")
+
+
+def test_a_claim_that_follows_signs_of_a_later_generation_does_so_for_a_lease_only() -> None:
+    home = Home()
+    one = owner(home)
+    one.follow("net", 6, 0.0)
+    settle(home, one, 1.0)
+    assert one.generation("net", 1.0) == 7
+    one.follow("net", LAST_NUMBER, 2.0)
+    for now in range(3, 101):
+        settle(home, one, float(now))
+    assert "after which there is none" in one.reason("net")
+    settle(home, one, 103.0)
+    assert one.generation("net", 103.0) == 8
 
 
 def test_a_phantom_of_a_later_claim_is_forgotten_after_a_lease() -> None:
