@@ -343,6 +343,10 @@ class Carrier:
         """Note that the checkpoints of a training at home cannot be listed."""
         self._fail(training, reason, now)
 
+    def searched(self, training: str) -> None:
+        """Note that a training goes on: what could not be fetched does not count as copies to home that have failed."""
+        self._trouble.pop(training, None)
+
     def arrived(self, parcel: Parcel) -> None:
         """Note that a checkpoint from home was verified."""
         self._trouble.pop(parcel.training, None)

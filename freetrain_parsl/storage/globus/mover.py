@@ -135,6 +135,7 @@ class Mover:
         self._thread = threading.Thread(target=self._run, name="freetrain-mover", daemon=True)
         self._arrivals: list[Parcel] = []
         self._abandoned = [job.task for job in self._carrier.restore(before.jobs) if job.task]
+        self._seen.under_way(self._carrier.leaving())
         self._exchange.keep_only(self._carrier.leaving())
         self._exchange.forget_arrivals()
 
@@ -448,6 +449,7 @@ class Mover:
             self._carrier.fetch(item.fetching)
             return
         self._exchange.set_generation(item.name, item.generation)
+        self._carrier.searched(item.name)
         item.stage, item.reason = CarriedStage.READY, ""
 
     def _arrived(self, parcel: Parcel) -> None:

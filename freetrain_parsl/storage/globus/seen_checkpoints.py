@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.storage.globus.ownership import WATCH
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from freetrain_parsl.storage.globus.carried_training import CarriedTraining
     from freetrain_parsl.storage.globus.carrier import Parcel
 
@@ -34,6 +36,13 @@ class SeenCheckpoints:
     lease: float
     longest: float
     newest: dict[str, Parcel] = field(default_factory=dict)
+
+    def under_way(self, parcels: Iterable[Parcel]) -> None:
+        """Note what an earlier driver of the run was sending: it is listed soon, and may be lost here."""
+        for parcel in parcels:
+            known = self.newest.get(parcel.training)
+            if known is None or parcel.order > known.order:
+                self.newest[parcel.training] = parcel
 
     def candidates(
         self, item: CarriedTraining, later: list[Parcel], best: tuple[int, int, int] | None, now: float

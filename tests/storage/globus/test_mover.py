@@ -460,6 +460,7 @@ def test_a_checkpoint_that_has_been_gone_for_a_lease_is_no_longer_waited_for(wor
     again.want(["net"])
     world.run(again, until=lambda: again.is_ready("net"), seconds=2.0)
     assert LEASE <= world.clock.now - begun < 2 * LEASE
+    assert again._carrier.failures("net") == 0  # it would give up its copies to home
 
 
 def test_a_directory_that_cannot_be_listed_stops_its_training_only(world):

@@ -37,6 +37,11 @@ def test_one_that_is_listed_again_is_looked_for_as_long_again(seen: SeenCheckpoi
         assert seen.candidates(one, listed, None, now) == [NEW]
 
 
+def test_what_an_earlier_driver_was_sending_is_looked_for(seen: SeenCheckpoints) -> None:
+    seen.under_way([NEW, OLD])
+    assert seen.candidates(item(lineage=1), [], None, 0.0) == [NEW]
+
+
 def test_what_is_here_is_not_looked_for(seen: SeenCheckpoints) -> None:
     seen.newest["net"] = OLD
     assert seen.candidates(item(), [], (1, 10, 0), 0.0) == []
