@@ -204,7 +204,7 @@ def test_what_is_no_order_is_refused(root: Path, launched: list[Any], tmp_path: 
 
 
 def test_a_plan_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look, "_COMMAND", "import sys; sys.exit('freetrain plan: sinfo does not answer')")
+    monkeypatch.setattr(look, "FREETRAIN", "import sys; sys.exit('freetrain plan: sinfo does not answer')")
     stored = {"campaign": str(tmp_path / "c.yaml"), "config": "local", "settings": []}
     assert look.planned_blocks(stored) == {"plan_error": "freetrain plan: sinfo does not answer"}
 
