@@ -405,7 +405,7 @@ class LyingHistory:
             self.round(self.draw.choice([1.0, 5.0, 20.0, 60.0, 300.0]), kill=0.06)
         self.disks.lies = set()
         owners = self.truth()
-        if not self.disks.harm:
+        if owners and not self.disks.harm:
             self.finish(owners)
         self.check_requests()
         for path in self.outside:
@@ -427,13 +427,16 @@ class LyingHistory:
                     site.turn()
 
     def truth(self) -> list[LyingSite]:
-        """After the lies: within four leases one driver owns the training, and trains."""
+        """After the lies: within four leases one driver owns the training and trains, or says why it cannot."""
         end = self.clock[0] + 4 * LEASE
         while self.clock[0] < end:
             self.round(10.0)
             owners = [site for site in self.sites if site.generation() is not None]
             if len(owners) == 1 and owners[0].mover.is_ready("net") and self.clock[0] > end - 3 * LEASE:
                 return owners
+        waits = any("no other one is left" in site.mover.remark("net") for site in owners)
+        if len(owners) == 1 and waits and newest_whole(self.disks.top / HOME[0] / "ft" / "checkpoints" / "net") is None:
+            return []  # all that was sent is damaged, and it does not start over silently
         self.disks.harm.append(f"after the lies {len(owners)} own it: {self.told()}")
         return owners
 
