@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pickle import PicklingError
 from types import CellType, CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from parsl.executors.execute_task import execute_task
 from parsl.serialize import pack_apply_message
 from parsl.serialize.errors import SerializationError
 
 from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.executor.app_modules import directory_of, search_first
 from freetrain_parsl.executor.payloads import pack_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["first_line", "pack_or_refuse", "pack_task", "type_name"]
+__all__ = ["execute_from", "first_line", "pack_or_refuse", "pack_task", "type_name"]
 
 
 def pack_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Serialize the call of an ordinary app, as Parsl's own executors do.
+    """Serialize the call of an ordinary app, as Parsl's own executors do, and the directory of its modules.
 
     Raises
     ------
@@ -28,9 +31,22 @@ def pack_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         An argument cannot be pickled.
     """
     try:
-        return bytes(pack_apply_message(function, args, kwargs, buffer_threshold=1 << 20))
+        call = bytes(pack_apply_message(function, args, kwargs, buffer_threshold=1 << 20))
     except (TypeError, PicklingError) as error:
         raise SerializationError(getattr(function, "__name__", repr(function))) from error
+    directory = directory_of(_innermost(function))
+    return call if not directory else bytes(pack_apply_message(execute_from, (directory, call), {}))
+
+
+def execute_from(directory: str, call: bytes) -> Any:
+    """Carry out a serialized call on a node, whose modules are looked up first where the driver has found them."""
+    search_first(directory)
+    return execute_task(call)
+
+
+def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a partial call is of: that of a bash app, for example."""
+    return _innermost(function.func) if isinstance(function, partial) else function
 
 
 def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

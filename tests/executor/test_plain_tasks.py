@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
+import subprocess
 import sys
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,7 +20,11 @@ from freetrain_parsl.executor.packing import pack_task
 from freetrain_parsl.executor.payloads import error_in
 from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
+from freetrain_parsl.interpreters import script_command
 from freetrain_parsl.protocol.messages import StartTask, TaskEnded
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.parametrize("crash", [True, False])
@@ -57,3 +64,24 @@ def test_a_task_that_calls_exit_fails_and_its_slot_goes_on(monkeypatch: pytest.M
     error = error_in(ended.payload)
     assert isinstance(error, TrainingError)
     assert str(error) == "the app raised SystemExit: 4"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["function", "partial call, as of a bash app"])
+def test_a_task_finds_the_module_of_its_function_on_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    """Nodes do not search the directory in which they start, but the one where the driver has found the module."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "own_module_of_a_task.py").write_text("def add(a, b):\n    return a + b\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    function = importlib.import_module("own_module_of_a_task").add
+    payload = pack_task(partial(function, 1), (2,), {}) if wrapped else pack_task(function, (1, 2), {})
+    (tmp_path / "payload").write_bytes(payload)
+    script = """
+import sys
+from pathlib import Path
+from parsl.executors.execute_task import execute_task
+print(execute_task(Path(sys.argv[1]).read_bytes()))
+"""
+    command = [*script_command(script), str(tmp_path / "payload")]
+    assert subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout == "3\n"
