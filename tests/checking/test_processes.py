@@ -97,5 +97,5 @@ def test_its_processes_end_with_it(tmp_path: Path, scratch: Path, end: signal.Si
     assert not alive
     assert len(gone) == len(own)
     if end is signal.SIGINT:
-        assert (check.returncode, message) == (130, "")
+        assert (check.returncode, message) == (130, "freetrain check: interrupted; its processes were ended\n")
         assert list(scratch.iterdir()) == []

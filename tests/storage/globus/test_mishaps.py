@@ -47,10 +47,12 @@ class MishapCollections:
             raise CollectionUnavailable("down")
         return str(mishap)
 
-    def names(self, collection: str, path: str) -> list[str] | None:
+    def names(self, collection: str, path: str, *, directories: bool = False) -> list[str] | None:
         self._mishap("down")
         directory = self._disks.path(collection, path)
-        return [entry.name for entry in directory.iterdir()] if directory.is_dir() else None
+        if not directory.is_dir():
+            return None
+        return [entry.name for entry in directory.iterdir() if entry.is_dir() or not directories]
 
     def make_directory(self, collection: str, path: str) -> bool:
         mishap = self._mishap("down", "lost")
