@@ -34,7 +34,7 @@ def pack_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         call = bytes(pack_apply_message(function, args, kwargs, buffer_threshold=1 << 20))
     except (TypeError, PicklingError) as error:
         raise SerializationError(getattr(function, "__name__", repr(function))) from error
-    directory = directory_of(_innermost(function))
+    directory = _directory_of(function)
     return call if not directory else bytes(pack_apply_message(execute_from, (directory, call), {}))
 
 
@@ -44,9 +44,11 @@ def execute_from(directory: str, call: bytes) -> Any:
     return execute_task(call)
 
 
-def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a partial call is of: that of a bash app, for example."""
-    return _innermost(function.func) if isinstance(function, partial) else function
+def _directory_of(function: Callable[..., Any]) -> str:
+    """Return the directory of an app's modules; a bash app is a partial call of a function of Parsl with the user's."""
+    function = inspect.unwrap(function)
+    parts = (function.func, *function.args) if isinstance(function, partial) else (function,)
+    return next(filter(None, (directory_of(part) for part in parts if callable(part))), "")
 
 
 def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
