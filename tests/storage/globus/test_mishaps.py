@@ -54,6 +54,11 @@ class MishapCollections:
             return None
         return [entry.name for entry in directory.iterdir() if entry.is_dir() or not directories]
 
+    def sizes(self, collection: str, path: str) -> dict[str, int | None] | None:
+        self._mishap("down")
+        directory = self._disks.path(collection, path)
+        return {entry.name: entry.stat().st_size for entry in directory.iterdir()} if directory.is_dir() else None
+
     def make_directory(self, collection: str, path: str) -> bool:
         mishap = self._mishap("down", "lost")
         try:
