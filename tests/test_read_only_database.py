@@ -17,6 +17,7 @@ import freetrain_parsl
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.owned_files import LARGEST_OF_OTHERS
 from freetrain_parsl.read_only_database import PrivateCopies, open_for_reading, seen_state
+from tests.clock import Clock
 from tests.foreign_runs import add_hot_journal, as_two_users, change, give
 
 if TYPE_CHECKING:
@@ -33,24 +34,13 @@ LIES = (  # what this says is not what the object is
 )
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def clock() -> _Clock:
-    return _Clock()
-
-
-@pytest.fixture
-def copies(clock: _Clock) -> Iterator[PrivateCopies]:
+def copies(clock: Clock) -> Iterator[PrivateCopies]:
     return PrivateCopies(clock, clock.sleep)
 
 
@@ -124,7 +114,7 @@ def test_a_database_is_read_whose_writer_was_killed_in_the_middle_of_a_commit(da
 
 @as_two_users
 def test_a_database_of_another_user_is_read_from_a_copy_that_is_renewed_now_and_then(
-    database: Path, copies: PrivateCopies, clock: _Clock
+    database: Path, copies: PrivateCopies, clock: Clock
 ) -> None:
     give(database.parent)
     before = sorted(database.parent.iterdir())
@@ -196,7 +186,7 @@ def test_views_triggers_and_computed_columns_are_refused(database: Path, script:
         rows(database)
 
 
-def test_a_query_to_a_database_of_others_has_a_time_limit(database: Path, clock: _Clock) -> None:
+def test_a_query_to_a_database_of_others_has_a_time_limit(database: Path, clock: Clock) -> None:
     database.chmod(0o666)
 
     def later() -> float:

@@ -111,7 +111,7 @@ def name_width(names: Sequence[str]) -> int:
 
 
 def shown_line(line: LogLine, width: int = 0, *, all_processes: bool = False, times: bool = False) -> str:
-    """Format a line for people; what it must not do to a terminal is for `screen.say_coloured`.
+    """Format a line for people; `screen.say_coloured` removes what a terminal would obey.
 
     Parameters
     ----------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from freetrain_parsl.storage.ownership import make_private
 from freetrain_parsl.storage.posix import directory_name
-from freetrain_parsl.storage.staging import sync_name
+from freetrain_parsl.storage.staging import replace_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["RESULTS", "write_result"]
 
@@ -40,19 +41,8 @@ def write_result(run_dir: Path, training: str, content: str | bytes, *, is_json:
     OSError
         It cannot be written.
     """
-    directory = run_dir / RESULTS
-    directory.mkdir(mode=0o700, exist_ok=True)
     data, suffix = (content, "bin") if isinstance(content, bytes) else (content.encode(), "json" if is_json else "txt")
-    path = directory / f"{directory_name(training)}.{suffix}"
-    descriptor, aside = tempfile.mkstemp(prefix=".", dir=directory)  # makes it private
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(aside).replace(path)
-        sync_name(path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    path = run_dir / RESULTS / f"{directory_name(training)}.{suffix}"
+    make_private(path.parent)
+    replace_file(path, data)
     return str(path.relative_to(run_dir))

@@ -271,7 +271,7 @@ def read_progress(path: Path) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[DatabaseReading]:
-    """Open a journal for reading; what it is and whose it is, is an error like any other of the file."""
+    """Open a journal for reading; a file of another kind or owner is refused as a damaged one is."""
     try:
         with open_for_reading(path) as reading:
             yield reading

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +26,7 @@ from freetrain_parsl.owned_files import require_own_entries
 from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.protocol.options import Code, digest_of
 from freetrain_parsl.report.output import write_output
+from freetrain_parsl.storage.staging import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -127,7 +127,7 @@ class CellCampaign:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own_entries(directory, "give another run_dir")  # compiled modules of others would be imported instead
         write_output(directory / f"{_MODULE}.py", _SOURCE)
-        _write_private(directory / _PICKLE, payload)
+        replace_file(directory / _PICKLE, payload)
         self.write_code(directory)
         file = directory / CAMPAIGN_FILE
         write_output(file, self.text)
@@ -272,14 +272,3 @@ def _key(key: Any, where: str) -> Any:
     if isinstance(key, (str, int)) and not isinstance(key, bool):
         return key
     raise InvalidInput(f"{where}: the key {key!r} is neither a text nor a whole number")
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Replace a file atomically by one that only this user can read."""
-    aside = path.with_suffix(".new")
-    aside.unlink(missing_ok=True)
-    with os.fdopen(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)

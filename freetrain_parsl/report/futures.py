@@ -44,11 +44,11 @@ def explain(future: Future[Any]) -> str:
     'waits for 2 nodes to join; idle nodes not used: n[1-2]: shorter than start-up 30 s + minimum 1 min + margin 10 s'
     """
     name, executor = job_of(future)
+    if future.cancelled():
+        return "cancelled"
     if future.done():
-        error = None if future.cancelled() else future.exception()
-        return (
-            "cancelled" if future.cancelled() else "" if error is None else f"{type(error).__name__}: {text_of(error)}"
-        )
+        error = future.exception()
+        return "" if error is None else f"{type(error).__name__}: {text_of(error)}"
     journal = Path(executor.journal_path)
     try:
         run = RunState.with_reasons(journal) if journal.exists() else RunState()

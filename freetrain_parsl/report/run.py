@@ -329,9 +329,7 @@ class RunState:
                 self.fragments[index].end = time
 
     def reasons(self, now: float) -> list[str]:
-        """Return what keeps waiting trainings from nodes, one line for each reason.
-
-        Starts that fail, blocks that are refused, nodes that cannot be used, and why idle nodes are not used.
+        """Return what keeps waiting trainings from nodes, one line for each reason: failed starts, and `obstacles`.
 
         Parameters
         ----------
@@ -339,10 +337,16 @@ class RunState:
             Seconds since the epoch.
         """
         failed = [] if self.failed_starts is None else [self.failed_starts.sentence(now)]
-        waits = any(training.state == "waiting" and not training.waits_for for training in self.trainings.values())
-        if not waits:
-            return failed
-        return [*failed, *self._obstacles.reasons(now), *self._unused.reasons(now, self.blocks.pending)]
+        return [*failed, *self.obstacles(now)]
+
+    def obstacles(self, now: float) -> list[str]:
+        """Return blocks that are refused, nodes that cannot be used, and why idle nodes are not used.
+
+        One line for each reason; none while no training waits for nodes. `now` is in seconds since the epoch.
+        """
+        if not any(training.state == "waiting" and not training.waits_for for training in self.trainings.values()):
+            return []
+        return [*self._obstacles.reasons(now), *self._unused.reasons(now, self.blocks.pending)]
 
     def _count_members(self) -> None:
         sizes = Counter(training.array for training in self.trainings.values())

@@ -231,7 +231,7 @@ class RunView:
             "ended": self._ended,
             "reading": self._reading,
             "problem": self._problem,
-            "reasons": self._state.reasons(self._now)[failed is not None :] if self._ended is None else [],
+            "reasons": self._state.obstacles(self._now) if self._ended is None else [],
             "starts_failed": "" if failed is None else failed.sentence(self._now),
             "training_nodes": len({node for each in self._state.trainings.values() for node in each.nodes}),
             "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,

@@ -117,10 +117,28 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a small file: atomically, durably, and such that only this user can read it."""
+    """Replace a small file; see `replace_file`."""
+    replace_file(path, text.encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file: atomically, durably, and such that only this user can read it.
+
+    Raises
+    ------
+    OSError
+        It cannot be written; the file before is untouched, and nothing else is left.
+    """
     aside = path.with_name(f"{TEMPORARY}{path.name}")
-    write_text(aside, text)
-    aside.replace(path)
+    try:
+        with open_private(aside) as file:
+            file.write(data)
+            sync(file)
+        aside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error counts
+            aside.unlink()
+        raise
     sync_directory(path.parent)
 
 

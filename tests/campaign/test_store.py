@@ -29,29 +29,19 @@ from freetrain_parsl.errors import (
     TrainingInterrupted,
 )
 from freetrain_parsl.report.run import RunState
+from tests.clock import Clock
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(1000.0)
 
 
 @pytest.fixture
-def clock() -> _Clock:
-    return _Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: _Clock) -> RunStore:
+def store(tmp_path: Path, clock: Clock) -> RunStore:
     return RunStore.create(tmp_path, {"name": "c", "run_id": "r", "created": 1.0}, ["a", "b", "c"], clock)
 
 
@@ -276,7 +266,7 @@ def record(**changes: object) -> DriverRecord:
     ids=["here", "its id is another's now", "here but busy", "ended", "elsewhere", "elsewhere and silent"],
 )
 def test_a_driver_here_is_known_by_its_process_and_one_elsewhere_by_its_heartbeat(
-    driver: DriverRecord, state: DriverState, clock: _Clock
+    driver: DriverRecord, state: DriverState, clock: Clock
 ) -> None:
     assert driver_state(driver, clock) is state
 
@@ -355,7 +345,7 @@ def _run_with_two_drivers(store: RunStore) -> RunStore:
     return store
 
 
-def test_orphans_of_all_drivers_are_ended_and_jobs_of_others_are_not(store: RunStore, clock: _Clock) -> None:
+def test_orphans_of_all_drivers_are_ended_and_jobs_of_others_are_not(store: RunStore, clock: Clock) -> None:
     queue = _Queue(
         {"1": "freetrain.one.r.block-0", "2": "freetrain.two.r.block-3", "3": "freetrain.two.s.block-3", "4": "x"},
         slow=2,
@@ -375,7 +365,7 @@ def test_orphans_of_all_drivers_are_ended_and_jobs_of_others_are_not(store: RunS
     assert "1 (freetrain.one.r.block-0)" in told[0]
 
 
-def test_jobs_that_do_not_end_are_told_instead_of_a_second_driver_beside_them(store: RunStore, clock: _Clock) -> None:
+def test_jobs_that_do_not_end_are_told_instead_of_a_second_driver_beside_them(store: RunStore, clock: Clock) -> None:
     queue = _Queue({"1": "freetrain.one.r.block-0"}, slow=10**6)
     with pytest.raises(BatchSystemError, match="jobs 1 were cancelled and are still there after 300 s"):
         remove_orphans(
@@ -389,7 +379,7 @@ def test_jobs_that_do_not_end_are_told_instead_of_a_second_driver_beside_them(st
 
 
 def test_a_run_that_never_submitted_asks_nobody_and_a_cluster_that_is_gone_has_no_jobs(
-    store: RunStore, clock: _Clock
+    store: RunStore, clock: Clock
 ) -> None:
     def gone(_: object) -> object:
         raise ClusterGone("no embedded cluster 'x' is running")
@@ -407,7 +397,7 @@ def test_a_disk_without_room_for_checkpoints_is_refused(tmp_path: Path) -> None:
         preflight(site, tmp_path)
 
 
-class _Clocks:
+class Clocks:
     """Clocks of this host, and a driver on another host whose clock differs."""
 
     def __init__(self, store: RunStore, *, ahead: float, beats: bool) -> None:
@@ -428,18 +418,18 @@ class _Clocks:
 
 @pytest.mark.parametrize("ahead", [-86400.0, -61.0, 0.0, 61.0, 86400.0])
 def test_a_driver_elsewhere_that_beats_lives_whatever_its_clock_shows(store, ahead) -> None:
-    assert not _Clocks(store, ahead=ahead, beats=True).silent()
+    assert not Clocks(store, ahead=ahead, beats=True).silent()
 
 
 @pytest.mark.parametrize(("ahead", "seconds"), [(-86400.0, 10.0), (-61.0, 10.0), (86400.0, 60.0)])
 def test_a_driver_elsewhere_that_does_not_beat_is_watched_and_then_dead(store, ahead, seconds) -> None:
-    clocks = _Clocks(store, ahead=ahead, beats=False)
+    clocks = Clocks(store, ahead=ahead, beats=False)
     assert clocks.silent()
     assert clocks.now == 1000.0 + seconds
 
 
 def test_a_driver_elsewhere_that_has_just_beaten_is_taken_for_alive(store) -> None:
-    assert not _Clocks(store, ahead=-30.0, beats=False).silent()
+    assert not Clocks(store, ahead=-30.0, beats=False).silent()
 
 
 def test_what_the_driver_did_wrong_waits_and_what_the_training_did_wrong_has_failed(store) -> None:

@@ -129,22 +129,26 @@ def test_the_page_answers_however_many_connections_others_hold(page, says):
     assert page.log().count("\n") <= 3
 
 
+class Transport:
+    """A connection that notes its end."""
+
+    def __init__(self, name, closed):
+        self.name = name
+        self.closed = closed
+
+    def abort(self):
+        self.closed.append(self.name)
+
+
 def test_a_stranger_is_closed_after_some_seconds_and_the_user_is_not():
     """Also one that sends a byte from time to time, as no request counts that has no token."""
     closed = []
 
-    class Transport:
-        def __init__(self, name):
-            self.name = name
-
-        def abort(self):
-            closed.append(self.name)
-
     async def scene():
         strangers = Strangers(10, patience=0.05)
-        strangers.opened(("127.0.0.1", 1), Transport("stranger"))
-        strangers.opened(("127.0.0.1", 2), Transport("user"))
-        strangers.opened(("127.0.0.1", 3), Transport("gone"))
+        strangers.opened(("127.0.0.1", 1), Transport("stranger", closed))
+        strangers.opened(("127.0.0.1", 2), Transport("user", closed))
+        strangers.opened(("127.0.0.1", 3), Transport("gone", closed))
         strangers.known(("127.0.0.1", 2))
         strangers.closed(("127.0.0.1", 3))
         await asyncio.sleep(0.3)
@@ -158,20 +162,13 @@ def test_the_oldest_stranger_makes_room_and_the_log_gets_a_line_a_minute(caplog)
     closed = []
     now = 0.0
 
-    class Transport:
-        def __init__(self, name):
-            self.name = name
-
-        def abort(self):
-            closed.append(self.name)
-
     async def scene():
         nonlocal now
         strangers = Strangers(2, clock=lambda: now)
         for name in range(6):
-            strangers.opened(("127.0.0.1", name), Transport(name))
+            strangers.opened(("127.0.0.1", name), Transport(name, closed))
         now = 61.0
-        strangers.opened(("127.0.0.1", 6), Transport(6))
+        strangers.opened(("127.0.0.1", 6), Transport(6, closed))
         assert len(strangers) == 2
 
     with caplog.at_level(logging.WARNING):

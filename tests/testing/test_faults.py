@@ -31,6 +31,7 @@ from freetrain_parsl.testing.faults import (
     stop,
     stopped,
 )
+from tests.clock import Clock
 
 ECHO = """
 import socket, threading
@@ -290,19 +291,6 @@ def test_kernel_that_forbids_it_is_named():
 # ── the injector ──────────────────────────────────────────────────────────────────────────────────
 
 
-class Clock:
-    """Time that passes in sleep only."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class Lasting:
     """A fault that only records when it is active."""
 
@@ -322,7 +310,7 @@ HARMLESS = {name: lambda strike: None for name in ("one", "two", "three")}
 
 
 def sequence(seed: int, **options: object) -> list[tuple[object, ...]]:
-    clock = Clock()
+    clock = Clock(100.0)
     injector = Injector(
         seed,
         lambda: TARGETS,
@@ -356,7 +344,7 @@ def test_schedule_is_kept_to():
 
 def test_lasting_faults_are_undone_in_time_or_at_the_end():
     """One by one at their ends, and the rest when the injector stops."""
-    clock = Clock()
+    clock = Clock(100.0)
     faults = [Lasting(clock) for _ in range(3)]
     waiting = iter(faults)
     injector = Injector(
@@ -377,7 +365,7 @@ def test_lasting_faults_are_undone_in_time_or_at_the_end():
 
 def test_faults_are_undone_when_something_goes_wrong():
     """Also when the injector itself fails."""
-    clock = Clock()
+    clock = Clock(100.0)
     lasting = Lasting(clock)
     faults = {"hang": lambda strike: lasting, "fail": lambda strike: 1 / 0}
     schedule = [(timedelta(seconds=1), "hang"), (timedelta(seconds=2), "fail")]
@@ -389,7 +377,7 @@ def test_faults_are_undone_when_something_goes_wrong():
 
 def test_strikes_that_miss_are_recorded(tmp_path):
     """No target, a process that has ended, a checkpoint that does not exist yet."""
-    clock = Clock()
+    clock = Clock(100.0)
     nobody = Injector(0, dict, faults=HARMLESS, schedule=[(timedelta(0), "one")], clock=clock, sleep=clock.sleep)
     (record,) = nobody.run()
     assert (record.victim, record.outcome) == (None, "no process to hit")

@@ -25,12 +25,12 @@ from freetrain_parsl.storage.globus.carrier import (
     Carrier,
     CopyJob,
     CopyKind,
-    Parcel,
     backoff,
     progress_line,
 )
 from freetrain_parsl.storage.globus.copy_task import copy_task
-from freetrain_parsl.storage.globus.home_listing import HomeCheckpoints, difference_at_home, search_home
+from freetrain_parsl.storage.globus.home_listing import difference_at_home
+from freetrain_parsl.storage.globus.home_search import TOGETHER, HomeSearch
 from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
 from freetrain_parsl.storage.globus.mover_pace import MoverPace
 from freetrain_parsl.storage.globus.mover_state import MOST_MEASURED, MeasuredCopy, MoverState
@@ -57,10 +57,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = ["Mover", "ResultStatus"]
-
-_ATTEMPTS = 2  # copies of a checkpoint from home that must be damaged before another one is used
-_TOGETHER = 10  # requests of a search, or looks for what was sent, in one pass: renewals come between
-
 
 _HALT = 10.0  # seconds: a request may be on its way
 
@@ -133,7 +129,10 @@ class Mover:
         self._written: dict[str, Any] = {}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freetrain-mover", daemon=True)
-        self._arrivals: list[Parcel] = []
+        self._search = HomeSearch(
+            settings.home, collections, self._exchange, self._ownership, self._carrier, self._seen, self._carried,
+            self._lock, clock, self._pace.longest, self._spare,
+        )  # fmt: skip
         self._abandoned = [job.task for job in self._carrier.restore(before.jobs) if job.task]
         self._seen.under_way(self._carrier.leaving())
         self._exchange.keep_only(self._carrier.leaving())
@@ -363,132 +362,13 @@ class Mover:
                     logger.info("training %s: owned in generation %d", name, generation)
             if item.stage is CarriedStage.FETCHING and generation is not None:
                 with self._lock:
-                    self._fetch_next(item)
+                    self._search.fetch_next(item)
             with self._lock:
                 self._finish(item)
-        if (searched := self._next_search()) is not None:  # one in a pass, so that renewals come between
-            self._search(searched)
+        self._search.search()
         if self._clock() >= self._next_scan:
             self._next_scan = self._clock() + self._pace.scan
             self._scan()
-
-    def _next_search(self) -> CarriedTraining | None:
-        """Return the training whose search has waited longest: no search is so long that others wait for it."""
-        now = self._clock()
-        with self._lock:
-            due = [
-                item
-                for name, item in self._carried.items()
-                if item.stage is CarriedStage.SEARCHING
-                and now >= item.search_at
-                and self._ownership.generation(name, now) is not None
-            ]
-        return min(due, key=lambda item: item.search_at, default=None)
-
-    def _search(self, item: CarriedTraining) -> None:
-        """Go on looking for checkpoints at home that are later than those here; then fetch the newest of them."""
-        if item.search is None:
-            found = HomeCheckpoints()
-            item.lineage = self._exchange.generation(item.name)
-            steps = search_home(self._collections, self._settings.home, item.name, item.generation, found)
-            item.search = steps, found
-        steps, found = item.search
-        begun = self._clock()
-        try:
-            for _ in range(_TOGETHER):
-                next(steps)
-                self._spare()
-                if self._clock() - begun > self._pace.longest / 4:  # home answers slowly
-                    break
-            item.search_at = self._clock()
-        except StopIteration:
-            item.search = None
-            self._searched(item, found)
-        except (CollectionUnavailable, GlobusRefused) as error:  # one directory of home does not stop all trainings
-            item.search = None
-            with self._lock:
-                self._carrier.delayed(item.name, str(error), self._clock())
-                item.search_at = self._carrier.blocked_until(item.name)
-            if isinstance(error, CollectionUnavailable):
-                raise
-
-    def _searched(self, item: CarriedTraining, found: HomeCheckpoints) -> None:
-        """Choose the candidates; what home has listed once is one of them until it is certainly gone."""
-        here = self._exchange.newest(item.name)
-        best = (item.lineage, here.step, here.revision) if here is not None else None
-        later = [parcel for parcel in found.ordered if best is None or parcel.order > best]
-        if later and later[-1].generation > item.generation:
-            self._not_the_last(item, later[-1])
-            return
-        with self._lock:
-            self._carrier.found(item.name, found.whole, found.partial)
-        candidates = self._seen.candidates(item, later, best, self._clock())
-        if candidates is not None:
-            item.candidates, item.stage = candidates, CarriedStage.FETCHING
-
-    def _not_the_last(self, item: CarriedTraining, later: Parcel) -> None:
-        """Give up a claim that is not the last one: a later owner has sent a checkpoint. The next claim follows it."""
-        reason = f"home lists {later.name} of generation {later.generation}, which is later than {item.generation}"
-        logger.warning("training %s: %s", item.name, reason)
-        with self._lock:
-            self._ownership.follow(item.name, later.generation, self._clock())
-            self._carrier.forget(item.name)
-            self._carried[item.name] = CarriedTraining(item.name, reason=reason)
-
-    def _fetch_next(self, item: CarriedTraining) -> None:
-        """Fetch the newest candidate; without one, the checkpoints here are the newest."""
-        if self._carrier.fetching(item.name) or any(parcel.training == item.name for parcel in self._arrivals):
-            return
-        if item.fetching is not None:  # it was not copied: it may never have been there
-            item.fetching, item.stage = None, CarriedStage.SEARCHING
-            item.search_at = self._carrier.blocked_until(item.name)
-            return
-        if item.candidates:
-            item.fetching = item.candidates[-1]
-            self._exchange.expect(item.fetching)
-            self._carrier.fetch(item.fetching)
-            return
-        self._exchange.set_generation(item.name, item.generation)
-        self._carrier.searched(item.name)
-        item.stage, item.reason = CarriedStage.READY, ""
-
-    def _arrived(self, parcel: Parcel) -> None:
-        """Verify a fetched checkpoint; a damaged one is not used, but the one before.
-
-        Reading it takes long, so other threads are not kept waiting.
-        """
-        item = self._carried[parcel.training]
-        if item.stage is not CarriedStage.FETCHING or item.fetching != parcel:
-            return
-        try:
-            self._exchange.accept(parcel)
-        except CheckpointError as error:
-            with self._lock:
-                self._not_accepted(item, parcel, error)
-            return
-        with self._lock:
-            self._carrier.arrived(parcel)
-            self._seen.newest[item.name] = parcel
-            item.lineage, item.fetching = parcel.generation, None
-            item.candidates.clear()
-
-    def _not_accepted(self, item: CarriedTraining, parcel: Parcel, error: CheckpointError) -> None:
-        now = self._clock()
-        if error.transient:
-            self._carrier.damaged(parcel, str(error), now)
-            return
-        times = item.damaged[parcel] = item.damaged.get(parcel, 0) + 1
-        if times < _ATTEMPTS:  # the copy may be to blame
-            self._carrier.damaged(parcel, str(error), now)
-            return
-        logger.warning("training %s: %s; the checkpoint before is used", item.name, error)
-        item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
-        if len(item.candidates) > 1 or self._exchange.newest(item.name) is not None:
-            item.candidates.pop()
-            item.fetching = None
-            return
-        item.reason += "; no other one is left: remove them from home to start over"
-        self._carrier.damaged(parcel, item.reason, now)
 
     def _finish(self, item: CarriedTraining) -> None:
         """Confirm that a finished training is still owned; release it once its last checkpoint is at home."""
@@ -556,14 +436,13 @@ class Mover:
                 self._submit(job)
             elif now >= job.poll_at:
                 self._poll(job)
-        if self._arrivals:  # one at a time, so that renewals come between
-            self._arrived(self._arrivals.pop(0))
+        self._search.accept()
         self._look_for_sent()
 
     def _look_for_sent(self) -> None:
         """Ask home whether it lists what was sent; only then older checkpoints are removed, and trainings released."""
         with self._lock:
-            parcels = self._carrier.to_look_for(self._clock())[:_TOGETHER]
+            parcels = self._carrier.to_look_for(self._clock())[:TOGETHER]
         for parcel in parcels:
             sizes = self._exchange.sizes(parcel)
             try:
@@ -605,7 +484,7 @@ class Mover:
         state = self._collections.task(job.task)
         now = self._clock()
         with self._lock:
-            self._arrivals += self._carrier.on_state(job, state, now)
+            self._search.arrivals += self._carrier.on_state(job, state, now)
             if state.status == "SUCCEEDED" and job.kind in (CopyKind.DATA, CopyKind.FETCH):
                 size = max(job.size, state.bytes_done)
                 self._measured.append(MeasuredCopy(job.kind is CopyKind.FETCH, size, now - job.begun))

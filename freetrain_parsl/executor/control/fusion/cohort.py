@@ -390,7 +390,7 @@ class Cohort:
         member.note_stall("")
         if member.began is not None:
             seconds = max(0.0, self._response.now - member.began)
-            counted = None if member.tracker.latest is None else member.tracker.latest.slot_seconds
+            counted = member.tracker.counted_seconds
             member.response.log(
                 record.FragmentEnded(member.name, array.run, [array.node], failure, seconds, array.name, counted)
             )

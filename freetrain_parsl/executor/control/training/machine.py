@@ -96,10 +96,10 @@ class TrainingMachine:
         self._limits = limits
         self._response = Response(now)
         self._planner = PlannerView(request, costs, self._response)
-        self._processes = TrainingProcesses(
-            request.name, limits, numbers, self._response, self._planner.measured, self._counted_seconds
-        )
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
+        self._processes = TrainingProcesses(
+            request.name, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
+        )
         self._recovering: Recovering | None = None
         self._stall = ""
         self._failing_nodes: set[str] = set()  # on which the function raised an exception before it joined the group
@@ -503,9 +503,6 @@ class TrainingMachine:
     def _end_group_if_empty(self) -> None:
         if self._recovering is None:
             self._processes.end_group_if_empty()
-
-    def _counted_seconds(self) -> float | None:
-        return None if self._tracker.latest is None else self._tracker.latest.slot_seconds
 
     def _log(self, entry: record.Record) -> None:
         self._response.log(entry)

@@ -57,6 +57,11 @@ class ProgressTracker:
         """Whether its group can change in place, as far as is known."""
         return self.latest is None or self.latest.in_place
 
+    @property
+    def counted_seconds(self) -> float | None:
+        """Slot-seconds in steps that count, as last reported; ``None`` without a report."""
+        return None if self.latest is None else self.latest.slot_seconds
+
     def take(self, progress: Progress, now: float) -> None:
         """Take a report."""
         self.steps.take(progress.step, now)
