@@ -341,7 +341,7 @@ module._LOOK, module._LONGEST_STOP = 0.05, 1000
 def work(before):
     waker = os.fork()
     if waker == 0:
-        while not module._is_stopped(os.getppid()):
+        while module._state(os.getppid()) != "T":
             time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
@@ -352,3 +352,75 @@ def work(before):
     output, _ = place.communicate(timeout=60)
     assert json.loads(output) == ["went on"]
     assert place.returncode == 0
+
+
+_WATCHED = """
+import ctypes
+import freetrain_parsl.executor.slot.place as module
+from freetrain_parsl.executor.slot.pulse import Pulse
+module._LOOK = 0.05
+pulse = Pulse(0.0)
+pulse.patience = 1.0
+occupy, watched = (lambda work: watched(work, pulse)), occupy
+
+def beat():
+    while True:
+        pulse.beat()
+        time.sleep(0.02)
+"""
+
+
+def test_a_process_whose_heartbeats_stop_is_ended_and_its_place_with_it() -> None:
+    """A long C call keeps Python's lock: it does not read the driver's command to end."""
+    place = _place(
+        _WATCHED
+        + """
+def work(before):
+    threading.Thread(target=beat, daemon=True).start()
+    time.sleep(2.0)
+    tell("alive")
+    ctypes.PyDLL(None).sleep(100)
+"""
+    )
+    output, errors = place.communicate(timeout=60)
+    assert json.loads(output) == ["alive"], errors
+    assert place.returncode == 128 + signal.SIGKILL
+
+
+def test_a_process_that_is_still_starting_is_not_watched() -> None:
+    """It may need longer to reach the driver, and says so if it fails."""
+    told, code, errors = _outcome(
+        _WATCHED
+        + """
+def work(before):
+    if before is None:
+        pulse.beat()
+        return "next"
+    time.sleep(2.5)
+    tell("started")
+"""
+    )
+    assert told == [["started"]], errors
+    assert code == 0
+
+
+def test_what_a_process_leaves_in_shared_memory_is_removed_when_it_has_ended() -> None:
+    """Not when the pool ends, whose resource tracker it would use else."""
+    told, code, errors = _outcome("""
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.ensure_running()  # as in a worker pool
+KEPT = []
+
+def work(before):
+    if before is None:
+        KEPT.append(shared_memory.SharedMemory(create=True, size=64))
+        return "/dev/shm/" + KEPT[0].name.lstrip("/")
+    end = time.monotonic() + 10
+    while os.path.exists(before) and time.monotonic() < end:
+        time.sleep(0.05)
+    tell(os.path.exists(before))
+    if os.path.exists(before):
+        os.unlink(before)
+""")
+    assert told == [[False]], errors
+    assert code == 0

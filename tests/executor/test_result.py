@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
+import time
+from typing import Any
 
 import pytest
 
 from freetrain_parsl.errors import TrainingError
+from freetrain_parsl.executor.slot import in_time
 from freetrain_parsl.executor.slot.result import serialize_result
 
 
@@ -74,3 +79,30 @@ def test_a_result_that_can_be_pickled_is_returned():
     from parsl.serialize import deserialize
 
     assert deserialize(serialize_result("a", {"loss": [0.5]})) == {"loss": [0.5]}
+
+
+class _Unpickles:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def test_a_result_that_cannot_be_unpickled_in_time_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the driver, all results that follow would wait for it."""
+    monkeypatch.setattr(in_time, "PATIENCE", 0.2)
+    with pytest.raises(TrainingError, match=r"^training 't' is done, .*: to unpickle it takes"):
+        serialize_result("t", {"best": _Unpickles(time.sleep, 30)})
+
+
+@pytest.mark.parametrize("function", [os._exit, sys.exit])
+def test_a_result_that_ends_the_process_that_unpickles_it_does_so_in_its_own(function: Any) -> None:
+    """Or is refused in the driver, which can refuse only an exception."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serialize_result("t", _Unpickles(function, 7))
+        finally:
+            os._exit(1 if sys.exc_info()[0] is not None else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == (7 if function is os._exit else 0)

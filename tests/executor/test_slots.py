@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -161,7 +160,7 @@ def test_a_slot_that_was_stopped_does_not_take_the_driver_for_silent(
 ) -> None:
     """While its machine is suspended, no message passes in either direction; both continue afterwards."""
     ahead = [0.0]
-    monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+    monkeypatch.setattr(channel_module, "monotonic", lambda: time.monotonic() + ahead[0])
     link, got = channel(driver, cert_dir, heartbeat_timeout=5.0)
     link.start()
     driver.received.get(timeout=60)  # a heartbeat

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, replace
+from time import monotonic  # as it is now: a training may replace that of the module, and would end its node
 from typing import TYPE_CHECKING
 
 import zmq
@@ -173,7 +173,7 @@ class Channel:
             poller.register(self._signals, zmq.POLLIN)
         connections = 0
         delivery = self._connection.delivery
-        beaten = turned = time.monotonic()
+        beaten = turned = monotonic()
         heard = turned if self._connection.heard is None else self._connection.heard
         lost = False
         while not (self._closing.is_set() and not self._outbox):
@@ -182,14 +182,14 @@ class Channel:
             if self._signals is not None:
                 self._signals.handle()
             if link in ready:
-                heard = time.monotonic()
+                heard = monotonic()
                 self._receive(link)
             if connected in ready:
                 connected.recv_multipart()
                 connections += 1
                 if connections > 1:
                     self._outbox.append(Reconnected())
-            now = time.monotonic()
+            now = monotonic()
             if now - turned > self._beat + _STOPPED:  # this process was stopped and could not receive
                 heard = min(now, heard + now - turned)
             turned = now
@@ -203,7 +203,7 @@ class Channel:
                 self._on_lost()
         # A slot may be ended before it gives the driver up: whatever cancels the blocks of a driver that was killed.
         self._connection = replace(self._connection, heard=heard)
-        silent = not self._hands_over and (lost or time.monotonic() - heard > _SILENT_BEATS * self._beat)
+        silent = not self._hands_over and (lost or monotonic() - heard > _SILENT_BEATS * self._beat)
         self._end(link, [envelope.message for envelope in delivery.unseen()] if silent else [])
 
     def _end(self, link: zmq.Socket[bytes], unsent: Sequence[ToDriver]) -> None:
@@ -247,8 +247,8 @@ class Channel:
             poller.register(link, zmq.POLLIN)
             links[link] = url
         answered: list[str] = []
-        end = time.monotonic() + timeout
-        while not answered and (left := end - time.monotonic()) > 0:
+        end = monotonic() + timeout
+        while not answered and (left := end - monotonic()) > 0:
             for link in links:  # repeated: a probe is lost if its connection breaks before the driver reads it
                 link.send_multipart(encode(Envelope(Probe(os.getpid()))))
             answered = [links[link] for link, _ in poller.poll(int(1000 * min(left, self._PROBE_PERIOD)))]

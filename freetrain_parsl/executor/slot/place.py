@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
@@ -23,6 +24,8 @@ from freetrain_parsl.executor.slot.run_end import serialized_exception
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.executor.slot.pulse import Pulse
+
 __all__ = ["occupy"]
 
 _T = TypeVar("_T")
@@ -31,10 +34,11 @@ _PASSED_ON: Final = (signal.SIGTERM, signal.SIGUSR1)
 _AWAITED: Final = {signal.SIGCHLD, signal.SIGINT, *_PASSED_ON}
 _LOOK: Final = 1.0  # seconds after which a process is found to have ended if another thread received its SIGCHLD
 _LONGEST_STOP: Final = 15  # looks at a stopped process until it is ended
+_DEBUGGED: Final = "t"
 _COMM: Final = Path("/proc/self/comm")
 
 
-def occupy(work: Callable[[_T | None], _T | None]) -> None:
+def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -> None:
     """Call `work` in forked processes, until one of them ends without a successor; then this process ends likewise.
 
     The batch system's signals are passed on to the process of the moment, and to those after it: they may arrive
@@ -44,6 +48,8 @@ def occupy(work: Callable[[_T | None], _T | None]) -> None:
     ----------
     work
         Called with what it has returned in the process before, ``None`` in the first. ``None``: there is no successor.
+    pulse
+        Beats in these processes once they have started: one in which it stops is ended. ``None``: it is not watched.
 
     Raises
     ------
@@ -60,7 +66,7 @@ def occupy(work: Callable[[_T | None], _T | None]) -> None:
         while True:
             outcome = os.memfd_create("freetrain-slot")  # to be written even if no file can be opened any more
             try:
-                code = _attend(_fork(work, left, outcome, mask), received)
+                code = _attend(_fork(work, left, outcome, mask), received, pulse)
                 said = os.pread(outcome, os.fstat(outcome).st_size, 0)
             finally:
                 os.close(outcome)
@@ -75,15 +81,16 @@ def occupy(work: Callable[[_T | None], _T | None]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _attend(pid: int, received: set[int]) -> int:
+def _attend(pid: int, received: set[int], pulse: Pulse | None) -> int:
     """Wait for the end of a process, and pass signals on to it; return its exit code, negative if a signal ended it.
 
-    A process that has stopped itself would keep its place for good: it cannot obey the driver, which has dropped it. If
-    the batch system suspends a job, it stops this process, too, which then does not look.
+    A process that has stopped itself, or that runs without a pulse, would keep its place: it cannot obey the driver,
+    which has dropped it. If the batch system suspends a job, it stops this process, too, which then does not look.
     """
     for number in received:
         os.kill(pid, number)
-    stopped = 0
+    stopped = silent = 0
+    first = beats = None if pulse is None else pulse.count()
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
@@ -93,18 +100,20 @@ def _attend(pid: int, received: set[int]) -> int:
             received.add(arrived.si_signo)
             os.kill(pid, arrived.si_signo)
         elif arrived is None:
-            stopped = stopped + 1 if _is_stopped(pid) else 0
-            if stopped >= _LONGEST_STOP:
+            state = _state(pid)
+            stopped = stopped + 1 if state == "T" else 0
+            if pulse is not None:
+                before, beats = beats, pulse.count()
+                silent = silent + 1 if first != beats == before and state != _DEBUGGED else 0
+            if stopped >= _LONGEST_STOP or (pulse is not None and silent * _LOOK >= pulse.patience):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _is_stopped(pid: int) -> bool:
-    """Return whether a child is stopped by a signal, and not by a debugger."""
+def _state(pid: int) -> str:
+    """Return the state of a child as the kernel names it: ``T``, stopped by a signal; ``t``, by a debugger."""
     with suppress(ProcessLookupError, FileNotFoundError):  # gone: another thread has waited for it
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "T"
-        )
-    return False
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    return ""
 
 
 def _fork(work: Callable[[_T | None], _T | None], left: _T | None, outcome: int, mask: set[int]) -> int:
@@ -124,6 +133,7 @@ def _perform(
     try:
         end_with_parent(place)
         set_process_title()
+        _use_own_resource_tracker()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         said: tuple[_T | None, bytes]
         try:
@@ -137,3 +147,13 @@ def _perform(
     finally:  # KeyboardInterrupt, too: as any signal that ends a process
         flush_streams()
         os._exit(code)
+
+
+def _use_own_resource_tracker() -> None:
+    """Let multiprocessing start a tracker for this process when it needs one, as in any interpreter.
+
+    A tracker removes what its processes leave in ``/dev/shm`` when the last of them has ended. That of the pool, which
+    this process has inherited, would keep the memory of a training that has crashed for as long as the block lives.
+    """
+    tracker = resource_tracker._resource_tracker  # noqa: SLF001 - no other way
+    tracker._fd = tracker._pid = None  # type: ignore[attr-defined]  # noqa: SLF001 - the same

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
-from parsl.serialize import serialize
+from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import TrainingError
 from freetrain_parsl.executor.packing import first_line, type_name
+from freetrain_parsl.executor.slot.in_time import PATIENCE, TooSlow, in_time
 from freetrain_parsl.executor.value_files import LARGEST_MESSAGE
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import StoredValue
 
-__all__ = ["deposit", "serialize_result"]
+__all__ = ["deposit", "serialize_result", "try_result"]
 
 _DEEPEST: Final = 8
 _MOST_PARTS: Final = 10_000  # that are tried
@@ -33,13 +36,41 @@ def serialize_result(training: str, value: object) -> bytes:
         It cannot be pickled; the message names the training, the part and its type.
     """
     try:
-        return bytes(serialize(value))
+        payload = bytes(serialize(value))
     except Exception as error:  # noqa: BLE001 - pickling an object may raise any exception
         where, part, refusal = _culprit(value, error)
         raise TrainingError(
             f"training {training!r} is done, but cannot return its result: {where} is of type {type_name(part)} and "
             f"cannot be pickled ({first_line(refusal)}); return numbers, texts, tensors, and lists or dicts of these"
         ) from None
+    try_result(f"training {training!r}", payload)
+    return payload
+
+
+def try_result(who: str, payload: bytes) -> None:
+    """Unpickle a result where it harms its own call only: this runs the user's code, which may end the process.
+
+    In the driver, it would end all trainings, or keep the results that follow from their futures. A failure is left to
+    the driver, which may have what is missing here. Large results are not tried: they would be in memory twice.
+
+    Raises
+    ------
+    TrainingError
+        It takes too long.
+    """
+    if len(payload) > LARGEST_MESSAGE:
+        return
+    too_slow = False
+    with suppress(BaseException):
+        try:
+            in_time(partial(deserialize, payload))
+        except TooSlow:
+            too_slow = True
+    if too_slow:
+        raise TrainingError(
+            f"{who} is done, but cannot return its result: to unpickle it takes more than {PATIENCE:.0f} s; "
+            "return numbers, texts, tensors, and lists or dicts of these"
+        )
 
 
 def deposit(payload: bytes, files: ValueFiles | None) -> tuple[bytes, StoredValue | None]:

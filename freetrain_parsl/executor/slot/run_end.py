@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from functools import partial
 from textwrap import shorten
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
+from freetrain_parsl.executor.slot.in_time import PATIENCE, TooSlow, in_time
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 from freetrain_parsl.texts import cut, storable, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from freetrain_parsl.protocol.reports import RunEnd
-
-_T = TypeVar("_T")
 
 __all__ = ["end_by", "print_exception", "serialized_exception"]
 
@@ -35,7 +31,6 @@ _WHERE_MODULES_ARE = (
 _LARGEST_EXCEPTION = 4 << 20  # bytes; a larger one would hold up the heartbeats of all slots in the driver
 _LONGEST_STAND_IN = 10_000  # characters; with the reason, fewer than `text_of` leaves as they are
 _LONGEST_PRINTED = 1 << 20  # characters of a traceback
-_PATIENCE = 5.0  # seconds for the texts of an exception, which the user's code makes
 
 
 def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
@@ -51,8 +46,8 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
         Number of the training's group.
     """
     try:
-        return _in_time(partial(_end_by, error, generation))
-    except _TooSlow:
+        return in_time(partial(_end_by, error, generation))
+    except TooSlow:
         stand_in = _without_text(error)
         return RunFailed(str(stand_in)), _serialized_plainly(stand_in)
 
@@ -84,47 +79,13 @@ def serialized_exception(error: BaseException) -> bytes:
     That includes one whose text or representation takes more than seconds: it would hold up the driver.
     """
     try:
-        return _in_time(partial(_serialized, error))
-    except _TooSlow:
+        return in_time(partial(_serialized, error))
+    except TooSlow:
         return _serialized_plainly(_without_text(error))
 
 
-class _TooSlow(Exception):
-    """The user's code takes too long."""
-
-
-def _in_time(make: Callable[[], _T]) -> _T:
-    """Return what the user's code makes in another thread, which nothing can end; while it lasts, heartbeats go on.
-
-    Raises
-    ------
-    _TooSlow
-        It takes too long.
-    """
-    made: list[_T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="freetrain-exception", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the user's code has started as many as there may be
-        return make()
-    thread.join(_PATIENCE)
-    if raised:
-        raise raised[0]
-    if not made:
-        raise _TooSlow
-    return made[0]
-
-
 def _without_text(error: BaseException) -> RuntimeError:
-    text = f"{type(error).__name__}: its text takes more than {_PATIENCE:.0f} s, and was left out"
+    text = f"{type(error).__name__}: its text takes more than {PATIENCE:.0f} s, and was left out"
     return RuntimeError(text).with_traceback(error.__traceback__)
 
 
@@ -171,8 +132,8 @@ def print_exception(error: BaseException) -> None:
     The middle of what is very long is left out.
     """
     try:
-        text = _in_time(partial(_formatted, error))
-    except _TooSlow:
+        text = in_time(partial(_formatted, error))
+    except TooSlow:
         text = "".join([*traceback.format_tb(error.__traceback__), f"{_without_text(error)}\n"])
     except Exception as failure:  # noqa: BLE001 - a chain of causes may be too deep, its texts may raise anything
         text = f"{type(error).__name__}: {text_of(error)} (no traceback: {type(failure).__name__})\n"

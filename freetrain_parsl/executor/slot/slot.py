@@ -36,7 +36,8 @@ from freetrain_parsl.executor.slot.channel import Channel, Connection
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import occupy
-from freetrain_parsl.executor.slot.result import deposit
+from freetrain_parsl.executor.slot.pulse import Pulse
+from freetrain_parsl.executor.slot.result import deposit, try_result
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.signals import SignalSocket
 from freetrain_parsl.executor.slot.start_error import SlotNotStarted
@@ -145,7 +146,8 @@ def run_slot(settings: SlotSettings, token: str) -> None:
         for name in _SECRETS:
             os.environ.pop(name, None)
         gc.freeze()  # garbage collections would copy the memory of all imported objects
-        occupy(lambda before: _Slot(settings, token, before).serve())
+        pulse = Pulse(settings.heartbeat_timeout)
+        occupy(lambda before: _Slot(settings, token, pulse, before).serve(), pulse)
     except Exception as error:  # whatever it is, the driver has to know on which node
         raise SlotNotStarted(_name_of_node(), f"{type(error).__name__}: {text_of(error)}") from error
 
@@ -155,8 +157,9 @@ def _name_of_node() -> str:
 
 
 class _Slot:
-    def __init__(self, settings: SlotSettings, token: str, before: _Handover | None = None) -> None:
+    def __init__(self, settings: SlotSettings, token: str, pulse: Pulse, before: _Handover | None = None) -> None:
         self._pilot = pilot_of_node()
+        self._pulse = pulse
         self._settings = settings
         self._token = token
         self._node = _name_of_node()
@@ -282,6 +285,7 @@ class _Slot:
             logger.warning("what trainings have printed since the driver failed is lost: %s", error)
 
     def _heartbeat(self) -> SlotHeartbeat:
+        self._pulse.beat()
         run, assigned = self._run, self._assigned
         return SlotHeartbeat(
             run=assigned.run if isinstance(assigned, (StartRun, StartArray)) else None,
@@ -388,7 +392,9 @@ class _Slot:
         """Run an ordinary task; return whether it has succeeded."""
         payload, stored, failed = b"", None, True
         try:
-            payload, stored = deposit(serialize(execute_task(message.payload)), self._settings.files)
+            result = serialize(execute_task(message.payload))
+            try_result("the app", result)
+            payload, stored = deposit(result, self._settings.files)
             failed = False
         except KeyboardInterrupt:  # SIGINT: as in a training, a crash
             raise
