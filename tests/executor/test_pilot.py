@@ -216,3 +216,27 @@ def test_a_node_leaves_no_temporary_files(short_path, monkeypatch, killed) -> No
             with PoolDirectory():  # as the next pilot on this node
                 assert not directory.exists()
     assert list(short_path.iterdir()) == []
+
+
+# A process of the pool that is no slot, with a segment of shared memory.
+_KILLED_WITH_MEMORY = """
+import sys, time
+from multiprocessing import shared_memory
+from pathlib import Path
+segment = shared_memory.SharedMemory(create=True, size=64)
+Path(sys.argv[1]).write_text(segment.name.lstrip("/"))
+time.sleep(60)
+"""
+
+
+def test_what_the_processes_of_a_node_leave_in_shared_memory_is_removed(start, tmp_path) -> None:
+    """Their trackers are killed last: the memory of the node was lost for all later jobs."""
+    pilot = start(1, _KILLED_WITH_MEMORY)
+    segment = Path("/dev/shm", (tmp_path / "slot-0").read_text())
+    assert segment.exists()
+    os.kill(pilot.pid, signal.SIGTERM)
+    assert pilot.wait(10) == 0
+    try:
+        assert not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)
