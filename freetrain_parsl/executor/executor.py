@@ -30,7 +30,7 @@ from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.driver_fence import DriverFence
 from freetrain_parsl.executor.htex.blocks import HtexBlocks
-from freetrain_parsl.executor.htex.connection import HtexInterchange
+from freetrain_parsl.executor.htex.connection import HtexInterchange, guard_sockets
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.journal import Journal
@@ -401,6 +401,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self._submitter.start()
         self._watch.start()
         self._exit.arm()
+
+    def _start_result_queue_thread(self) -> None:
+        """Start HTEX's thread; called by HTEX once it has made its sockets."""
+        guard_sockets(self)
+        super()._start_result_queue_thread()  # type: ignore[no-untyped-call]  # Parsl's
 
     def initialize_scaling(self) -> None:
         """Compose the launch command of each kind of node; called by HTEX when it starts."""

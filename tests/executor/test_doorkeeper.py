@@ -14,10 +14,14 @@ import pytest
 import zmq
 from parsl import curvezmq
 
+from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.executor import executor
 from freetrain_parsl.executor.control.doorkeeper import Doorkeeper
+from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.htex import connection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 MOST = 8
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -223,3 +227,36 @@ def test_a_process_with_few_descriptors_has_some_left_through_a_flood(tmp_path: 
     assert limit == 256, "raised"
     assert opened
     assert longest_failure < 1.0
+
+
+def test_a_driver_that_can_open_no_more_files_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_cert_dir: str) -> None:
+        raise RuntimeError("Authenticator thread failed to start")
+
+    monkeypatch.setattr(curvezmq, "ServerContext", fail)
+    with pytest.raises(BatchSystemError, match=r"^the driver cannot .* it may open \d+ files \(ulimit -n\): raise"):
+        SlotServer(curvezmq.create_certificates(tmp_path), (55000, 56000), ["127.0.0.1"])
+
+
+@pytest.mark.cluster
+def test_strangers_are_bounded_before_the_driver_opens_more(
+    start: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took the descriptors that its control channel needs: a start lasts seconds on a busy host."""
+    guarded: list[object] = []
+    before: list[int] = []
+
+    def guard(socket: zmq.Socket[bytes]) -> Doorkeeper:
+        guarded.append(socket)
+        return Doorkeeper(socket)
+
+    def listen(*arguments: Any) -> SlotServer:
+        before.append(len(guarded))
+        return SlotServer(*arguments)
+
+    monkeypatch.setattr(connection, "Doorkeeper", guard)
+    monkeypatch.setattr(executor, "SlotServer", listen)
+    start(nodes=1)
+    assert before == [3]

@@ -13,7 +13,7 @@ from parsl import curvezmq
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import endpoint
-from freetrain_parsl.executor.control.doorkeeper import Doorkeeper
+from freetrain_parsl.executor.control.doorkeeper import Doorkeeper, raise_descriptor_limit
 from freetrain_parsl.executor.waker import Waker
 from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode
 from freetrain_parsl.protocol.delivery import Delivery
@@ -48,14 +48,20 @@ class SlotServer:
     Raises
     ------
     BatchSystemError
-        No port of the range is free.
+        No port of the range is free, or no file can be opened.
     """
 
     _MOST_AT_ONCE = 1000  # messages in one `receive`, so that a slot that floods the driver does not block it
 
     def __init__(self, cert_dir: str | None, port_range: tuple[int, int], addresses: Sequence[str] = ("*",)) -> None:
-        self._context = curvezmq.ServerContext(cert_dir)
-        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._context = curvezmq.ServerContext(cert_dir)
+            self._socket = self._context.socket(zmq.ROUTER)
+        except (RuntimeError, OSError, zmq.ZMQError) as error:  # RuntimeError: pyzmq's thread for certificates
+            raise BatchSystemError(
+                f"the driver cannot start its control channel: {error}; it may open {raise_descriptor_limit()} files "
+                "(ulimit -n): raise that limit, or see what else this process has open"
+            ) from None
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a slot that reconnects replaces its dead connection

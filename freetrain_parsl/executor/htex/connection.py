@@ -18,9 +18,19 @@ if TYPE_CHECKING:
 
     from parsl.executors.high_throughput.executor import HighThroughputExecutor
 
-__all__ = ["HtexInterchange"]
+__all__ = ["HtexInterchange", "guard_sockets"]
 
 _SEND_TIMEOUT = 1000  # milliseconds
+
+
+def guard_sockets(executor: HighThroughputExecutor) -> None:
+    """Bound the connections of strangers to HTEX's sockets: on the loopback, they are open to every user of this host.
+
+    To be called as soon as they exist: a host where files are limited may have too few left for the next socket.
+    """
+    own: Any = executor  # Parsl's attributes have no types
+    for guarded in (own.outgoing_q.zmq_socket, own.incoming_q.results_receiver, own.command_client.zmq_socket):
+        Doorkeeper(guarded)
 
 
 class HtexInterchange(Interchange):
@@ -46,13 +56,6 @@ class HtexInterchange(Interchange):
         self._submit = submit
         self._submitted = submitted
         self._asking = False
-        # HTEX's sockets on the loopback are open to every user of this host.
-        for guarded in (
-            self._executor.outgoing_q.zmq_socket,
-            self._executor.incoming_q.results_receiver,
-            self._executor.command_client.zmq_socket,
-        ):
-            Doorkeeper(guarded)
         # Without this, sending blocks indefinitely while no interchange is connected.
         self._executor.outgoing_q.zmq_socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT)
 
