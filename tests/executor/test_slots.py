@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -16,8 +17,9 @@ from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.control.slot_server import SlotServer
 from freetrain_parsl.executor.slot import channel as channel_module
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.protocol.codec import Envelope, encode
+from freetrain_parsl.protocol.codec import Envelope, decode, encode
 from freetrain_parsl.protocol.messages import (
+    TO_SLOT,
     Exit,
     Hello,
     Invalid,
@@ -372,3 +374,31 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def test_large_arguments_are_sent_without_a_copy() -> None:
+    """No slot is answered while hundreds of megabytes are copied."""
+    payload = os.urandom(1 << 20) * 256
+    server = SlotServer(None, (55000, 56000), ["127.0.0.1"])
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    try:
+        peer.setsockopt(zmq.IDENTITY, b"slot")
+        peer.connect(f"tcp://127.0.0.1:{server.port}")
+        peer.send_multipart(encode(Envelope(Probe(1))))
+        list(server.receive(10.0))
+        begin = time.monotonic()
+        copy = bytearray(payload)
+        copied = time.monotonic() - begin
+        del copy
+        begin = time.monotonic()
+        assert server.send("slot", StartTask(1, payload))
+        assert time.monotonic() - begin < copied / 2
+        assert isinstance(decode(peer.recv_multipart(), TO_SLOT).message, Probe)
+        received = decode(peer.recv_multipart(), TO_SLOT).message
+        assert isinstance(received, StartTask)
+        assert received.payload == payload
+    finally:
+        peer.close(0)
+        context.term()
+        server.close()

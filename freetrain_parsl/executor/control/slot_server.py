@@ -175,7 +175,8 @@ class SlotServer:
     def _send(self, identity: bytes, envelope: Envelope) -> bool:
         """Send an envelope; return false if the peer is gone or accepts no more messages."""
         try:
-            self._socket.send_multipart([identity, *encode(envelope)], zmq.NOBLOCK)
+            # Large arguments are not copied: meanwhile no other thread of the driver would run.
+            self._socket.send_multipart([identity, *encode(envelope)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
