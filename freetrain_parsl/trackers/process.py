@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from freetrain_parsl.texts import text_of
 from freetrain_parsl.trackers.base import TrackedTraining
 from freetrain_parsl.trackers.rows import fresh, read_rows
 from freetrain_parsl.trackers.settings import TrackerSpec, importable
@@ -81,14 +82,18 @@ class Follower:
                 tracker, self._tracker = self._tracker, None
                 tracker.close(self.outcome or "interrupted")
             self._failures = 0
-        except Exception as error:  # noqa: BLE001 - of the tracker, and of what it uses
+        except BaseException as error:  # noqa: BLE001 - of the tracker, also sys.exit: this thread serves others, too
             self._failures += 1
-            self._retry_at = now + min(2.0**self._failures, _LONGEST_PAUSE)
+            self._retry_at = now + min(2.0 ** min(self._failures, 20), _LONGEST_PAUSE)
             logger.warning(
-                "training %s, tracker %s: %s: %s", self._training.name, self._spec.kind, type(error).__name__, error
+                "training %s, tracker %s: %s: %s",
+                self._training.name,
+                self._spec.kind,
+                type(error).__name__,
+                text_of(error),
             )
             tracker, self._tracker = self._tracker, None  # type: ignore[assignment]
-            with contextlib.suppress(Exception):  # of a tracker that has failed
+            with contextlib.suppress(BaseException):  # of a tracker that has failed
                 if tracker is not None:
                     tracker.close("interrupted")
         else:

@@ -139,6 +139,21 @@ def test_a_tracker_that_fails_gets_each_value_once_in_the_end(training, tmp_path
     assert STORE[f"{training.id} closed"][-1] == "finished"
 
 
+def test_a_tracker_that_calls_exit_or_is_away_for_days_gets_the_values_in_the_end(
+    training, tmp_path, monkeypatch
+) -> None:
+    """It ended the thread, and with it what other trainings send to this tracker."""
+    path = tmp_path / "values"
+    _write(path, [1])
+    follower = _follower(training, path)
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryTracker, "open", lambda *_: sys.exit(3))
+        for attempt in range(1100):
+            follower.turn(1000.0 * attempt)
+    follower.turn(2e6)
+    assert [step for step, _, _ in STORE[training.id]] == [1]
+
+
 def test_a_process_that_was_killed_is_followed_by_one_that_knows_what_there_is(training, tmp_path) -> None:
     path = tmp_path / "values"
     _write(path, [1, 2])
