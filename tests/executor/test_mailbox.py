@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from freetrain_parsl.executor.slot.pulse import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, SlotHeartbeat
 from freetrain_parsl.protocol.reports import PauseReason, Progress, RunPaused
@@ -46,6 +47,7 @@ class _Stage:
         self.channel = _FakeChannel()
         slot = self.slot = _Slot.__new__(_Slot)
         slot._settings = SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo")
+        slot._pulse = Pulse(10.0)
         slot._inbox = queue.SimpleQueue()
         slot._assigned = slot._run = slot._closes = None
         slot._lock = threading.Lock()

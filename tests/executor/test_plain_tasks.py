@@ -19,6 +19,7 @@ from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
 from freetrain_parsl.executor.packing import pack_task
 from freetrain_parsl.executor.payloads import error_in
 from freetrain_parsl.executor.slot import slot as slot_module
+from freetrain_parsl.executor.slot.pulse import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.interpreters import script_command
 from freetrain_parsl.protocol.messages import StartTask, TaskEnded
@@ -57,7 +58,7 @@ def test_a_task_that_calls_exit_fails_and_its_slot_goes_on(monkeypatch: pytest.M
     sent: queue.SimpleQueue[TaskEnded] = queue.SimpleQueue()
     monkeypatch.setattr(slot_module, "Channel", lambda *_, **__: SimpleNamespace(send=sent.put))
     monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)
-    slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0), "token")
+    slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0), "token", Pulse(10.0))
     slot._run_task(StartTask(3, pack_task(sys.exit, (4,), {})))
     ended = sent.get_nowait()
     assert (ended.task, ended.failed) == (3, True)

@@ -16,6 +16,7 @@ import torch
 
 from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot import training_run
+from freetrain_parsl.executor.slot.pulse import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
 from freetrain_parsl.protocol.messages import (
@@ -87,7 +88,7 @@ class _RealSlot:
         monkeypatch.setattr(slot_module, "Channel", _Channel)
         monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)  # belongs to the process
         monkeypatch.setattr(training_run, "unpack_training", lambda _: (train_until_stopped, (), {}))
-        self._slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo"), "token")
+        self._slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo"), "token", Pulse(10.0))
         self._main = threading.Thread(target=self._work, daemon=True)
         self._main.start()
 

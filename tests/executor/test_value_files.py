@@ -21,6 +21,7 @@ from freetrain_parsl.executor.packing import pack_task
 from freetrain_parsl.executor.payloads import error_in, settle_with_value
 from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot.array_run import ArrayRun
+from freetrain_parsl.executor.slot.pulse import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.executor.value_files import LARGEST_MESSAGE, ValueFiles
@@ -238,7 +239,7 @@ def test_so_has_that_of_a_tasks_end(
     monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)
     if not writable:
         (tmp_path / "root" / ".freetrain-root").unlink()
-    slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, files=files), "token")
+    slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, files=files), "token", Pulse(10.0))
     assert slot._run_task(StartTask(3, pack_task(bytes, (LARGEST_MESSAGE + 1,), {}))) is writable
     ended = sent.get_nowait()
     assert ended.failed is not writable
