@@ -6,20 +6,29 @@ node, where each training has a process of its own, the directory only has to be
 
 from __future__ import annotations
 
+import dis
 import importlib
+import inspect
 import os
 import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.training.checkpoints.code_identity import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import ModuleType
+    from types import CodeType, ModuleType
 
-__all__ = ["directory_of", "import_app_module", "own_modules", "search_first"]
+__all__ = ["WHERE_MODULES_ARE", "directory_of", "import_app_module", "imported_in", "own_modules", "search_first"]
+
+WHERE_MODULES_ARE: Final = (
+    "a node finds modules in the directory of the function's own file, those that are installed, and those on "
+    "PYTHONPATH, which the provider's worker_init may export; what a script adds to sys.path counts on its host only"
+)
+
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 
 _apps: dict[str, dict[str, ModuleType]] = {}
 """Directory of an app -> its modules, as far as they are imported."""
@@ -51,6 +60,18 @@ def import_app_module(name: str, directory: str) -> ModuleType:
         finally:
             loaded = list(sys.modules.items())
             _apps[directory] = {name: module for name, module in loaded if _root(name, module) == directory}
+
+
+def imported_in(code: CodeType) -> Iterator[str]:
+    """Return the names of modules that a function's code, or functions in it, import; not relative ones."""
+    if _IMPORT_NAME in code.co_code[::2]:
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for level, _, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname == "IMPORT_NAME" and level.argval == 0:
+                yield str(step.argval)
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from imported_in(constant)
 
 
 @contextmanager

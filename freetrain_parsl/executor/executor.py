@@ -37,7 +37,8 @@ from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.logged_values import ValueWriter
 from freetrain_parsl.executor.logs.writer import LogWriter
 from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_unknown_kinds
-from freetrain_parsl.executor.packing import pack_or_refuse, pack_task
+from freetrain_parsl.executor.node_modules import NodeModules
+from freetrain_parsl.executor.packing import functions_of, pack_or_refuse, pack_task
 from freetrain_parsl.executor.run_directory import check_run_directory
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
@@ -61,7 +62,7 @@ from freetrain_parsl.windows.base import OUR_JOBS, WindowSource
 from freetrain_parsl.windows.node_kinds import WindowsByKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from freetrain_parsl.executor.control.plain_tasks import Task
     from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
@@ -261,6 +262,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         self.all_addresses = driver_addresses() if reached_at is None else {reached_at}
         # HTEX fails the whole executor if one node has another Python; the driver checks each slot's `Hello` instead.
         self._check_python_mismatch = False
+        inits = [getattr(kind.provider, "worker_init", "") or "" for kind in self._kinds.values()]
+        # What another Python, or a container, has installed is not known here.
+        self._node_modules = NodeModules(inits) if node_python is None and container is None else None
         self._driver: ControlLoop | None = None
         self._log_handler: logging.Handler | None = None
         self._logs: LogWriter | None = None
@@ -446,7 +450,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
         kwargs.pop("parsl_resource_specification", None)
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
         if request is None:
-            return self._accept(self._submissions.add_task(pack_task(func, args, kwargs)))
+            payload = pack_task(func, args, kwargs)
+            self._check_modules(func, {type(value).__module__ for value in (*args, *kwargs.values())})
+            return self._accept(self._submissions.add_task(payload))
         refuse_unknown_kinds(request, self._kinds)
         if self._submissions.was_cancelled(request):  # one of Parsl's retries
             future: Future[Any] = Future()
@@ -454,7 +460,9 @@ class FreeTrainExecutor(HighThroughputExecutor):
             return future
         if self._values is not None:
             self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
-        training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs))
+        imported: set[str] = set()
+        training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs, imported))
+        self._check_modules(func, imported)
         if line := check_suggestion([(func, request.options.code)]):
             logger.info("training %s: %s", request.name, line)
         if request.likeness:
@@ -462,6 +470,11 @@ class FreeTrainExecutor(HighThroughputExecutor):
             training.curve_key = digest_of([request.likeness, str(self.slots_per_node), str(threads)])
             training.rates = read_rates(self._checkpoint_root, training.curve_key)
         return self._accept(training)
+
+    def _check_modules(self, func: Callable[..., Any], imported: Collection[str]) -> None:
+        if self._node_modules is not None:
+            for function in functions_of(func):
+                self._node_modules.check(function, imported)
 
     def _accept(self, item: Training | Task) -> Future[Any]:
         assert self._driver is not None, "Parsl starts an executor before it submits to it"

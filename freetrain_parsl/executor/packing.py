@@ -19,7 +19,7 @@ from freetrain_parsl.executor.payloads import pack_training
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["execute_from", "first_line", "pack_or_refuse", "pack_task", "type_name"]
+__all__ = ["execute_from", "first_line", "functions_of", "pack_or_refuse", "pack_task", "type_name"]
 
 
 def pack_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -34,7 +34,7 @@ def pack_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         call = bytes(pack_apply_message(function, args, kwargs, buffer_threshold=1 << 20))
     except (TypeError, PicklingError) as error:
         raise SerializationError(getattr(function, "__name__", repr(function))) from error
-    directory = _directory_of(function)
+    directory = next(filter(None, map(directory_of, functions_of(function))), "")
     return call if not directory else bytes(pack_apply_message(execute_from, (directory, call), {}))
 
 
@@ -44,14 +44,16 @@ def execute_from(directory: str, call: bytes) -> Any:
     return execute_task(call)
 
 
-def _directory_of(function: Callable[..., Any]) -> str:
-    """Return the directory of an app's modules; a bash app is a partial call of a function of Parsl with the user's."""
+def functions_of(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return the functions of an app: a bash app is a partial call of a function of Parsl with the user's."""
     function = inspect.unwrap(function)
     parts = (function.func, *function.args) if isinstance(function, partial) else (function,)
-    return next(filter(None, (directory_of(part) for part in parts if callable(part))), "")
+    return [inspect.unwrap(part) for part in parts if callable(part)]
 
 
-def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pack_or_refuse(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imported: set[str] | None = None
+) -> bytes:
     """Serialize the call of a training function; see `pack_training`.
 
     Raises
@@ -60,7 +62,7 @@ def pack_or_refuse(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         An argument, a global or a closure variable cannot be pickled; the message names it.
     """
     try:
-        return pack_training(function, args, kwargs)
+        return pack_training(function, args, kwargs, imported)
     except Exception as error:  # pickling an object may raise any exception
         name = getattr(function, "__name__", repr(function))
         found = next(_culprits(function, args, kwargs), None)

@@ -7,7 +7,7 @@ import logging
 import sys
 from concurrent.futures import InvalidStateError
 from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 import dill
@@ -17,7 +17,7 @@ from parsl.serialize.concretes import DillSerializer
 from parsl.serialize.errors import DeserializationError
 
 from freetrain_parsl.errors import CheckpointError, TrainingError
-from freetrain_parsl.executor.app_modules import directory_of, own_modules, search_first
+from freetrain_parsl.executor.app_modules import directory_of, imported_in, own_modules, search_first
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -38,11 +38,18 @@ class _Pickler(dill.Pickler):  # type: ignore[misc]  # untyped
     dill copies such classes, e.g. ``torch.optim.SGD``; the copy is then not a subclass of ``torch.optim.Optimizer``.
     """
 
+    imported: set[str]
+
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT001, FBT002 - pickle's signature
         if isinstance(obj, (type, FunctionType)) and id(obj) not in self.memo and _can_be_imported(obj):
+            self.imported.add(obj.__module__)
             StockPickler.save_global(self, obj)  # type: ignore[attr-defined]  # not in typeshed
-        else:
-            super().save(obj, save_persistent_id)
+            return
+        if isinstance(obj, ModuleType):
+            self.imported.add(obj.__name__)
+        elif isinstance(obj, CodeType):
+            self.imported.update(imported_in(obj))
+        super().save(obj, save_persistent_id)
 
 
 def _can_be_imported(thing: type | FunctionType) -> bool:
@@ -64,17 +71,28 @@ class _Directory:
         return search_first, (self._path,)
 
 
-def pack_training(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pack_training(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imported: set[str] | None = None
+) -> bytes:
     """Serialize a call of a training function.
 
     Unlike Parsl's serialization, this includes the globals that the function uses: a script or notebook may define its
     network and data next to the function. Objects from importable modules go by reference; they are looked up in the
     directory of the function's module first.
+
+    Parameters
+    ----------
+    function, args, kwargs
+        The call.
+    imported
+        Receives the names of modules that are imported where the call is deserialized, or by functions in it.
     """
     directory = directory_of(function)
     buffer = io.BytesIO()
     with own_modules(directory):
-        _Pickler(buffer, recurse=True).dump((_Directory(directory), function, args, kwargs))
+        pickler = _Pickler(buffer, recurse=True)
+        pickler.imported = set() if imported is None else imported
+        pickler.dump((_Directory(directory), function, args, kwargs))
     return buffer.getvalue()
 
 

@@ -14,6 +14,7 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
+from freetrain_parsl.executor.app_modules import WHERE_MODULES_ARE
 from freetrain_parsl.executor.slot.in_time import PATIENCE, TooSlow, in_time
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 from freetrain_parsl.texts import cut, storable, text_of
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["end_by", "print_exception", "serialized_exception"]
 
 _LONGEST_REASON = 500  # characters
-_WHERE_MODULES_ARE = (
-    "a node finds modules in the directory of the function's own file, those that are installed, and those on "
-    "PYTHONPATH, which the provider's worker_init may export; what a script adds to sys.path counts on its host only"
-)
 _LARGEST_EXCEPTION = 4 << 20  # bytes; a larger one would hold up the heartbeats of all slots in the driver
 _LONGEST_STAND_IN = 10_000  # characters; with the reason, fewer than `text_of` leaves as they are
 _LONGEST_PRINTED = 1 << 20  # characters of a traceback
@@ -67,7 +64,7 @@ def _end_by(error: BaseException, generation: int) -> tuple[RunEnd, bytes]:
             error = raised.with_traceback(error.__traceback__)
         case ModuleNotFoundError() if type(error) is ModuleNotFoundError:
             # Typically the driver found it by a sys.path that the script has changed, which nothing says on a node.
-            missing = ModuleNotFoundError(f"{text_of(error)}; {_WHERE_MODULES_ARE}", name=error.name, path=error.path)
+            missing = ModuleNotFoundError(f"{text_of(error)}; {WHERE_MODULES_ARE}", name=error.name, path=error.path)
             error = missing.with_traceback(error.__traceback__)
     reason = shorten(f"{type(error).__name__}: {text_of(error)}", _LONGEST_REASON)
     return RunFailed(reason), _serialized(error)

@@ -26,7 +26,7 @@ from freetrain_parsl.training.checkpoints.control_flow import NO_EFFECT, steps_o
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["code_of", "is_own"]
+__all__ = ["code_of", "in_library", "is_own"]
 
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -224,7 +224,12 @@ def is_own(module: str | None) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:  # created by exec, or no longer imported
         return module.partition(".")[0] not in sys.stdlib_module_names
-    return not any(Path(file).resolve().is_relative_to(place) for place in _library_places())
+    return not in_library(file)
+
+
+def in_library(file: str) -> bool:
+    """Return whether a file is in the directories of Python and its packages."""
+    return any(Path(file).resolve().is_relative_to(place) for place in _library_places())
 
 
 @functools.cache
