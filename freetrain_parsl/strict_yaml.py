@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.user_files import open_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +86,7 @@ for _kind, _pattern, _first in (
 
 
 def read_text(file: Path, what: str, *, opener: Callable[[str, int], int] | None = None) -> str:
-    """Read a file that the user named; pipes are read as well.
+    """Read a file that the user named; pipes that are written to are read as well.
 
     Parameters
     ----------
@@ -100,7 +101,7 @@ def read_text(file: Path, what: str, *, opener: Callable[[str, int], int] | None
         It cannot be read, is no text, or is larger than `LARGEST`; the message names file and `what`.
     """
     try:
-        with open(file, encoding="utf-8-sig", opener=opener) as opened:  # Path.open has no opener
+        with open(file, encoding="utf-8-sig", opener=opener or open_bounded) as opened:  # Path.open has no opener
             text = opened.read(LARGEST + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte, or bytes that are not text
         why = "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.user_files import open_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -188,8 +189,11 @@ class SwfLog:
     def _lines(self) -> Iterator[tuple[int, str]]:
         """Yield (number, text) of the lines that are not empty."""
         try:
-            with gzip.open(self.path) if self.path.name.endswith(".gz") else self.path.open("rb") as file:
-                for number, raw in enumerate(file, start=1):
+            with (
+                open(self.path, "rb", opener=open_named) as opened,
+                gzip.open(opened) if self.path.name.endswith(".gz") else opened as lines,
+            ):
+                for number, raw in enumerate(lines, start=1):
                     if text := raw.decode("utf-8", errors="replace").strip():
                         yield number, text
         except (OSError, EOFError, zlib.error) as error:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
+from freetrain_parsl.user_files import open_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -242,8 +243,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         The file cannot be read.
     """
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
+        with (
+            open(path, "rb", opener=open_named) as opened,
+            gzip.open(opened) if path.suffix == ".gz" else opened as lines,
+        ):
+            for number, raw in enumerate(lines, start=1):
                 if text := raw.decode("utf-8-sig", errors="replace").strip():
                     yield number, text
     except (OSError, EOFError, zlib.error) as error:
