@@ -6,16 +6,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from freetrain_parsl.errors import CheckpointError
+from freetrain_parsl.storage.entry import MANIFEST
 from freetrain_parsl.storage.globus.carrier import CopyKind
 from freetrain_parsl.storage.globus.collections import Collections
-from freetrain_parsl.storage.globus.home_listing import list_home, newest_claims
+from freetrain_parsl.storage.globus.home_listing import difference_at_home, list_home, newest_claims
 from freetrain_parsl.storage.globus.login import forget_secret, logged_in, make_app
 from freetrain_parsl.storage.globus.mover import Mover
 from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
 from freetrain_parsl.storage.globus.mover_state import MoverState
 from freetrain_parsl.storage.globus.names import CHECKPOINTS, OWNERS, claim_name
 from freetrain_parsl.storage.globus.place_check import check_places
-from freetrain_parsl.storage.posix import directory_name
+from freetrain_parsl.storage.posix import CheckpointDirectory, directory_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.executor.driver_fence import DriverFence
     from freetrain_parsl.storage.globus.carrier import Parcel
+    from freetrain_parsl.storage.globus.places import CollectionPath
 
 __all__ = ["check_home", "clean_home", "open_mover", "prune_home"]
 
@@ -120,9 +123,10 @@ def prune_home(
 ) -> None:
     """Remove checkpoints at home that are older than the `keep` newest of their training.
 
-    Only the trainings that this run has claimed last are touched.
+    Only the trainings that this run has claimed last are touched. A checkpoint counts as kept if it is intact here and
+    home lists its files with the same sizes: a listing may show checkpoints that do not exist.
     """
-    if site.globus is None:
+    if site.globus is None or site.checkpoint_dir is None:
         return
     home, driver = site.globus.home, store.fact("run_id")
     with logged_in(make_app()) as app:
@@ -136,12 +140,42 @@ def prune_home(
             if claims[name].drivers != {driver}:
                 report(f"{item.name}: another run has claimed it at home; nothing is removed there")
                 continue
-            doomed += list_home(collections, home, name).ordered[:-keep]
+            listed = list_home(collections, home, name).ordered
+            kept = _proven(collections, home, listed, CheckpointDirectory(site.checkpoint_dir, item.name), keep)
+            if len(kept) == keep:
+                doomed += [parcel for parcel in listed if parcel.order < kept[-1].order]
+            elif len(listed) > keep:
+                report(
+                    f"{item.name}: nothing is removed at home: of its {len(listed)} checkpoints there, {len(kept)} are "
+                    f"also here, intact and of the same sizes; --keep {keep} needs {keep}"
+                )
         for parcel in doomed:
             place = f"{home.collection}:{home.join(CHECKPOINTS, *parcel.path)}"
             report(f"{'would remove' if dry_run else 'removing'} {place}")
         if doomed and not dry_run:
             _remove(collections, site, doomed)
+
+
+def _proven(
+    collections: Collections, home: CollectionPath, listed: list[Parcel], here: CheckpointDirectory, most: int
+) -> list[Parcel]:
+    """Return the newest checkpoints, at most so many, that are intact here and that home lists with their sizes."""
+    entries = {entry.path.name: entry for entry in here.entries()}
+    found: list[Parcel] = []
+    for parcel in reversed(listed):
+        entry = entries.get(parcel.name)
+        if len(found) == most:
+            break
+        if entry is None:
+            continue
+        try:
+            _, manifest = entry.verify()
+            sizes = {name: (entry.path / name).stat().st_size for name in (*manifest["files"], MANIFEST)}
+        except (CheckpointError, OSError):
+            continue
+        if not difference_at_home(collections, home, parcel, sizes):
+            found.append(parcel)
+    return found
 
 
 def _remove(collections: Collections, site: Site, parcels: list[Parcel]) -> None:

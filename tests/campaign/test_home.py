@@ -126,3 +126,42 @@ def test_a_run_without_a_home_passes_no_client_secret_to_its_jobs(monkeypatch, t
     with open_mover(site, RunStore.create(tmp_path, {"run_id": "a1"}, ["net"]), DriverFence()) as mover:
         assert mover is None
         assert CLIENT_SECRET not in os.environ
+
+
+def test_prune_removes_nothing_because_home_lists_checkpoints_that_do_not_exist(world):  # noqa: F811
+    """Coherent phantoms, newer than all that is there: only what is intact here, too, counts as kept."""
+    one = world.mover("a")
+    one.want(["net"])
+    world.run(one, until=lambda: one.is_ready("net"))
+    for step in (10, 20):
+        world.save("a", "net", step)
+        world.run(one, until=lambda step=step: f"1:{step}" in world.at_home("net"))
+    site, store = run_of(world, "a")
+    for step in (30, 40):  # a cache shows what was removed meanwhile, or another user has made it
+        phantom = world.path / "home" / "ft" / "checkpoints" / "net" / "gen-0000000001" / f"step-{step:010d}"
+        phantom.mkdir()
+        (phantom / "manifest.json").write_text("{}")
+    world.collections("a")
+    told: list[str] = []
+    prune_home(site, store, 1, None, told.append, dry_run=False)
+    world.machine.wait()
+    assert world.at_home("net")[-3:] == ["1:20", "1:30", "1:40"]
+    assert not any("step-0000000020" in line for line in told)
+
+
+def test_prune_says_that_it_removes_nothing_without_proof(world):  # noqa: F811
+    one = world.mover("a")
+    one.want(["net"])
+    world.run(one, until=lambda: one.is_ready("net"))
+    for step in (10, 20):
+        world.save("a", "net", step)
+        world.run(one, until=lambda step=step: f"1:{step}" in world.at_home("net"))
+    site, store = run_of(world, "a")
+    for state in world.root("a").rglob("step-*/state.pt"):
+        state.unlink()
+    world.collections("a")
+    told: list[str] = []
+    prune_home(site, store, 1, None, told.append, dry_run=False)
+    world.machine.wait()
+    assert world.at_home("net") == ["1:10", "1:20"]
+    assert told[0].startswith("net: nothing is removed at home: of its 2 checkpoints there, 0 are also here, intact")
