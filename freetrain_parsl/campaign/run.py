@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
 import signal
 import sqlite3
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,6 +87,7 @@ BEFORE_THE_RUN: Final = frozenset({CELLS, DRIVER, CONTROL})
 
 _PERIOD = 0.25  # seconds between polls of futures and signals
 _RUN_NAME = "freetrain-run-"
+_MOST_LOOKED_AT = 1000  # entries of the current directory, for a message
 
 
 def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
@@ -130,9 +133,19 @@ def find_run(directory: Path | None) -> Path:
         return directory
     found, left_out = _runs_here()
     if not found:
-        others = f" of yours here ({left_out[0]})" if left_out else " here"
-        raise InvalidInput(f"there is no {_RUN_NAME}…{others}; give the run directory")
+        others = f" of yours here ({left_out[0]})" if left_out else f" in {Path().absolute()}"
+        raise InvalidInput(f"there is no {_RUN_NAME}…{others}; give the run directory, {_hint()}")
     return max(found, key=lambda run: (found[run], run.name))
+
+
+def _hint() -> str:
+    """Return which directory to give: one here with another name, or of a Parsl script, if there is one."""
+    found: list[str] = []
+    with suppress(OSError):
+        names = [".", *(entry.name for entry in islice(os.scandir(), _MOST_LOOKED_AT) if entry.is_dir())]
+        found = [name for name in sorted(names) if os.path.lexists(Path(name) / DATABASE)]
+        found += map(str, sorted(Path("runinfo").glob("[0-9][0-9][0-9]"), reverse=True))
+    return f"such as {found[0]}" if found else "as it was given to --run-dir"
 
 
 def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, bool]:

@@ -316,3 +316,23 @@ def test_an_app_beside_which_anybody_can_put_modules_is_refused(shared: Path, co
     assert done.exit_code == 2
     assert f"{shared} can be changed by any user (mode 1777), who could put a json.py or torch.py there" in done.output
     assert not (shared / "planted").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "hint"),
+    [
+        ("results/exp1/campaign.sqlite", "as it was given to --run-dir"),
+        ("exp1/campaign.sqlite", "such as exp1"),
+        ("campaign.sqlite", "such as ."),
+        ("runinfo/007/parsl.log", "such as runinfo/007"),
+    ],
+)
+def test_without_a_run_of_the_default_name_it_is_said_where_was_looked_and_what_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, hint: str
+) -> None:
+    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / made).write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput) as caught:
+        find_run(None)
+    assert str(caught.value) == f"there is no freetrain-run-… in {tmp_path}; give the run directory, {hint}"
