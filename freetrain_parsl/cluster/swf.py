@@ -197,7 +197,9 @@ class SwfLog:
                     if text := raw.decode("utf-8", errors="replace").strip():
                         yield number, text
         except (OSError, EOFError, zlib.error) as error:
-            raise InvalidInput(f"{self.path}: cannot be read as a job log: {error}") from error
+            raise InvalidInput(
+                f"{self.path}: cannot be read as a job log: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
 
 def _parse(text: str) -> _Line | None:
