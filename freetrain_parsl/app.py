@@ -284,7 +284,7 @@ class TrainingApp(AppBase):
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AppFuture:
         """Submit the training of one call, described by `call_request`."""
-        from freetrain_parsl.executor.executor import SPECIFICATION_KEY
+        from freetrain_parsl.executor.trainings import SPECIFICATION_KEY
 
         kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
         return kernel.submit(

@@ -25,6 +25,7 @@ __all__ = ["OwnedTrainings"]
 
 _CONFIRMATION = 60.0  # seconds for which a run that stops waits for the confirmation of results
 _PERIOD = 0.1
+_LONGEST_ADMISSION = 1.0  # seconds for which trainings are submitted at a time
 
 
 class OwnedTrainings:
@@ -77,8 +78,14 @@ class OwnedTrainings:
         return not self._futures and not self.held and (self._mover is None or self._mover.settled)
 
     def admit(self) -> None:
-        """Submit the trainings that may train here, and end those that may not any more."""
+        """Submit the trainings that may train here, and end those that may not any more.
+
+        Of thousands, some are left for the next call: the driver's heartbeat must not wait for all of them.
+        """
+        end = time.monotonic() + _LONGEST_ADMISSION
         for name in [name for name in self._submissions if name in self.held]:
+            if time.monotonic() > end:
+                break
             if self._mover is None or self._mover.is_ready(name):
                 self.held.discard(name)
                 self._futures[name] = _submitted(self._submissions[name])

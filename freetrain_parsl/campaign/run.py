@@ -493,7 +493,7 @@ class CampaignRun:
         return self._assignment
 
     def _cancel_requested(self) -> None:
-        """Carry out cancel requests; try again later for a training that Parsl has not submitted yet."""
+        """Carry out cancel requests."""
         for name in self.store.cancellations():
             if name not in self._cancelled and self._owned.cancel(name):
                 self._cancelled.add(name)

@@ -7,12 +7,12 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typeguard
+from parsl.dataflow.futures import AppFuture
 from parsl.dataflow.memoization import id_for_memo
 from parsl.executors.errors import InvalidResourceSpecification
 from parsl.executors.high_throughput.executor import HighThroughputExecutor
@@ -21,6 +21,7 @@ from parsl.providers.base import ExecutionProvider
 
 from freetrain_parsl.errors import InvalidSettings, TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.addresses import check_interface, driver_addresses, resolved
+from freetrain_parsl.executor.app_calls import call_off, request_of
 from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
 from freetrain_parsl.executor.batch.providers import refuse_provider, window_source_for
 from freetrain_parsl.executor.batch.submitter import JobSubmitter, SubmitterMessage
@@ -42,9 +43,16 @@ from freetrain_parsl.executor.packing import functions_of, pack_or_refuse, pack_
 from freetrain_parsl.executor.run_directory import check_run_directory
 from freetrain_parsl.executor.run_log import keep_private, log_to
 from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
+from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.executor.submissions import Submissions
-from freetrain_parsl.executor.trainings import Limits, SharedSettings, TrainingRequest, cache_identity
+from freetrain_parsl.executor.trainings import (
+    SPECIFICATION_KEY,
+    Limits,
+    SharedSettings,
+    TrainingRequest,
+    cache_identity,
+)
 from freetrain_parsl.executor.value_files import ValueFiles
 from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.planning.blocks.rules import least_walltime
@@ -63,6 +71,7 @@ from freetrain_parsl.windows.node_kinds import WindowsByKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from concurrent.futures import Future
 
     from freetrain_parsl.executor.control.plain_tasks import Task
     from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
@@ -71,10 +80,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["SPECIFICATION_KEY", "FreeTrainExecutor"]
-
-SPECIFICATION_KEY = "freetrain"
-"""Key of the `TrainingRequest` in Parsl's resource specification."""
+__all__ = ["FreeTrainExecutor"]
 
 id_for_memo.register(TrainingRequest, cache_identity)  # for apps with `cache=True`
 
@@ -439,25 +445,25 @@ class FreeTrainExecutor(HighThroughputExecutor):
             It has keys that this executor does not support.
         InvalidTrainer
             A training of that name is running, or something that its function uses cannot be pickled.
+        TrainingCancelled
+            It was cancelled before Parsl launched it, or this is one of Parsl's retries.
         """
+        request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
+        if request is not None and self._submissions.was_cancelled(request):
+            raise TrainingCancelled(f"training {request.name!r} was cancelled")
         if (error := self._refusal or (self.executor_exception if self.bad_state_is_set else None)) is not None:
-            raise error
+            raise unshared(error)
         unknown = set(resource_specification) - {SPECIFICATION_KEY}
         if unknown:
             raise InvalidResourceSpecification(
                 unknown, f"{self.label} takes no resource specification; its planner assigns the slots"
             )
         kwargs.pop("parsl_resource_specification", None)
-        request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
         if request is None:
             payload = pack_task(func, args, kwargs)
             self._check_modules(func, {type(value).__module__ for value in (*args, *kwargs.values())})
             return self._accept(self._submissions.add_task(payload))
         refuse_unknown_kinds(request, self._kinds)
-        if self._submissions.was_cancelled(request):  # one of Parsl's retries
-            future: Future[Any] = Future()
-            future.set_exception(TrainingCancelled(f"training {request.name!r} was cancelled"))
-            return future
         if self._values is not None:
             self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
         imported: set[str] = set()
@@ -469,7 +475,10 @@ class FreeTrainExecutor(HighThroughputExecutor):
             threads = self.trainings.threads_per_slot
             training.curve_key = digest_of([request.likeness, str(self.slots_per_node), str(threads)])
             training.rates = read_rates(self._checkpoint_root, training.curve_key)
-        return self._accept(training)
+        future = self._accept(training)
+        if self._submissions.was_cancelled(request):  # perhaps before it was posted
+            self._to_driver(CancelTraining(future))
+        return future
 
     def _check_modules(self, func: Callable[..., Any], imported: Collection[str]) -> None:
         if self._node_modules is not None:
@@ -477,16 +486,20 @@ class FreeTrainExecutor(HighThroughputExecutor):
                 self._node_modules.check(function, imported)
 
     def _accept(self, item: Training | Task) -> Future[Any]:
+        self._to_driver(item)
+        return item.future
+
+    def _to_driver(self, item: Training | Task | CancelTraining) -> None:
         assert self._driver is not None, "Parsl starts an executor before it submits to it"
         self._driver.post(item)
-        return item.future
 
     def cancel(self, future: Future[Any]) -> bool:
         """Cancel one training, waiting or running, and keep its checkpoint; may be called from any thread.
 
         Its processes first save its state. Then `future` fails with `TrainingCancelled`, unless the training has
-        finished meanwhile, and its nodes become available to other trainings. Parsl's retries do not run it again, but
-        a new call of the app does.
+        finished or failed meanwhile, and its nodes become available to other trainings. A training that has not
+        started, or that Parsl has not launched yet, also because it waits for the results of other apps, does not
+        start. Parsl's retries do not run it again, but a new call of the app does, also with ``cache=True``.
 
         Parameters
         ----------
@@ -496,12 +509,20 @@ class FreeTrainExecutor(HighThroughputExecutor):
         Returns
         -------
         bool
-            Whether it is being cancelled; false if it is done, or not a training of this executor.
+            Whether it is being cancelled; false if it is done, not a training of this executor, or waits for the
+            results of other apps although Parsl was cleaned up: then it never ends.
         """
-        if self._driver is None or (own := self._submissions.cancel(future)) is None:
+        if self._driver is None or future.done():
             return False
-        self._driver.post(CancelTraining(own))
-        return True
+        request = request_of(future, self) if isinstance(future, AppFuture) else self._submissions.request_of(future)
+        if request is None:
+            return False
+        if (own := self._submissions.cancel(request)) is not None:
+            self._driver.post(CancelTraining(own))
+        if not isinstance(future, AppFuture):
+            return True
+        future.add_done_callback(lambda _: self._submissions.launched_no_more(request))
+        return call_off(future)
 
     def observe_values(self, training: str, observer: Callable[[Sequence[str]], None]) -> None:
         """Pass what a training logs to a function, too, as soon as it arrives; to be called before the training begins.

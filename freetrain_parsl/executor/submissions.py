@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.executor.control.plain_tasks import Task
+from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.executor.trainings import Training
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ class Submissions:
     def __init__(self) -> None:
         self._requests: dict[Future[Any], TrainingRequest | None] = {}
         """The requests of trainings; ``None`` for tasks."""
-        self._cancelled: list[TrainingRequest] = []
+        self._trainings: dict[int, Future[Any]] = {}
+        """Identity of a training's request -> its future."""
+        self._cancelled: dict[int, TrainingRequest] = {}
+        """The requests of trainings that were cancelled and that Parsl may still launch, by identity."""
         self._names: set[str] = set()
         self._tasks = 0
         self._lock = threading.Lock()
@@ -33,8 +37,8 @@ class Submissions:
         return len(self._requests)
 
     def was_cancelled(self, request: TrainingRequest) -> bool:
-        """Return whether a training was cancelled: the request is now one of Parsl's retries."""
-        return any(request is one for one in self._cancelled)
+        """Return whether a training was cancelled: Parsl launches it only now, or again."""
+        return id(request) in self._cancelled
 
     def add_task(self, payload: bytes) -> Task:
         """Add an ordinary task; `payload` is its serialized call."""
@@ -59,25 +63,30 @@ class Submissions:
             self._names.add(request.name)
             training = Training(request, payload, Future())
             self._requests[training.future] = request
+            self._trainings[id(request)] = training.future
         training.future.add_done_callback(self._forget)
         return training
 
-    def cancel(self, future: Future[Any]) -> Future[Any] | None:
-        """Note that a training is being cancelled; return its future, or ``None`` if there is none that is not done.
+    def request_of(self, future: Future[Any]) -> TrainingRequest | None:
+        """Return the request of the training with this future, unless it is done."""
+        return self._requests.get(future)
+
+    def cancel(self, request: TrainingRequest) -> Future[Any] | None:
+        """Note that a training is cancelled; return its future if it has been added and is not done.
 
         Parameters
         ----------
-        future
-            Its future, or the `AppFuture` that wraps it.
+        request
+            Its request; Parsl may launch it only later, or again, until `launched_no_more`.
         """
-        record = getattr(future, "task_record", None)  # of an AppFuture
-        own = future if record is None else record.get("exec_fu")
         with self._lock:
-            request = self._requests.get(own) if own is not None else None
-            if request is None or own.done():
-                return None
-            self._cancelled.append(request)
-        return own
+            self._cancelled[id(request)] = request
+            return self._trainings.get(id(request))
+
+    def launched_no_more(self, request: TrainingRequest) -> None:
+        """Forget that a training was cancelled: its call is done."""
+        with self._lock:
+            self._cancelled.pop(id(request), None)
 
     def fail_all(self, error: Exception) -> None:
         """Fail all futures that are not done."""
@@ -85,10 +94,11 @@ class Submissions:
             futures = list(self._requests)
         for future in futures:
             with suppress(InvalidStateError):  # it has been resolved meanwhile
-                future.set_exception(error)
+                future.set_exception(unshared(error))
 
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
             request = self._requests.pop(future, None)
             if request is not None:
                 self._names.discard(request.name)
+                self._trainings.pop(id(request), None)

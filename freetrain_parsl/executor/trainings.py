@@ -23,7 +23,20 @@ if TYPE_CHECKING:
     from freetrain_parsl.storage.learned_curves import Rates
     from freetrain_parsl.trackers.settings import TrackerSpec
 
-__all__ = ["Fuse", "Fusion", "Limits", "SharedSettings", "Training", "TrainingRequest", "cache_identity", "fusion_of"]
+__all__ = [
+    "SPECIFICATION_KEY",
+    "Fuse",
+    "Fusion",
+    "Limits",
+    "SharedSettings",
+    "Training",
+    "TrainingRequest",
+    "cache_identity",
+    "fusion_of",
+]
+
+SPECIFICATION_KEY = "freetrain"
+"""Key of the `TrainingRequest` in Parsl's resource specification."""
 
 Fuse: TypeAlias = "Literal['auto'] | int"
 """Whether a training may run fused with others: ``"auto"``, False, or the maximum number of trainings, at least 2."""

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from freetrain_parsl.planning.model import Trainer
 
@@ -18,7 +19,30 @@ _LEAST_KEPT = 64
 """So many of each kind are always kept: this is fast, and objectives that compare trainers see a fair sample."""
 
 # All that a policy may tell one waiting trainer from another by, but its place in the queue; a mapping has no hash.
-_kind = attrgetter(*(field.name for field in fields(Trainer) if field.name not in {"name", "submitted", "curves"}))
+_told_apart_by = attrgetter(
+    *(field.name for field in fields(Trainer) if field.name not in {"name", "submitted", "curves"})
+)
+
+
+class _Kind:
+    """Shared by trainers that are alike."""
+
+    __slots__ = ("__weakref__",)
+
+
+_kinds: WeakValueDictionary[tuple[object, object], _Kind] = WeakValueDictionary()
+
+
+def _kind_of(trainer: Trainer) -> _Kind:
+    """Return the kind of a trainer, which remembers it: it is asked in each decision as long as it waits."""
+    kind: _Kind | None = trainer.__dict__.get("_kind")  # no field: `replace` makes a trainer without it
+    if kind is None:
+        told_apart_by = (_told_apart_by(trainer), frozenset(trainer.curves.items()))
+        kind = _kinds.get(told_apart_by)
+        if kind is None:
+            kind = _kinds[told_apart_by] = _Kind()
+        trainer.__dict__["_kind"] = kind
+    return kind
 
 
 def without_surplus(trainers: Iterable[Trainer], running: Container[str], nodes: int) -> list[Trainer]:
@@ -39,10 +63,10 @@ def without_surplus(trainers: Iterable[Trainer], running: Container[str], nodes:
         All that run, and of those that wait and differ only in name and time of submission the first.
     """
     most, kept = max(nodes, _LEAST_KEPT), []
-    seen: Counter[tuple[object, object]] = Counter()
+    seen: Counter[_Kind] = Counter()
     for trainer in trainers:
         if trainer.name not in running:
-            kind = (_kind(trainer), frozenset(trainer.curves.items()))
+            kind = _kind_of(trainer)
             seen[kind] += 1
             if seen[kind] > most:
                 continue

@@ -315,7 +315,8 @@ class Planner:
         }
         for name in self._assigned.keys() - current.keys():
             self._trainers[name] = replace(self._trainers[name], since=now)  # back to the end of the queue
-        trainers = [self._pinned(trainer, current.get(trainer.name, frozenset())) for trainer in self.trainers]
+        trainers = without_surplus(self.trainers, current, len(pool))
+        trainers = [self._pinned(trainer, current.get(trainer.name, frozenset())) for trainer in trainers]
         if self._settle_until is not None:
             # More nodes are about to join: grow once for all of them; only trainers without nodes start now.
             trainers = [self._staying(t, current[t.name]) if t.name in current else t for t in trainers]
@@ -326,9 +327,9 @@ class Planner:
             before, after = self._assigned.get(name, frozenset()), allocation.get(name, frozenset())
             if before != after:
                 actions.append(_reassignment(name, before, after))
-        for name, trainer in self._trainers.items():
+        for name in {*self._assigned, *allocation}:
             if bool(self._assigned.get(name)) != bool(allocation.get(name)):
-                self._trainers[name] = replace(trainer, since=now)
+                self._trainers[name] = replace(self._trainers[name], since=now)
         self._assigned = {name: nodes for name, nodes in allocation.items() if nodes}
         # Nodes are released before they are assigned, so that the driver can act in this order.
         return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
@@ -350,7 +351,6 @@ class Planner:
         self, purpose: str, pool: Pool, trainers: list[Trainer], current: Allocation, now: float
     ) -> Decision | None:
         """Call the policy; return ``None`` and log the error if it fails or its allocation is invalid."""
-        trainers = without_surplus(trainers, current, len(pool))
         try:
             decision = allocate_over_kinds(self.policy, pool, trainers, current, now)
             check_allocation(decision.allocation, pool, trainers)
@@ -416,7 +416,8 @@ class Planner:
             return frozenset()
         everything = self._pool([*had, *offered], now)
         current = {n: kept for n, nodes in self._assigned.items() if (kept := frozenset(nodes & everything.keys()))}
-        asking = (self._worth_growing(t, current.get(t.name, frozenset())) for t in self.trainers)
+        considered = without_surplus(self.trainers, current.keys() | self._assigned.keys(), len(everything))
+        asking = (self._worth_growing(t, current.get(t.name, frozenset())) for t in considered)
         trainers = [trainer for trainer in asking if trainer is not None]
         decision = self._decide("demand", everything, trainers, current, now)
         allocation = decision.allocation if decision is not None else self._assigned

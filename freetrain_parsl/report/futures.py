@@ -71,7 +71,8 @@ def job_of(future: object) -> tuple[str, FreeTrainExecutor]:
     """
     from parsl.dataflow.futures import AppFuture
 
-    from freetrain_parsl.executor.executor import SPECIFICATION_KEY, FreeTrainExecutor
+    from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.executor.trainings import SPECIFICATION_KEY
 
     if isinstance(future, AppFuture):
         task = future.task_record

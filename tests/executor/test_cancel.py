@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import parsl
 import pytest
+from parsl.dataflow.memoization import id_for_memo
 
+from freetrain_parsl import training_app
 from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.control.loop import CancelTraining
 from freetrain_parsl.protocol.messages import PauseRun, StartRun
 from tests.executor.driver_bench import DriverBench, wait_for
 from tests.executor.scenario import make_app
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_training_that_runs_is_paused_then_ends_and_its_node_goes_to_another(tmp_path: Path) -> None:
@@ -105,6 +104,56 @@ def test_cancelling_keeps_the_checkpoint_and_neither_retries_nor_shutdown_bring_
     again = train.options(name="t")(epochs=2, slow=str(tmp_path / "slow"))
     assert again.result(timeout=240)["metrics"]["epochs"] == 2
     assert site.run.fragments[-1].resumed_from >= step - 1
+
+
+class Held:
+    """An argument that can only be pickled, and its call only be launched, once it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        self.begun.set()
+        assert self.released.wait(60)
+        return int, ()
+
+
+@pytest.mark.cluster
+def test_a_call_is_cancelled_whatever_parsl_has_done_with_it(start, tmp_path: Path) -> None:
+    """Parsl launches one call after another, and not before its arguments are known."""
+    site = start(nodes=1)
+    parsl.dfk()._config.retries = 2
+    id_for_memo.register(Held, lambda _held, output_ref=False: b"held")
+    ran = str(tmp_path / "ran")
+
+    @training_app(cache=True)
+    def note(session, ran, argument):
+        with Path(ran).open("a") as file:
+            file.write(f"{argument} ")
+
+    never: Future[int] = Future()
+    waiting = note.options(name="waiting")(ran, never)
+    assert site.executor.cancel(waiting)
+    with pytest.raises(TrainingCancelled, match="waiting"):
+        waiting.result(60)
+
+    held = Held()
+    launched = note.options(name="launched")(ran, held)
+    assert held.begun.wait(60)
+    queued = note.options(name="queued")(ran, 1)
+    assert [site.executor.cancel(each) for each in (launched, queued, queued)] == [True, True, True]
+    assert [each.done() for each in (launched, queued)] == [False, False], "Parsl's thread stands"
+    held.released.set()
+    for future, name in ((launched, "launched"), (queued, "queued")):
+        with pytest.raises(TrainingCancelled, match=name):
+            future.result(60)
+        assert not site.executor.cancel(future), "it is over"
+
+    note.options(name="queued")(ran, 1).result(240)
+    assert Path(ran).read_text() == "1 "
+    late = note.options(name="late")(ran, never)
+    parsl.dfk().cleanup()
+    assert not site.executor.cancel(late), "Parsl launches nothing more"
 
 
 @pytest.mark.cluster

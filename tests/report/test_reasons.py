@@ -19,8 +19,9 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.event_json import as_json
-from freetrain_parsl.executor.executor import SPECIFICATION_KEY, FreeTrainExecutor
+from freetrain_parsl.executor.executor import FreeTrainExecutor
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.trainings import SPECIFICATION_KEY
 from freetrain_parsl.notebook.shown import ShownCampaign
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import BlockTerms, Window

@@ -14,7 +14,7 @@ from freetrain_parsl.planning.curves.learning import Profile, as_learned, best_r
 from freetrain_parsl.planning.curves.node_kinds import learned_on_kinds, relative_speeds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
@@ -152,8 +152,11 @@ class CurveLearning:
     def __init__(self, speeds: Mapping[str, float] = MappingProxyType({})) -> None:
         self._speeds = speeds
         self._known: dict[str, _Known] = {}
+        self._best: dict[str, float] = {}
+        """The best rate per node of each training whose rates are not relative."""
         self._recalled: dict[str, Rates] = {}
-        self._stated: dict[str, ScalingCurve] = {}
+        self._stated: dict[str, float] = {}
+        """Likewise of each cohort."""
 
     def completed(self, event: planner.Event) -> planner.Event:
         """Return an event about a training with the curve measured so far."""
@@ -162,6 +165,7 @@ class CurveLearning:
                 if trainer.name not in self._known:
                     self._known[trainer.name] = known = _Known(trainer, self._speeds)
                     known.recall(self._recalled.pop(trainer.name, {}))
+                    self._note_best(known)
                     known.sent = self._learned(known, self.best_rate())
                 known = self._known[trainer.name]
                 known.trainer = trainer
@@ -172,6 +176,7 @@ class CurveLearning:
                 return replace(event, work_left=known.work(left))
             case planner.TrainerFinished(trainer=name) | planner.TrainerFailed(trainer=name):
                 self._known.pop(name, None)
+                self._best.pop(name, None)
         return event
 
     def recall(self, name: str, rates: Rates) -> None:
@@ -192,7 +197,7 @@ class CurveLearning:
         """Take an event about a cohort, which measures its own curve."""
         match event:
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
-                self._stated[trainer.name] = trainer.curve
+                _note_rate(self._stated, trainer.name, [trainer.curve])
             case planner.TrainerFinished(trainer=name):
                 self._stated.pop(name, None)
 
@@ -229,6 +234,7 @@ class CurveLearning:
         if samples <= 0 or seconds <= 0:
             return []
         known.observe(kind, nodes, samples, seconds)
+        self._note_best(known)
         if known.elastic and progress.step > last.step:
             known.elastic[kind].times.observe(nodes, known.batch, progress.step - last.step, samples, seconds)
         unknown = [other for other in self._known.values() if not other.known]
@@ -245,8 +251,10 @@ class CurveLearning:
 
     def best_rate(self) -> float:
         """Return the largest rate per node that was measured, samples per second; 1 if there is none."""
-        measured = (profile.curve for known in self._known.values() for profile in known.profiles.values())
-        return best_rate_per_node(chain(measured, self._stated.values()))
+        return max(chain(self._best.values(), self._stated.values()), default=1.0)
+
+    def _note_best(self, known: _Known) -> None:
+        _note_rate(self._best, known.trainer.name, [profile.curve for profile in known.profiles.values()])
 
     def _learned(self, known: _Known, best_rate: float) -> Trainer:
         """Return a training with the curves learned so far."""
@@ -264,6 +272,13 @@ class CurveLearning:
             return False
         known.sent = now
         return True
+
+
+def _note_rate(best: dict[str, float], name: str, curves: Sequence[ScalingCurve]) -> None:
+    if any(not curve.relative for curve in curves):
+        best[name] = best_rate_per_node(curves)
+    else:
+        best.pop(name, None)
 
 
 def _differ(known: ScalingCurve, now: ScalingCurve) -> bool:

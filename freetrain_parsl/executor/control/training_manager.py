@@ -19,12 +19,13 @@ from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
 from freetrain_parsl.executor.control.training.machine import TrainingMachine
 from freetrain_parsl.executor.control.training.states import Running
+from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.storage.root import probe_root
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.control.settler import Settle
@@ -85,7 +86,7 @@ class TrainingManager:
     Ten thousand trainings may wait at a time: what concerns one of them must not look at the others.
     """
 
-    _LOOK = 1.0  # seconds between looks at a training that waits for nodes
+    _LOOK = 10.0  # seconds between looks at a training that waits for nodes: time only explains why it waits
 
     def __init__(
         self,
@@ -195,12 +196,13 @@ class TrainingManager:
         self._cohorts.fail_waiting(error)
         for managed in self._managed:
             if not (managed.machine.participants or managed.machine.desired):
-                self._handle(managed, on.Failed(error))
+                self._handle(managed, on.Failed(unshared(error)))
 
     def fail_all(self, error: Exception) -> None:
         """Fail every training."""
         self._cohorts.fail_all(error)
-        self._handle_all(on.Failed(error))
+        for managed in self._managed:
+            self._handle(managed, on.Failed(unshared(error)))
 
     def close(self) -> None:
         """Keep what was learned of the scaling curves: the run is over."""
@@ -220,13 +222,14 @@ class TrainingManager:
         if gone := [one for one in self._managed if one.look_at <= now and one.gone]:
             self._forget(gone)
 
-    def _forget(self, gone: Iterable[_Managed]) -> None:
+    def _forget(self, gone: Collection[_Managed]) -> None:
         for managed in gone:
             self._by_future.pop(managed.training.future, None)
             if self._by_name.get(managed.machine.name) is managed:  # else there is another one of this name by now
                 del self._by_name[managed.machine.name]
         self._by_slot = {slot: one for slot, one in self._by_slot.items() if not one.gone}
-        self._managed = [one for one in self._managed if not one.gone]
+        numbers = {id(one) for one in gone}
+        self._managed = [one for one in self._managed if id(one) not in numbers]
 
     # Messages from slots. A slot's messages arrive in order, and it has one assignment at a time.
 
@@ -305,10 +308,6 @@ class TrainingManager:
     def _of(self, slot: str) -> _Managed | None:
         managed = self._by_slot.get(slot)
         return managed if managed is not None and slot in managed.machine.participants else None
-
-    def _handle_all(self, event: Event) -> None:
-        for managed in self._managed:
-            self._handle(managed, event)
 
     def _handle(self, managed: _Managed, event: Event) -> None:
         managed.look_at = 0.0

@@ -19,6 +19,7 @@ from freetrain_parsl.executor.control.training import events as on
 from freetrain_parsl.executor.control.training.progress_tracker import ProgressTracker
 from freetrain_parsl.executor.control.training.response import Response
 from freetrain_parsl.executor.control.training.stall import waiting_reason
+from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import (
     ArraySized,
@@ -130,10 +131,9 @@ class Cohort:
         """Slot -> number of the run in it."""
         return self._arrays.runs
 
-    @property
-    def members(self) -> Sequence[str]:
-        """Names of the members that are not over."""
-        return list(self._members)
+    def __contains__(self, name: str) -> bool:
+        """Return whether it has a member of this name that is not over."""
+        return name in self._members
 
     @property
     def idle(self) -> bool:
@@ -423,14 +423,14 @@ class Cohort:
             for array in self._arrays:
                 self._arrays.pause(array)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         for member in list(self._members.values()):
             array = self._arrays.with_member(member.name)
             if array is not None:
                 self._part(array, member, failure=False)
             if member in self._arrays.queue:
                 self._arrays.queue.remove(member)
-            member.response.do(do.Fail(error))
+            member.response.do(do.Fail(unshared(error)))
             self._forget(member)
         for array in self._arrays:
             array.deadline = self._response.now + self._limits.peer_timeout

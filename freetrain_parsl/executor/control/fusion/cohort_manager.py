@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,11 +11,12 @@ from freetrain_parsl.executor.control.fusion.cohort import Cohort
 from freetrain_parsl.executor.control.fusion.gathering import Gathering, cohort_key
 from freetrain_parsl.executor.control.training import commands as do
 from freetrain_parsl.executor.control.training import events as on
+from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.control.command_runner import CommandRunner
@@ -37,7 +38,7 @@ class _Managed:
 
     key: CohortKey
     cohort: Cohort
-    trainings: dict[str, Training]
+    trainings: dict[str, Training] = field(default_factory=dict)
 
 
 class CohortManager:
@@ -85,6 +86,8 @@ class CohortManager:
         self._clock = clock
         self._gathering = Gathering()
         self._managed: list[_Managed] = []
+        self._by_future: dict[Future[Any], tuple[_Managed, str]] = {}
+        """Future -> the cohort to which its training was added last, and its name."""
         self._refused: dict[CohortKey, str] = {}  # why trainings of these keys cannot be fused
         self._names = count(1)
 
@@ -108,20 +111,17 @@ class CohortManager:
 
     def cancel(self, future: Future[Any]) -> bool:
         """End a training with a checkpoint; return whether it is one of these."""
-        for training in self._gathering.all():
-            if training.future is future:
-                self._gathering.remove(training)
-                self._runner.log(record.TrainingCancelled(training.name))
-                error = TrainingCancelled(f"training {training.name!r} was cancelled")
-                self._runner.run(training.name, training, do.Fail(error))
-                return True
-        for managed in self._managed:
-            for name in managed.cohort.members:
-                if managed.trainings[name].future is future:
-                    managed.cohort.cancel(name, self._clock())
-                    self._carry_out(managed)
-                    return True
-        return False
+        if (training := self._gathering.take(future)) is not None:
+            self._runner.log(record.TrainingCancelled(training.name))
+            error = TrainingCancelled(f"training {training.name!r} was cancelled")
+            self._runner.run(training.name, training, do.Fail(error))
+            return True
+        managed, name = self._by_future.get(future, (None, ""))
+        if managed is None or name not in managed.cohort or managed.trainings[name].future is not future:
+            return False
+        managed.cohort.cancel(name, self._clock())
+        self._carry_out(managed)
+        return True
 
     def assign(self, name: str, nodes: frozenset[str]) -> None:
         """Set the nodes of a cohort."""
@@ -149,7 +149,9 @@ class CohortManager:
             self._form(key, trainings)
         for managed in list(self._managed):
             self._handle(managed, on.TimePassed())
-        self._managed = [one for one in self._managed if not one.cohort.ended]
+        if any(one.cohort.ended for one in self._managed):
+            self._managed = [one for one in self._managed if not one.cohort.ended]
+            self._by_future = {each: one for each, one in self._by_future.items() if not one[0].cohort.ended}
 
     def on_storage(self, ready: Collection[str], postponed: Mapping[str, tuple[str, float]]) -> None:
         """Handle what the storage watch has found: names of cohorts that can retry, or must wait longer."""
@@ -192,7 +194,7 @@ class CohortManager:
         """Add trainings to the cohort of their key, if there is one, or form one of at least two."""
         known = next((one for one in self._managed if one.key == key and not one.cohort.over), None)
         if known is not None:
-            known.trainings.update({training.name: training for training in trainings})
+            self._belong(known, trainings)
             known.cohort.add([training.request for training in trainings], self._clock())
             self._carry_out(known)
         elif key in self._refused or (len(trainings) == 1 and not key.structure):
@@ -210,14 +212,19 @@ class CohortManager:
                 structure=key.structure,
                 now=self._clock(),
             )
-            managed = _Managed(key, cohort, {training.name: training for training in trainings})
+            managed = _Managed(key, cohort)
             self._managed.append(managed)
+            self._belong(managed, trainings)
             self._carry_out(managed)
 
+    def _belong(self, managed: _Managed, trainings: Iterable[Training]) -> None:
+        for training in trainings:
+            managed.trainings[training.name] = training
+            self._by_future[training.future] = managed, training.name
+
     def _fail_gathering(self, error: Exception) -> None:
-        for training in self._gathering.all():
-            self._gathering.remove(training)
-            self._runner.run(training.name, training, do.Fail(error))
+        for training in self._gathering.take_all():
+            self._runner.run(training.name, training, do.Fail(unshared(error)))
 
     def _handle(self, managed: _Managed, event: Event) -> None:
         managed.cohort.handle(event, self._registry, self._clock())

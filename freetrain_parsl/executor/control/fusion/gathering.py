@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from datetime import datetime, timedelta
 
     from freetrain_parsl.executor.trainings import Fusion, Training, TrainingRequest
@@ -62,7 +63,7 @@ def cohort_key(request: TrainingRequest) -> CohortKey | None:
 class _Group:
     first: float
     last: float
-    trainings: list[Training] = field(default_factory=list)
+    trainings: dict[Future[Any], Training] = field(default_factory=dict)
 
 
 class Gathering:
@@ -70,6 +71,7 @@ class Gathering:
 
     def __init__(self) -> None:
         self._groups: dict[CohortKey, _Group] = {}
+        self._keys: dict[Future[Any], CohortKey] = {}
 
     def __bool__(self) -> bool:
         """Return whether there are any."""
@@ -79,25 +81,33 @@ class Gathering:
         """Add a training."""
         group = self._groups.setdefault(key, _Group(now, now))
         group.last = now
-        group.trainings.append(training)
+        group.trainings[training.future] = training
+        self._keys[training.future] = key
 
-    def remove(self, training: Training) -> bool:
-        """Remove a training; return whether it was there."""
-        for key, group in self._groups.items():
-            if training in group.trainings:
-                group.trainings.remove(training)
-                if not group.trainings:
-                    del self._groups[key]
-                return True
-        return False
+    def take(self, future: Future[Any]) -> Training | None:
+        """Take the training with this future, if it is here."""
+        if (key := self._keys.pop(future, None)) is None:
+            return None
+        group = self._groups[key]
+        training = group.trainings.pop(future)
+        if not group.trainings:
+            del self._groups[key]
+        return training
+
+    def take_all(self) -> list[Training]:
+        """Take all trainings."""
+        trainings = [training for group in self._groups.values() for training in group.trainings.values()]
+        self._groups.clear()
+        self._keys.clear()
+        return trainings
 
     def ready(self, now: float) -> list[tuple[CohortKey, list[Training]]]:
         """Take the trainings to which no further ones have been added for a moment."""
         keys = [
             key for key, group in self._groups.items() if now - group.last >= _QUIET or now - group.first >= _LONGEST
         ]
-        return [(key, self._groups.pop(key).trainings) for key in keys]
-
-    def all(self) -> list[Training]:
-        """Return all trainings."""
-        return [training for group in self._groups.values() for training in group.trainings]
+        ready = [(key, list(self._groups.pop(key).trainings.values())) for key in keys]
+        for _, trainings in ready:
+            for training in trainings:
+                del self._keys[training.future]
+        return ready

@@ -51,7 +51,7 @@ class MemberResponse(Response):
         super().do(command)
 
 
-@dataclass
+@dataclass(eq=False)
 class CohortMember:
     """A training of a cohort that is not over.
 

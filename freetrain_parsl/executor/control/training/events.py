@@ -51,7 +51,7 @@ class Cancelled:
 class Failed:
     """The training cannot continue, for an external reason."""
 
-    error: BaseException
+    error: Exception
 
 
 @dataclass(frozen=True)
