@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import parsl
 import pytest
@@ -13,9 +15,14 @@ from parsl.dataflow.memoization import id_for_memo
 from freetrain_parsl import training_app
 from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.control.loop import CancelTraining
+from freetrain_parsl.executor.shared_errors import unshared
+from freetrain_parsl.executor.submissions import Submissions
 from freetrain_parsl.protocol.messages import PauseRun, StartRun
 from tests.executor.driver_bench import DriverBench, wait_for
 from tests.executor.scenario import make_app
+
+if TYPE_CHECKING:
+    from tests.executor.stage import Stage
 
 
 def test_a_training_that_runs_is_paused_then_ends_and_its_node_goes_to_another(tmp_path: Path) -> None:
@@ -69,6 +76,31 @@ def test_a_training_that_is_lost_while_it_is_being_cancelled_ends_too(tmp_path: 
         slot.die()
         with pytest.raises(TrainingCancelled):
             future.result(60)
+
+
+def test_futures_that_fail_together_share_no_traceback(stage: Stage) -> None:
+    """Each `result()` makes the traceback of what it raises longer, and Parsl logs it: with 10,000, of 500 MB."""
+    submissions = Submissions()
+    tasks = [submissions.add_task(b"").future for _ in range(3)]
+    submissions.fail_all(TrainingInterrupted("why"))
+    trainings = [stage.submit(name) for name in ("a", "b", "c")]
+    stage.manager.fail_all(TrainingInterrupted("why"))
+    for futures in (tasks, trainings):
+        for _ in range(2):
+            for future in futures:
+                with pytest.raises(TrainingInterrupted, match=r"^why$"):
+                    future.result(60)
+        lengths = [len(traceback.extract_tb(future.exception().__traceback__)) for future in futures]
+        assert len(set(lengths)) == 1, lengths
+
+
+def test_a_reason_that_cannot_be_copied_is_shared() -> None:
+    class Awkward(Exception):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__(f"{first} {second}")
+
+    error = Awkward("a", "b")
+    assert unshared(error) is error
 
 
 def test_the_drivers_own_failure_is_told_apart_from_a_trainings(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import stat
 import threading
 import time
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -141,7 +143,7 @@ def test_a_log_is_bounded_and_keeps_its_last_lines(directory, make_writer, monke
         if number % 50 == 0:
             writer._write()
     writer._write()
-    assert 20_000 < sum(path.stat().st_size for path in log_files(directory, "a")) < 45_000
+    assert 20_000 < sum(path.stat().st_size for path in log_files(directory)["a"]) < 45_000
     numbers = [int(text.split()[1]) for text in _texts(directory, "a")]
     assert numbers == list(range(numbers[0], 4000)), "in order, without a gap"
     assert len(numbers) > 500
@@ -168,7 +170,7 @@ def test_a_follower_misses_nothing_through_rotations_and_ends_with_the_run(direc
     writer.close()
     over.set()
     thread.join(20)
-    assert len(log_files(directory, "a")) > 1
+    assert len(log_files(directory)["a"]) > 1
     assert [int(line.text) for line in followed] == list(range(8000))
 
 
@@ -234,3 +236,17 @@ def test_a_reader_sees_whether_a_driver_writes(directory, make_writer) -> None:
         time.sleep(0.01)
     writer.close()
     assert not has_writer(directory)
+
+
+def test_many_trainings_have_few_files_open_at_a_time(tmp_path: Path) -> None:
+    """With ten thousand, each as a file of its own, `freetrain logs` would need as many descriptors."""
+    names = [f"t{number}" for number in range(300)]
+    for name in names:
+        (tmp_path / f"{name}.log").write_text(as_text(1e9, "0", f"{name} first") + as_text(2e9, "0", "last"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 100, hard))
+    try:
+        lines = list(read_logs(tmp_path, names))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [line.text for line in lines] == [*(f"{name} first" for name in names), *["last"] * len(names)]

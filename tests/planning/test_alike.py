@@ -48,3 +48,16 @@ def test_the_decisions_are_those_with_all_trainers(policy: str, monkeypatch: pyt
     monkeypatch.setattr(alike, "_LEAST_KEPT", 1000)
     assert few == decisions()
     assert few[0]
+
+
+def test_a_trainer_that_waits_is_compared_with_the_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 10,000, comparing all of them in each decision took most of the driver's time."""
+    compared: list[str] = []
+    tell_apart_by = alike._told_apart_by
+    monkeypatch.setattr(alike, "_told_apart_by", lambda one: [compared.append(one.name), tell_apart_by(one)][1])
+    planner = Planner(resolve_policy("milp"))
+    planner.advance(*[ev.TrainerSubmitted(0.0, trainer(number)) for number in range(200)])
+    planner.advance(ev.NodesJoined(1.0, "b", (PoolNode("n0"),)))
+    for step in range(5):
+        planner.advance(ev.TrainerFinished(2.0 + step, min(planner.assigned)))
+    assert len(compared) <= 205

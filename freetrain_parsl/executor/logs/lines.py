@@ -29,6 +29,7 @@ FIRST: Final = "0"
 SUFFIX: Final = ".log"
 """Of the newest file of a training's log; older ones have a number after it, the largest is the oldest."""
 
+_FILE = re.compile(rf"(.+){re.escape(SUFFIX)}(?:\.(\d+))?", re.ASCII)  # the current one has no number
 _LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (=|!?\d{1,7}|!?\?) (.*)", re.DOTALL | re.ASCII)
 
 
@@ -96,12 +97,13 @@ def parse_line(training: str, line: str) -> LogLine | None:
     return LogLine(time, training, source, text)
 
 
-def log_files(directory: Path, training: str) -> list[Path]:
-    """Return the existing files of a training's log, oldest first."""
-    current = directory / f"{training}{SUFFIX}"
-    found = directory.glob(f"{training}{SUFFIX}.*")
-    older = sorted((path for path in found if path.suffix[1:].isdigit()), key=lambda path: int(path.suffix[1:]))
-    return [*reversed(older), *([current] if current.exists() else [])]
+def log_files(directory: Path) -> dict[str, list[Path]]:
+    """Return the files of each training's log, oldest first."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in directory.glob(f"*{SUFFIX}*"):
+        if (name := _FILE.fullmatch(path.name)) is not None:
+            found.setdefault(name[1], []).append((int(name[2] or 0), path))
+    return {training: [path for _, path in sorted(numbered, reverse=True)] for training, numbered in found.items()}
 
 
 def names_in(directory: Path) -> list[str]:

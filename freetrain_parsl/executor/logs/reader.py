@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["follow_logs", "has_writer", "read_logs"]
 
 _PERIOD = 0.5  # seconds between two looks at the files
+_SMALL = 1 << 14  # bytes of a file that is read as a whole
 
 
 def read_logs(directory: Path, trainings: Sequence[str], *, everything: bool = False) -> Iterator[LogLine]:
@@ -35,7 +36,10 @@ def read_logs(directory: Path, trainings: Sequence[str], *, everything: bool = F
     everything
         Whether to include the output of processes other than the first.
     """
-    return _merged([_lines_of(directory, training) for training in trainings], everything=everything)
+    files = log_files(directory)
+    for path in sorted((directory / LEFT_BEHIND).glob("*@*.lines")):
+        files.setdefault(path.name.partition("@")[0], []).append(path)
+    return _merged([_lines_of(training, files.get(training, [])) for training in trainings], everything=everything)
 
 
 def follow_logs(
@@ -66,9 +70,9 @@ def follow_logs(
     try:
         while True:
             last = ended()  # before the files are read
-            for name in trainings():
-                if name not in tails:
-                    tails[name] = _Tail(directory, name)
+            if added := [name for name in trainings() if name not in tails]:
+                files = log_files(directory)
+                tails.update({name: _Tail(directory, name, files.get(name, [])) for name in added})
             new = _merged([each.read() for each in tails.values()], everything=everything)
             yield from new if tail is None else deque(new, maxlen=tail)
             tail = None
@@ -101,15 +105,18 @@ def _merged(logs: Sequence[Iterator[LogLine]], *, everything: bool) -> Iterator[
     return (line for line in lines if everything or line.is_main)
 
 
-def _lines_of(directory: Path, training: str) -> Iterator[LogLine]:
-    left = sorted((directory / LEFT_BEHIND).glob(f"{training}@*.lines"))
-    for path in (*log_files(directory, training), *left):
+def _lines_of(training: str, files: Iterable[Path]) -> Iterator[LogLine]:
+    for path in files:
         yield from _lines_in(training, path)
 
 
 def _lines_in(training: str, path: Path) -> Iterator[LogLine]:
-    with suppress(FileNotFoundError), open_text(path) as file:
-        yield from _parsed(training, file)  # otherwise it was rotated or adopted meanwhile
+    with suppress(FileNotFoundError):  # it was rotated or adopted meanwhile
+        with open_text(path) as file:
+            if not (small := os.fstat(file.fileno()).st_size <= _SMALL):
+                yield from _parsed(training, file)
+            lines = file.readlines() if small else []
+        yield from _parsed(training, lines)  # closed: of ten thousand trainings, as many would be open at a time
 
 
 def _parsed(training: str, lines: Iterable[str]) -> Iterator[LogLine]:
@@ -119,11 +126,11 @@ def _parsed(training: str, lines: Iterable[str]) -> Iterator[LogLine]:
 class _Tail:
     """Reads what is added to a training's log, through rotations."""
 
-    def __init__(self, directory: Path, training: str) -> None:
+    def __init__(self, directory: Path, training: str, files: Sequence[Path]) -> None:
         self._directory = directory
         self._training = training
         self._file: IO[str] | None = None
-        self._older: deque[Path] = deque(log_files(directory, training)[:-1])
+        self._older: deque[Path] = deque(path for path in files if path.suffix != SUFFIX)
         self._rest = ""
 
     def read(self) -> Iterator[LogLine]:
