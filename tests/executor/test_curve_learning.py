@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from freetrain_parsl.executor.control import curve_learning
 from freetrain_parsl.executor.control.curve_learning import CurveLearning
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -248,3 +249,24 @@ def test_a_training_with_a_fixed_batch_is_told_nothing() -> None:
     run.trains(1, 100.0)
     assert run.learning.next_batch("t", 1) is None
     assert run.learning.next_batch("unknown", 1) is None
+
+
+def test_a_new_training_is_compared_with_what_is_known_not_with_each_other_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With ten thousand, submitting them all would take minutes."""
+    seen: list[ScalingCurve] = []
+    best = curve_learning.best_rate_per_node
+    monkeypatch.setattr(
+        curve_learning, "best_rate_per_node", lambda curves: best([seen.append(one) or one for one in curves])
+    )
+    learning = CurveLearning()
+    for number in range(100):
+        stated = ScalingCurve({1: 100.0 + number}) if number < 2 else None
+        learning.completed(planner.TrainerSubmitted(0.0, trainer(f"t{number}", stated)))
+    assert learning.best_rate() == 101.0
+    learning.completed(planner.TrainerFinished(1.0, "t1"))
+    assert learning.best_rate() == 100.0
+    learning.completed(planner.TrainerFinished(1.0, "t0"))
+    assert learning.best_rate() == 1.0
+    assert len(seen) == 2
