@@ -459,6 +459,6 @@ def test_trainings_that_wait_cost_the_others_nothing(stage: Stage, monkeypatch: 
     stage.on("n1", name="w9")
     assert set(handled) == {"t", "w9"}
     handled.clear()
-    stage.now += 1.0
+    stage.now += 10.0
     stage.turn()
     assert {"w8", "w10"} < set(handled), "they explain what they wait for"
