@@ -306,7 +306,7 @@ def test_a_run_of_another_version_is_refused(store: RunStore) -> None:
 
 def test_the_newest_run_here_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidInput, match="there is no freetrain-run-… here"):
+    with pytest.raises(InvalidInput, match="there is no freetrain-run-… in"):
         find_run(None)
     for name, created in (("freetrain-run-z", 1.0), ("freetrain-run-a", 2.0)):
         (tmp_path / name).mkdir()

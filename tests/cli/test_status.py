@@ -61,7 +61,7 @@ def killed(store: RunStore) -> None:
 @pytest.mark.parametrize("verb", ["status", "stop", "resume", "clean"])
 def test_without_a_run_it_is_one_line_and_exit_code_2(verb, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for arguments, message in (([], "there is no freetrain-run-… here"), (["x"], "x is not a run directory")):
+    for arguments, message in (([], "there is no freetrain-run-… in"), (["x"], "x is not a run directory")):
         result = freetrain(verb, *arguments)
         assert result.exit_code == 2
         assert result.stderr.startswith(f"freetrain {verb}: ")

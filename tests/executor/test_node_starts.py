@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,13 +173,13 @@ def test_nodes_set_aside_are_in_no_window() -> None:
 
 
 def test_what_fails_in_a_slot_names_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(_work: object) -> None:
+    def no_memory(_work: object, _pulse: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("freetrain_parsl.executor.slot.slot.occupy", no_memory)
     monkeypatch.setattr("freetrain_parsl.executor.slot.slot.gc.freeze", lambda: None)
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    settings: Any = None
+    settings: Any = SimpleNamespace(heartbeat_timeout=30.0)
     with pytest.raises(SlotNotStarted) as caught:
         run_slot(settings, "slot-1")
     copied = pickle.loads(pickle.dumps(caught.value))
