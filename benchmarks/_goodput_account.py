@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.executor.journal import JournalEntry
-    from freetrain_parsl.report.run import RunState
+    from freetrain_parsl.report.projection.run import RunState
 
 Span = tuple[float, float]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.cluster.workload import MainJob
-from freetrain_parsl.replay.holes import HoleTable
+from freetrain_parsl.extensions.replay.holes import HoleTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

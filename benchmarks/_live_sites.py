@@ -24,9 +24,9 @@ from unittest.mock import patch
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cluster.client import EmbeddedCluster
-from freetrain_parsl.report.run import RunState
-from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET
-from freetrain_parsl.storage.globus.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
+from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.testing.globus.compute_service import ComputeService
 from freetrain_parsl.testing.globus.endpoint_daemon import EndpointDaemon
 from freetrain_parsl.testing.globus.rabbitmq import LoopbackRabbit

@@ -26,7 +26,7 @@ from freetrain_parsl import (
     TrainingSettings,
     training_app,
 )
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 
 
 def make_app(nodes: int) -> Any:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.cluster.workload import MainJob, generate_workload
-from freetrain_parsl.windows.slurm.hostlist import expand_hosts
+from freetrain_parsl.windows.hostlist import expand_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,7 +16,7 @@ from typing import Any
 import submitit
 from _slurm_training import CHECKPOINT_SECONDS, SETTINGS
 
-from freetrain_parsl.windows.slurm.hostlist import expand_hosts
+from freetrain_parsl.windows.hostlist import expand_hosts
 
 _WARNING_SECONDS = 15  # Slurm's signals are late by half a minute, or early: see its manual of --signal
 

@@ -34,7 +34,7 @@ from _long_run import LongRun
 from _report import report
 from _watched_campaign import WatchedCampaign
 
-from freetrain_parsl.dashboard.application import page_size
+from freetrain_parsl.extensions.dashboard.application import page_size
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' browser
 

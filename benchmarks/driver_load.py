@@ -24,12 +24,12 @@ from _report import report
 from parsl import curvezmq
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop
-from freetrain_parsl.executor.control.slot_registry import Block
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.loop import ControlLoop
+from freetrain_parsl.executor.driver.slot_registry import Block
+from freetrain_parsl.executor.driver.slot_server import SlotServer
+from freetrain_parsl.executor.jobs.request import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.settings import PlannerSettings

@@ -23,12 +23,12 @@ from _fusion_nets import NETS, losses, models, samples
 from _fusion_references import HAND_GROUPED, co_located, hand_grouped, plain
 from _report import report
 
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.extensions.fusion.slot.run import run_members
+from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
-from freetrain_parsl.training.fusion.run import run_members
-from freetrain_parsl.training.fusion.sizing import ArraySizing
 from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import TensorDataset
 
-    from freetrain_parsl.training.fusion.engine import FusionEngine
+    from freetrain_parsl.extensions.fusion.engine.engine import FusionEngine
 
 STEPS = 13  # of each turn; the first ones allocate memory
 SKIPPED = 3

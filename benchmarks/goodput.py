@@ -34,9 +34,9 @@ from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
 from freetrain_parsl.executor.journal import read_journal
-from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.extensions.replay.logs.logs import open_log
 from freetrain_parsl.report.output import write_output
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

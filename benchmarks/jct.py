@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _report import report
 
-from freetrain_parsl.simulate.cluster import ClusterShape
-from freetrain_parsl.simulate.comparison import compare_policies
-from freetrain_parsl.simulate.competitors import COMPETITORS, JobKnowledge, competitors
-from freetrain_parsl.simulate.profiles import read_profiles
-from freetrain_parsl.simulate.workload import read_workload
+from freetrain_parsl.extensions.simulate.comparison import compare_policies
+from freetrain_parsl.extensions.simulate.competitors import COMPETITORS, JobKnowledge, competitors
+from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.jobs.profiles import read_profiles
+from freetrain_parsl.extensions.simulate.jobs.workload import read_workload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from _report import report
 from parsl import curvezmq
 
-from freetrain_parsl.executor.control.rendezvous import RendezvousServer
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
+from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 from freetrain_parsl.protocol.messages import DriverHeartbeat, SlotHeartbeat, StoreReply, StoreRequest

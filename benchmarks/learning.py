@@ -31,7 +31,7 @@ from freetrain_parsl import (
     training_app,
 )
 from freetrain_parsl.cluster.workload import generate_workload
-from freetrain_parsl.executor.control.curve_learning import CurveLearning
+from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
 from freetrain_parsl.executor.journal import read_progress
 
 BATCH = 48

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Any
 from _report import report
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.extensions.simulate.comparison import compare_policies
+from freetrain_parsl.extensions.simulate.competitors import JobKnowledge, competitors
+from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.jobs.curve_jobs import curve_request
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.simulate.cluster import ClusterShape
-from freetrain_parsl.simulate.comparison import compare_policies
-from freetrain_parsl.simulate.competitors import JobKnowledge, competitors
-from freetrain_parsl.simulate.curve_jobs import curve_request
 
 if TYPE_CHECKING:
-    from freetrain_parsl.simulate.workload import JobRequest
+    from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 
 _CLUSTER = ClusterShape(16, 4)
 _DOUBLING = 1.71

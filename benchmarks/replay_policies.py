@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from _report import report
 
+from freetrain_parsl.extensions.replay.comparison import Contestant, compare
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.simulation import Knowledge
+from freetrain_parsl.extensions.replay.trainers import trainer_set
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES, Policy
-from freetrain_parsl.replay.comparison import Contestant, compare
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.simulation import Knowledge
-from freetrain_parsl.replay.trainers import trainer_set
 from freetrain_parsl.testing.instances import Instance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.replay.holes import HoleLog
+    from freetrain_parsl.extensions.replay.holes import HoleLog
 
 try:
     from _published import solve_published

@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _report import report
 
-from freetrain_parsl.planning.sites.model import SitesSettings
-from freetrain_parsl.replay.comparison import Contestant
-from freetrain_parsl.replay.idle_log import IDLE_HEADER
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.simulation import Cost, ReplaySettings
-from freetrain_parsl.replay.site_comparison import SiteTerms, compare_sites
-from freetrain_parsl.replay.site_logs import SiteLog
-from freetrain_parsl.replay.trainers import trainer_set
-from freetrain_parsl.replay.transfer_rates import same_rate
+from freetrain_parsl.extensions.globus.sites.planning.model import SitesSettings
+from freetrain_parsl.extensions.replay.comparison import Contestant
+from freetrain_parsl.extensions.replay.logs.idle_log import IDLE_HEADER
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.simulation import Cost, ReplaySettings
+from freetrain_parsl.extensions.replay.sites.comparison import SiteTerms, compare_sites
+from freetrain_parsl.extensions.replay.sites.logs import SiteLog
+from freetrain_parsl.extensions.replay.sites.transfer_rates import same_rate
+from freetrain_parsl.extensions.replay.trainers import trainer_set
 
 if TYPE_CHECKING:
-    from freetrain_parsl.replay.holes import HoleLog
+    from freetrain_parsl.extensions.replay.holes import HoleLog
 
 NAMES = ("day", "night")
 SHARE_MANY, SHARE_FEW = 0.8, 0.1  # of the nodes that are idle in a phase, on average

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 from _report import report
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.planning.resources.policies.esw import EqualServersPolicy
-from freetrain_parsl.planning.resources.policies.optimus import MarginalGainPolicy
-from freetrain_parsl.planning.resources.policies.smd import SmdPolicy
-from freetrain_parsl.planning.resources.policies.smd_two_stage import SmdTwoStagePolicy
-from freetrain_parsl.report.output import write_output
-from freetrain_parsl.simulate.resource_instances import (
+from freetrain_parsl.extensions.resources.instances import (
     ResourceInstance,
     generate_instance,
     parse_instance,
     read_instance,
 )
+from freetrain_parsl.extensions.resources.policies.esw import EqualServersPolicy
+from freetrain_parsl.extensions.resources.policies.optimus import MarginalGainPolicy
+from freetrain_parsl.extensions.resources.policies.smd import SmdPolicy
+from freetrain_parsl.extensions.resources.policies.smd_two_stage import SmdTwoStagePolicy
+from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

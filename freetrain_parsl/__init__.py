@@ -9,7 +9,6 @@ from freetrain_parsl._version import __version__
 
 if TYPE_CHECKING:
     from freetrain_parsl.app import TrainingApp, training_app
-    from freetrain_parsl.checking.run import check
     from freetrain_parsl.cluster.client import EmbeddedCluster
     from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
     from freetrain_parsl.errors import FreeTrainError
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.executor.journal import read_journal
     from freetrain_parsl.executor.node_kinds import NodeKind
-    from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
+    from freetrain_parsl.extensions.checking.run import check
+    from freetrain_parsl.extensions.sweeps.halving import HalvingResult, halving
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Decision, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.policies.window import WindowPolicy
     from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
     from freetrain_parsl.report.futures import explain
-    from freetrain_parsl.sweeps.halving import HalvingResult, halving
+    from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
     from freetrain_parsl.training.fragment import run_alone
     from freetrain_parsl.training.session import TrainingSession
 
@@ -64,7 +64,7 @@ __all__ = [
 
 # Where each public name lives: loaded when first used, so that importing this package loads neither torch nor HiGHS.
 _HOMES = {
-    "CheckpointSettings": "freetrain_parsl.executor.settings",
+    "CheckpointSettings": "freetrain_parsl.settings",
     "Container": "freetrain_parsl.executor.htex.launch",
     "Decision": "freetrain_parsl.planning.model",
     "EmbeddedCluster": "freetrain_parsl.cluster.client",
@@ -72,8 +72,8 @@ _HOMES = {
     "EqualSharePolicy": "freetrain_parsl.planning.policies.equal_share",
     "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
-    "HalvingResult": "freetrain_parsl.sweeps.halving",
-    "Manners": "freetrain_parsl.executor.settings",
+    "HalvingResult": "freetrain_parsl.extensions.sweeps.halving",
+    "Manners": "freetrain_parsl.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "NodeKind": "freetrain_parsl.executor.node_kinds",
     "PlannerSettings": "freetrain_parsl.planning.settings",
@@ -83,12 +83,12 @@ _HOMES = {
     "Trainer": "freetrain_parsl.planning.model",
     "TrainingApp": "freetrain_parsl.app",
     "TrainingSession": "freetrain_parsl.training.session",
-    "TrainingSettings": "freetrain_parsl.executor.settings",
+    "TrainingSettings": "freetrain_parsl.settings",
     "Window": "freetrain_parsl.planning.model",
     "WindowPolicy": "freetrain_parsl.planning.policies.window",
-    "check": "freetrain_parsl.checking.run",
+    "check": "freetrain_parsl.extensions.checking.run",
     "explain": "freetrain_parsl.report.futures",
-    "halving": "freetrain_parsl.sweeps.halving",
+    "halving": "freetrain_parsl.extensions.sweeps.halving",
     "read_journal": "freetrain_parsl.executor.journal",
     "run_alone": "freetrain_parsl.training.fragment",
     "training_app": "freetrain_parsl.app",

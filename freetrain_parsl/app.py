@@ -11,13 +11,13 @@ from parsl.app.app import AppBase
 from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
+from freetrain_parsl.app_options import AppOptions, Scaling, curves_of, kinds_of
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.executor.app_options import AppOptions, Scaling, curves_of, kinds_of
-from freetrain_parsl.executor.likeness import likeness_of
+from freetrain_parsl.executor.jobs.likeness import likeness_of
 from freetrain_parsl.planning.settings import RescaleCosts
-from freetrain_parsl.sweeps.names import check_template, fill_template, is_template
-from freetrain_parsl.sweeps.points import SweepPoint, combined, zipped
-from freetrain_parsl.training.checkpoints.code_identity import code_of
+from freetrain_parsl.sweep import SweepPoint, combined, zipped
+from freetrain_parsl.sweep_names import check_template, fill_template, is_template
+from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from freetrain_parsl.training.signature import bind_call, check_signature
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parsl.dataflow.futures import AppFuture
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
-    from freetrain_parsl.executor.trainings import Fuse, TrainingRequest
+    from freetrain_parsl.executor.jobs.request import Fuse, TrainingRequest
     from freetrain_parsl.protocol.options import Code, OnCodeChange
 
 __all__ = ["Scaling", "TrainingApp", "training_app"]
@@ -229,7 +229,7 @@ class TrainingApp(AppBase):
         code, call
             See `SessionOptions`.
         """
-        from freetrain_parsl.executor.trainings import TrainingRequest, fusion_of, session_options, trackers_of
+        from freetrain_parsl.executor.jobs.request import TrainingRequest, fusion_of, session_options, trackers_of
 
         options = self._options
         return TrainingRequest(
@@ -284,7 +284,7 @@ class TrainingApp(AppBase):
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AppFuture:
         """Submit the training of one call, described by `call_request`."""
-        from freetrain_parsl.executor.trainings import SPECIFICATION_KEY
+        from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY
 
         kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
         return kernel.submit(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from freetrain_parsl.executor.warm_start.owner import WarmStart
+from freetrain_parsl.extensions.demo.warm_start.owner import WarmStart
 from freetrain_parsl.testing.globus.rabbitmq import broker_missing
 from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
 from tests.__main__ import PARTS

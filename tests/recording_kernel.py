@@ -13,7 +13,7 @@ from freetrain_parsl import FreeTrainExecutor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
 
 
 @dataclass(frozen=True)

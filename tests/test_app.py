@@ -11,7 +11,7 @@ from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl import ScalingCurve, TrainingApp, training_app
 from freetrain_parsl.errors import InvalidInput, InvalidSettings, InvalidTrainer
-from freetrain_parsl.executor.trainings import Fusion
+from freetrain_parsl.executor.jobs.request import Fusion
 from tests.recording_kernel import RecordingKernel
 
 

@@ -24,8 +24,8 @@ from freetrain_parsl import (
     TrainingSession,
     TrainingSettings,
 )
+from freetrain_parsl.app_options import AppOptions
 from freetrain_parsl.cli.commands import app
-from freetrain_parsl.executor.app_options import AppOptions
 from freetrain_parsl.planning.policies import MilpPolicy
 
 pytestmark = pytest.mark.slow
@@ -231,7 +231,7 @@ def test_journal_page_is_complete():
 
 def test_the_life_of_a_training_is_drawn_as_it_is():
     """The table of phases lists those of the state machine, each with its successors."""
-    from freetrain_parsl.executor.control.training.states import TRANSITIONS
+    from freetrain_parsl.executor.jobs.training.states import TRANSITIONS
 
     page = (DOCS / "explanation" / "life-of-a-training.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*?)\|$", page, re.MULTILINE)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.executor import app_modules
 from freetrain_parsl.executor.executor import _INTERCHANGE_COMMAND
+from freetrain_parsl.executor.payloads import app_modules
 from freetrain_parsl.interpreters import FREETRAIN, module_command, module_in, script_command
 
 ROOT = Path(__file__).parents[1]

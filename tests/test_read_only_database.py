@@ -15,8 +15,8 @@ import pytest
 
 import freetrain_parsl
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.owned_files import LARGEST_OF_OTHERS
-from freetrain_parsl.read_only_database import PrivateCopies, open_for_reading, seen_state
+from freetrain_parsl.storage.owned_files import LARGEST_OF_OTHERS
+from freetrain_parsl.storage.read_only_database import PrivateCopies, open_for_reading, seen_state
 from tests.clock import Clock
 from tests.foreign_runs import add_hot_journal, as_two_users, change, give
 
@@ -155,7 +155,7 @@ def test_a_copy_of_a_process_that_was_killed_is_removed_by_the_next_one(
     database.chmod(0o666)
     script = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from freetrain_parsl.read_only_database import open_for_reading\n"
+        "from freetrain_parsl.storage.read_only_database import open_for_reading\n"
         "with open_for_reading(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(freetrain_parsl.__file__).parents[1])}
@@ -232,5 +232,5 @@ def test_only_writers_open_a_database_otherwise() -> None:
         if "sqlite3.connect(" in path.read_text("utf-8")
     }
     writers = {"campaign/store.py", "executor/journal.py"}
-    assert calling == {*writers, "read_only_database.py", "testing/chaos/campaign.py"}
+    assert calling == {*writers, "storage/read_only_database.py", "testing/chaos/campaign.py"}
     assert (package / "executor" / "journal.py").read_text("utf-8").count("sqlite3.connect(") == 1

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.cluster.processes import is_running, process_info
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.owned_files import open_own_file
+from freetrain_parsl.storage.owned_files import open_own_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.logs.lines import names_in
-from freetrain_parsl.executor.logs.reader import follow_logs, has_writer, read_logs
+from freetrain_parsl.report.log_reader import follow_logs, has_writer, read_logs
 from freetrain_parsl.texts import shortened
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.campaign.providers import make_window_source
+from freetrain_parsl.campaign.site.providers import make_window_source
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.campaign.site.site import Site
     from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.windows.base import WindowSource
 

@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
-from freetrain_parsl.storage.globus.mover import ResultStatus
+from freetrain_parsl.extensions.globus.storage.mover.mover import ResultStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from freetrain_parsl.storage.globus.mover import Mover
+    from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
 
 __all__ = ["OwnedTrainings"]
 

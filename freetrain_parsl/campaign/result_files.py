@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from freetrain_parsl.storage.atomic_files import replace_file
 from freetrain_parsl.storage.ownership import make_private
 from freetrain_parsl.storage.posix import directory_name
-from freetrain_parsl.storage.staging import replace_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,19 +17,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.campaign.assignment import Assignment
-from freetrain_parsl.campaign.campaign import Campaign
 from freetrain_parsl.campaign.display import contained
-from freetrain_parsl.campaign.home import check_home, open_mover
+from freetrain_parsl.campaign.files.campaign import Campaign
+from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
-from freetrain_parsl.campaign.providers import CLUSTER, make_executor, make_window_source
-from freetrain_parsl.campaign.required_nodes import refuse_impossible, refuse_too_large
-from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.site.providers import CLUSTER, make_executor, make_window_source
+from freetrain_parsl.campaign.site.required_nodes import refuse_impossible, refuse_too_large
+from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
-from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.cluster.registry import wait_for_ending
 from freetrain_parsl.errors import (
     CollectionUnavailable,
@@ -38,11 +36,13 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingCancelled,
 )
-from freetrain_parsl.executor.driver_fence import DriverFence
+from freetrain_parsl.executor.driver.driver_fence import DriverFence
 from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
-from freetrain_parsl.owned_files import open_directory
+from freetrain_parsl.extensions.globus.sites.assignment import Assignment
+from freetrain_parsl.extensions.globus.storage.home import check_home, open_mover
 from freetrain_parsl.planning.blocks.rules import least_walltime
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
+from freetrain_parsl.storage.owned_files import open_directory
 from freetrain_parsl.storage.posix import check_writable
 from freetrain_parsl.texts import text_of
 

@@ -12,16 +12,16 @@ from freetrain_parsl.campaign.logs import LOGS, log_lines
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun, TrainingRecord
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.logs.reader import has_writer
-from freetrain_parsl.owned_files import open_directory
+from freetrain_parsl.report.log_reader import has_writer
 from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal
+from freetrain_parsl.storage.owned_files import open_directory
 from freetrain_parsl.strict_yaml import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from freetrain_parsl.executor.logs.lines import LogLine
-    from freetrain_parsl.report.run import TrainingState
+    from freetrain_parsl.report.projection.run import TrainingState
 
 __all__ = ["CampaignSource", "RunSource", "ScriptSource", "open_source"]
 
@@ -218,7 +218,7 @@ class ScriptSource:
         InvalidInput
             The journal cannot be read.
         """
-        from freetrain_parsl.report.run import RunState
+        from freetrain_parsl.report.projection.run import RunState
 
         try:
             run = RunState(self._journal).refresh()

@@ -23,10 +23,10 @@ from freetrain_parsl.campaign.stored_run import (
     TrainingRecord,
 )
 from freetrain_parsl.errors import DriverSuperseded, InvalidInput
-from freetrain_parsl.owned_files import open_directory, require_own_directory
-from freetrain_parsl.read_only_database import refuse_super_journal
-from freetrain_parsl.storage.staging import sync_directory, sync_name
-from freetrain_parsl.stored_json import is_deep
+from freetrain_parsl.storage.atomic_files import sync_directory, sync_name
+from freetrain_parsl.storage.owned_files import open_directory, require_own_directory
+from freetrain_parsl.storage.read_only_database import refuse_super_journal
+from freetrain_parsl.storage.stored_json import is_deep
 from freetrain_parsl.strict_yaml import shown
 from freetrain_parsl.texts import storable
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput, did_you_mean
-from freetrain_parsl.owned_files import open_directory
-from freetrain_parsl.read_only_database import open_for_reading
-from freetrain_parsl.stored_json import parse_stored
+from freetrain_parsl.storage.owned_files import open_directory
+from freetrain_parsl.storage.read_only_database import open_for_reading
+from freetrain_parsl.storage.stored_json import parse_stored
 from freetrain_parsl.strict_yaml import shown
 from freetrain_parsl.windows.base import OUR_JOBS
 

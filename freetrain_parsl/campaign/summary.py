@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.executor.journal import last_record
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.report.incidents import count_failures
-from freetrain_parsl.report.run import FailedStarts, RunState
+from freetrain_parsl.report.projection.incidents import count_failures
+from freetrain_parsl.report.projection.run import FailedStarts, RunState
 from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def summary(store: StoredRun) -> dict[str, Any]:
 
 def home_lines(store: StoredRun) -> list[str]:
     """Return what the living driver's mover is doing."""
-    from freetrain_parsl.storage.globus.mover_state import MoverState
+    from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
 
     alive = driver_state(store.last_driver()) is DriverState.ALIVE
     return list(MoverState.read(store.directory).lines) if alive else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freetrain_parsl.campaign.own_site import SITE_FILE
+from freetrain_parsl.campaign.site.own_site import SITE_FILE
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import SystemOption, check_system, errors_in_one_line, installed_systems
 from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from freetrain_parsl.campaign.site_draft import LoginHost
-    from freetrain_parsl.windows.machine import Machine, Queue
+    from freetrain_parsl.campaign.site.machine import Machine, Queue
+    from freetrain_parsl.campaign.site.site_draft import LoginHost
 
 _SCRATCH_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK", "MEMBERWORK")
 _STANDARD_OUTPUT = Path("-")
@@ -64,7 +64,7 @@ def init(
                 f"{did_you_mean(account, machine.accounts)}"
             )
         _show(machine, queue)
-        from freetrain_parsl.campaign.site_draft import draft_site
+        from freetrain_parsl.campaign.site.site_draft import draft_site
 
         text = draft_site(machine, queue, _host(), account)
         _write(text, output, "windows", force=force)
@@ -78,7 +78,7 @@ def _system(named: str | None) -> str:
 
 
 def _describe(system: str) -> Machine:
-    from freetrain_parsl.windows.machine import describe_pbs, describe_slurm
+    from freetrain_parsl.campaign.site.machine import describe_pbs, describe_slurm
 
     return {"slurm": describe_slurm, "pbs": describe_pbs}[system]()
 
@@ -100,7 +100,7 @@ def _choose(machine: Machine, name: str | None) -> Queue:
 
 
 def _host() -> LoginHost:
-    from freetrain_parsl.campaign.site_draft import LoginHost
+    from freetrain_parsl.campaign.site.site_draft import LoginHost
     from freetrain_parsl.executor.addresses import own_addresses
 
     python = Path(sys.executable)
@@ -125,7 +125,7 @@ def _scratch() -> Path | None:
 
 
 def _embedded() -> str:
-    from freetrain_parsl.campaign.site_draft import draft_embedded_site
+    from freetrain_parsl.campaign.site.site_draft import draft_embedded_site
 
     return draft_embedded_site(len(os.sched_getaffinity(0)), _host())
 
@@ -137,8 +137,8 @@ def _refuse_existing(output: Path, *, force: bool) -> None:
 
 def _write(text: str, output: Path, command: str, *, force: bool) -> None:
     """Check the text as any site file is checked, write it, and name the next command."""
-    from freetrain_parsl.campaign.site import Site
-    from freetrain_parsl.campaign.yaml_file import Variables
+    from freetrain_parsl.campaign.files.yaml_file import Variables
+    from freetrain_parsl.campaign.site.site import Site
     from freetrain_parsl.report.output import write_output
 
     Site.parse(text, str(output), Variables(environment={}))

@@ -13,9 +13,9 @@ from freetrain_parsl.windows.node_kinds import WindowsByKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from freetrain_parsl.campaign.yaml_file import Variables
+    from freetrain_parsl.campaign.files.yaml_file import Variables
     from freetrain_parsl.cli.sources import ChosenSource
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.planning.explain import Explanation
     from freetrain_parsl.planning.model import CostsInSeconds, Trainer
     from freetrain_parsl.windows.base import Survey, WindowSource
@@ -115,8 +115,8 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
 
 
 def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]:
-    from freetrain_parsl.campaign.campaign import Campaign
-    from freetrain_parsl.training.checkpoints.code_identity import code_of
+    from freetrain_parsl.campaign.files.campaign import Campaign
+    from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 
     trainings = Campaign.load(campaign, variables).trainings
     return [training.app.request(training.name, code_of(training.app.func)) for training in trainings]
@@ -126,8 +126,8 @@ def _as_trainers(
     requests: Sequence[TrainingRequest], costs: CostsInSeconds, now: float
 ) -> tuple[list[Trainer], list[str]]:
     """Return the requests as the planner will see them, and a note for each cohort of trainings that may run fused."""
-    from freetrain_parsl.executor.control.fusion.cohort_trainer import cohort_as_trainer
-    from freetrain_parsl.executor.control.fusion.gathering import cohort_key
+    from freetrain_parsl.extensions.fusion.driver.cohort_trainer import cohort_as_trainer
+    from freetrain_parsl.extensions.fusion.driver.gathering import cohort_key
 
     groups: dict[object, list[TrainingRequest]] = {}
     for request in requests:

@@ -15,8 +15,8 @@ from freetrain_parsl.planning.settings import DEFAULT_COSTS, PlannerSettings, Re
 from freetrain_parsl.screen import say
 
 if TYPE_CHECKING:
-    from freetrain_parsl.campaign.site import Site
-    from freetrain_parsl.campaign.yaml_file import Variables
+    from freetrain_parsl.campaign.files.yaml_file import Variables
+    from freetrain_parsl.campaign.site.site import Site
     from freetrain_parsl.planning.policies import PolicyLike
     from freetrain_parsl.windows.base import WindowSource
 
@@ -112,7 +112,7 @@ def errors_in_one_line(verb: str) -> Iterator[None]:
 
 def read_variables(settings: list[str] | None) -> Variables:
     """Parse the values of ``--set``."""
-    from freetrain_parsl.campaign.yaml_file import Variables
+    from freetrain_parsl.campaign.files.yaml_file import Variables
 
     return Variables.parse(settings or ())
 
@@ -138,7 +138,7 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
     """
     if options.config is not None:
         return _from_site(options, variables)
-    from freetrain_parsl.campaign.own_site import SITE_FILE, find_own_site
+    from freetrain_parsl.campaign.site.own_site import SITE_FILE, find_own_site
 
     remark = ""
     if options != SourceOptions():
@@ -163,7 +163,7 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
 
 
 def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
-    from freetrain_parsl.campaign.site import Site
+    from freetrain_parsl.campaign.site.site import Site
 
     for name in ("system", "partition", "account", "qos", "constraint", "cluster"):
         if getattr(options, name) is not None:
@@ -172,7 +172,7 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
 
 
 def _of_site(site: Site, remark: str = "") -> ChosenSource:
-    from freetrain_parsl.campaign.providers import make_window_source
+    from freetrain_parsl.campaign.site.providers import make_window_source
 
     partition = site.block.get("queue" if site.system == "pbs" else "partition")
     kinds = ", ".join(kind.name for kind in site.kinds)
@@ -237,7 +237,7 @@ def _make_source(system: str, options: SourceOptions) -> WindowSource:
             partition=options.partition, account=options.account, qos=options.qos, constraint=options.constraint
         )
     if system == "pbs":
-        from freetrain_parsl.windows.pbs.source import PbsWindowSource
+        from freetrain_parsl.extensions.pbs.source import PbsWindowSource
 
         return PbsWindowSource(queue=options.partition, account=options.account)
     from freetrain_parsl.cluster.client import ClusterClient

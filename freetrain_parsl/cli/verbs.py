@@ -12,30 +12,30 @@ from freetrain_parsl.screen import say
 
 __all__ = ["VERBS", "app_of"]
 
-VERBS: Final = (
-    "demo",
-    "init",
-    "check",
-    "run",
-    "status",
-    "dashboard",
-    "logs",
-    "stop",
-    "cancel",
-    "resume",
-    "clean",
-    "report",
-    "replay",
-    "simulate",
-    "windows",
-    "plan",
-    "explain",
-    "allocate",
-    "checkpoints",
-    "globus",
-    "remote",
-)
-"""In the order of the help. The module of a verb has a function, or a group of commands, of the same name."""
+VERBS: Final = {
+    "demo": "freetrain_parsl.extensions.demo.command:demo",
+    "init": "freetrain_parsl.cli.init:init",
+    "check": "freetrain_parsl.extensions.checking.command:check",
+    "run": "freetrain_parsl.cli.runs.run:run",
+    "status": "freetrain_parsl.cli.runs.status:status",
+    "dashboard": "freetrain_parsl.extensions.dashboard.command:dashboard",
+    "logs": "freetrain_parsl.cli.runs.logs:logs",
+    "stop": "freetrain_parsl.cli.runs.stop:stop",
+    "cancel": "freetrain_parsl.cli.runs.cancel:cancel",
+    "resume": "freetrain_parsl.cli.runs.resume:resume",
+    "clean": "freetrain_parsl.cli.runs.clean:clean",
+    "report": "freetrain_parsl.cli.runs.report:report",
+    "replay": "freetrain_parsl.extensions.replay.command:replay",
+    "simulate": "freetrain_parsl.extensions.simulate.command:simulate",
+    "windows": "freetrain_parsl.cli.windows:windows",
+    "plan": "freetrain_parsl.cli.plan:plan",
+    "explain": "freetrain_parsl.cli.runs.explain:explain",
+    "allocate": "freetrain_parsl.extensions.resources.command:allocate",
+    "checkpoints": "freetrain_parsl.cli.runs.checkpoints:checkpoints",
+    "globus": "freetrain_parsl.extensions.globus.storage.command:globus",
+    "remote": "freetrain_parsl.extensions.globus.remote.command:remote",
+}
+"""Verb -> where its function is, or its group of commands: in the order of the help."""
 
 
 def app_of(word: str | None = None) -> typer.Typer:
@@ -54,7 +54,8 @@ def app_of(word: str | None = None) -> typer.Typer:
     )
     app.callback()(_options)
     for name in (word,) if word in VERBS else VERBS:
-        verb = getattr(importlib.import_module(f"freetrain_parsl.cli.{name}"), name)
+        module, _, function = VERBS[name].partition(":")
+        verb = getattr(importlib.import_module(module), function)
         if isinstance(verb, typer.Typer):
             app.add_typer(verb, name=name)
         else:

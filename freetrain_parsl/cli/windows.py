@@ -32,7 +32,7 @@ from freetrain_parsl.cli.sources import (
 from freetrain_parsl.errors import BatchSystemError, UsageError
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.screen import say, say_json
-from freetrain_parsl.windows.slurm.hostlist import show_hosts
+from freetrain_parsl.windows.hostlist import show_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

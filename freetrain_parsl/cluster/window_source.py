@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts
+from freetrain_parsl.windows.hostlist import compress_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from parsl.dataflow.states import States
 
-from freetrain_parsl.executor.trainings import SPECIFICATION_KEY
+from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY
 
 if TYPE_CHECKING:
     from parsl.dataflow.futures import AppFuture
     from parsl.dataflow.taskrecord import TaskRecord
     from parsl.executors.base import ParslExecutor
 
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
 
 __all__ = ["call_off", "request_of"]
 

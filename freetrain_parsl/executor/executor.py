@@ -26,45 +26,45 @@ from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
 from freetrain_parsl.executor.batch.providers import refuse_provider, window_source_for
 from freetrain_parsl.executor.batch.submitter import JobSubmitter, SubmitterMessage
 from freetrain_parsl.executor.check_suggestion import check_suggestion
-from freetrain_parsl.executor.control.loop import CancelTraining, ControlLoop
-from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
-from freetrain_parsl.executor.control.slot_server import SlotServer
-from freetrain_parsl.executor.driver_fence import DriverFence
+from freetrain_parsl.executor.driver.driver_fence import DriverFence
+from freetrain_parsl.executor.driver.loop import CancelTraining, ControlLoop
+from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
+from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.htex.blocks import HtexBlocks
 from freetrain_parsl.executor.htex.connection import HtexInterchange, guard_sockets
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
-from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.logged_values import ValueWriter
-from freetrain_parsl.executor.logs.writer import LogWriter
-from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_unknown_kinds
-from freetrain_parsl.executor.node_modules import NodeModules
-from freetrain_parsl.executor.packing import functions_of, pack_or_refuse, pack_task
-from freetrain_parsl.executor.run_directory import check_run_directory
-from freetrain_parsl.executor.run_log import keep_private, log_to
-from freetrain_parsl.executor.settings import CheckpointSettings, Manners, TrainingSettings
-from freetrain_parsl.executor.shared_errors import unshared
-from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
-from freetrain_parsl.executor.submissions import Submissions
-from freetrain_parsl.executor.trainings import (
+from freetrain_parsl.executor.jobs.request import (
     SPECIFICATION_KEY,
     Limits,
     SharedSettings,
     TrainingRequest,
     cache_identity,
 )
-from freetrain_parsl.executor.value_files import ValueFiles
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.logs.writer import LogWriter
+from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_unknown_kinds
+from freetrain_parsl.executor.payloads.node_modules import NodeModules
+from freetrain_parsl.executor.payloads.packing import functions_of, pack_or_refuse, pack_task
+from freetrain_parsl.executor.payloads.value_files import ValueFiles
+from freetrain_parsl.executor.run_directory import check_run_directory
+from freetrain_parsl.executor.run_log import keep_private, log_to
+from freetrain_parsl.executor.shared_errors import unshared
+from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
+from freetrain_parsl.executor.submissions import Submissions
+from freetrain_parsl.executor.values.specs import parse_trackers
+from freetrain_parsl.executor.values.writer import ValueWriter
 from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
+from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.settings_checks import check_duration
 from freetrain_parsl.storage.learned_curves import read_rates
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.root import prepare_root
-from freetrain_parsl.trackers.settings import parse_trackers
 from freetrain_parsl.typed_arguments import wrong_types_refused
 from freetrain_parsl.windows.base import OUR_JOBS, WindowSource
 from freetrain_parsl.windows.node_kinds import WindowsByKind
@@ -73,9 +73,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
-    from freetrain_parsl.executor.control.plain_tasks import Task
+    from freetrain_parsl.executor.driver.plain_tasks import Task
     from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
-    from freetrain_parsl.executor.trainings import Training
+    from freetrain_parsl.executor.jobs.request import Training
     from freetrain_parsl.protocol.journal import Record
 
 logger = logging.getLogger(__name__)

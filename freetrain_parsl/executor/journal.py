@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.value_samples import ValueSamples
+from freetrain_parsl.executor.values.value_samples import ValueSamples
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import type_name
 from freetrain_parsl.protocol.journal import record_of
-from freetrain_parsl.read_only_database import open_for_reading
-from freetrain_parsl.stored_json import parse_stored
+from freetrain_parsl.storage.read_only_database import open_for_reading
+from freetrain_parsl.storage.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.protocol.reports import Progress
-    from freetrain_parsl.read_only_database import DatabaseReading
+    from freetrain_parsl.storage.read_only_database import DatabaseReading
 
 logger = logging.getLogger(__name__)
 

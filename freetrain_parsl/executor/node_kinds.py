@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from parsl.providers.base import ExecutionProvider
 
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.windows.base import WindowSource
 
 __all__ = ["KindOfSlots", "NodeKind", "named_kinds", "refuse_unknown_kinds"]

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.owned_files import open_directory, require_own_entries, user_name
+from freetrain_parsl.storage.owned_files import open_directory, require_own_entries, user_name
 
 if TYPE_CHECKING:
     from pathlib import Path

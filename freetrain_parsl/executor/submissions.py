@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidTrainer
-from freetrain_parsl.executor.control.plain_tasks import Task
+from freetrain_parsl.executor.driver.plain_tasks import Task
+from freetrain_parsl.executor.jobs.request import Training
 from freetrain_parsl.executor.shared_errors import unshared
-from freetrain_parsl.executor.trainings import Training
 
 if TYPE_CHECKING:
-    from freetrain_parsl.executor.trainings import TrainingRequest
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
 
 __all__ = ["Submissions"]
 

@@ -159,7 +159,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class StoredValue:
-    """A serialized value in a file, see `freetrain_parsl.executor.value_files`.
+    """A serialized value in a file, see `freetrain_parsl.executor.payloads.value_files`.
 
     Parameters
     ----------

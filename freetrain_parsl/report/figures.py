@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from freetrain_parsl.report.run import RunState
+    from freetrain_parsl.report.projection.run import RunState
 
 __all__ = ["run_figures"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.report.run import NO_NODES_YET, RunState
+from freetrain_parsl.report.projection.run import NO_NODES_YET, RunState
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def job_of(future: object) -> tuple[str, FreeTrainExecutor]:
     from parsl.dataflow.futures import AppFuture
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
-    from freetrain_parsl.executor.trainings import SPECIFICATION_KEY
+    from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY
 
     if isinstance(future, AppFuture):
         task = future.task_record

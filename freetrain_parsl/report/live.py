@@ -17,7 +17,7 @@ from freetrain_parsl.texts import printable, shortened
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from freetrain_parsl.report.run import RunState, TrainingState
+    from freetrain_parsl.report.projection.run import RunState, TrainingState
 
 __all__ = ["live_view", "remarks", "training_table"]
 

@@ -13,7 +13,7 @@ import stat
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.owned_files import user_name
+from freetrain_parsl.storage.owned_files import user_name
 from freetrain_parsl.texts import shortened, storable
 
 if TYPE_CHECKING:

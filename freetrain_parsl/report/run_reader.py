@@ -9,8 +9,8 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.journal import newest_entry, newest_report, read_journal, read_progress
-from freetrain_parsl.read_only_database import seen_state
-from freetrain_parsl.report.run_view import RunView
+from freetrain_parsl.extensions.pages.run_view import RunView
+from freetrain_parsl.storage.read_only_database import seen_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

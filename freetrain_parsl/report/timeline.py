@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from matplotlib.artist import Artist
 
-    from freetrain_parsl.report.run import RunState
+    from freetrain_parsl.report.projection.run import RunState
 
 __all__ = ["draw_timeline"]
 

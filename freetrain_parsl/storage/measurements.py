@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from freetrain_parsl.errors import ForeignCheckpoint
+from freetrain_parsl.storage.atomic_files import TEMPORARY, write_text
 from freetrain_parsl.storage.ownership import check_owned
-from freetrain_parsl.storage.staging import TEMPORARY, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

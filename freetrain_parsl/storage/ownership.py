@@ -13,7 +13,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import ForeignCheckpoint
-from freetrain_parsl.storage.staging import sync_name
+from freetrain_parsl.storage.atomic_files import sync_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -28,12 +28,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint, InvalidSettings
-from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry, sign_manifest
-from freetrain_parsl.storage.hashing import HashingSink, Sink
-from freetrain_parsl.storage.ownership import check_owned, check_root, check_tree, make_private
-from freetrain_parsl.storage.problems import storage_error
-from freetrain_parsl.storage.root import check_writable
-from freetrain_parsl.storage.staging import (
+from freetrain_parsl.storage.atomic_files import (
     TEMPORARY,
     Staging,
     open_private,
@@ -42,6 +37,11 @@ from freetrain_parsl.storage.staging import (
     sync_name,
     write_text,
 )
+from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry, sign_manifest
+from freetrain_parsl.storage.hashing import HashingSink, Sink
+from freetrain_parsl.storage.ownership import check_owned, check_root, check_tree, make_private
+from freetrain_parsl.storage.problems import storage_error
+from freetrain_parsl.storage.root import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping

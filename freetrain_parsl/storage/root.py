@@ -11,9 +11,9 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import ForeignCheckpoint, InvalidSettings, StorageUnavailable
+from freetrain_parsl.storage.atomic_files import TEMPORARY, write_text
 from freetrain_parsl.storage.ownership import check_root, make_private
 from freetrain_parsl.storage.problems import condition_of, is_unavailable, storage_error
-from freetrain_parsl.storage.staging import TEMPORARY, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.trackers.base import Row, TrackedTraining, Tracker
-from freetrain_parsl.trackers.rows import fresh
+from freetrain_parsl.executor.values.rows import fresh
+from freetrain_parsl.executor.values.tracker import Row, TrackedTraining, Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.host_copy import HostBuffers
-from freetrain_parsl.training.loader_options import check_whole
+from freetrain_parsl.training.data.loader_options import check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -21,8 +21,7 @@ import torch
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
-from freetrain_parsl.training.batch_choice import BatchChooser
-from freetrain_parsl.training.checkpoints.code_identity import code_of
+from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.group.process_group import gist, is_lost_peer
 from freetrain_parsl.training.group.regrouping import GroupMember
@@ -30,6 +29,7 @@ from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished, Me
 from freetrain_parsl.training.runtime import Runtime, Unwind
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.signature import check_signature
+from freetrain_parsl.training.step.batch_choice import BatchChooser
 
 if TYPE_CHECKING:  # torch.distributed does not export it
     from torch._C._distributed_c10d import Store

@@ -17,11 +17,11 @@ import torch
 from torch.optim import Optimizer
 
 from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.extensions.sharding.state import check_meshes
 from freetrain_parsl.protocol.reports import PauseReason, Report
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
-from freetrain_parsl.training.checkpoints.sharded import check_meshes
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
@@ -39,11 +39,11 @@ from freetrain_parsl.training.step.learning_rate import check_schedulers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from freetrain_parsl.extensions.fusion.slot.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.best_epoch import BestEpoch
     from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Order
-    from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox

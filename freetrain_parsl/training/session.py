@@ -14,19 +14,19 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.best_epoch import KEEP, BestEpoch
 from freetrain_parsl.training.data.cursor import Position
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
-from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.data.sampler import chosen_sampler
-from freetrain_parsl.training.data.stream import Stream
-from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
-from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all, stand_in
-from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
-from freetrain_parsl.training.loader_options import (
+from freetrain_parsl.training.data.loader_options import (
     check_batch_range,
     check_fixed_size,
     check_whole,
     check_worker_options,
     chosen_lr_scaling,
 )
+from freetrain_parsl.training.data.order import Order
+from freetrain_parsl.training.data.sampler import chosen_sampler
+from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
+from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all, stand_in
+from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
 from freetrain_parsl.training.preparation import prepared
 from freetrain_parsl.training.resource_usage import ResourceUsage
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
-from freetrain_parsl.windows.slurm.hostlist import show_hosts
+from freetrain_parsl.windows.hostlist import show_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -15,8 +15,8 @@ from parsl.providers import PBSProProvider, SlurmProvider
 
 from freetrain_parsl import EmbeddedClusterProvider
 from freetrain_parsl.cluster import registry
-from freetrain_parsl.executor.warm_start import ADDRESS
-from freetrain_parsl.executor.warm_start.client import circumstances
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS
+from freetrain_parsl.extensions.demo.warm_start.client import circumstances
 from freetrain_parsl.testing.fake_commands import calls, clear_mishaps, install_fake_pbs, install_fake_slurm, set_mishap
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from parsl.providers.base import ExecutionProvider
 
-    from freetrain_parsl.report.run import RunState
+    from freetrain_parsl.report.projection.run import RunState
     from tests.batch_systems.backends import Backend
 
 # Seconds where a site has minutes.

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from tests.processes import MARK, command_line, hear_ctrl_c, marked
 
 APP = Path(__file__).with_name("slow_app.py")

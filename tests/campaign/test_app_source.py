@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.campaign.app_source import check_campaign, signature_in_source
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.files.app_source import check_campaign, signature_in_source
+from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput
 
 APP = """

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.campaign.campaign import Campaign
-from freetrain_parsl.campaign.site import shipped_sites
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.files.campaign import Campaign
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.site import shipped_sites
 from freetrain_parsl.errors import InvalidInput, UsageError
 
 HERE = Path(__file__).parent

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from freetrain_parsl.campaign.assignment import Assignment
 from freetrain_parsl.campaign.lock import driver_lock, own_identity
 from freetrain_parsl.campaign.logs import log_lines
 from freetrain_parsl.campaign.orphans import remove_orphans
@@ -21,9 +20,10 @@ from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.cli.commands import app as command_line
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.executor.run_directory import check_new_run_directory
-from freetrain_parsl.notebook import Campaign
-from freetrain_parsl.notebook.control import take_control
-from freetrain_parsl.storage.globus.mover_state import STATE_FILE, MoverState
+from freetrain_parsl.extensions.globus.sites.assignment import Assignment
+from freetrain_parsl.extensions.globus.storage.mover.mover_state import STATE_FILE, MoverState
+from freetrain_parsl.extensions.notebook import Campaign
+from freetrain_parsl.extensions.notebook.control import take_control
 from tests.foreign_runs import BOB, add_driver, add_hot_journal, as_two_users, change, give, plant
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from freetrain_parsl.campaign.home import check_home, clean_home, open_mover, prune_home
-from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.executor.driver_fence import DriverFence
-from freetrain_parsl.storage.globus.login import CLIENT_SECRET
+from freetrain_parsl.executor.driver.driver_fence import DriverFence
+from freetrain_parsl.extensions.globus.storage.home import check_home, clean_home, open_mover, prune_home
+from freetrain_parsl.extensions.globus.storage.login import CLIENT_SECRET
 from freetrain_parsl.testing.globus.loopback_service import Reply
 from tests.storage.globus.conftest import HOME, A, B, globus_is_here, world  # noqa: F401 - fixtures
 

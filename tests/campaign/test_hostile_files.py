@@ -13,14 +13,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.campaign.campaign import Campaign
-from freetrain_parsl.campaign.site import Site, shipped_sites
-from freetrain_parsl.campaign.yaml_file import Section, Variables
+from freetrain_parsl.campaign.files.campaign import Campaign
+from freetrain_parsl.campaign.files.yaml_file import Section, Variables
+from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
+from freetrain_parsl.extensions.replay.trainer_files import read_trainers
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.replay.trainer_files import read_trainers
 from freetrain_parsl.strict_yaml import LARGEST, read_text
-from freetrain_parsl.sweeps.names import NameTemplate
+from freetrain_parsl.sweep_names import NameTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

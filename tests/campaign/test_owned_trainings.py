@@ -7,7 +7,7 @@ from typing import Any
 
 from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.errors import TrainingCancelled
-from freetrain_parsl.storage.globus.mover import ResultStatus
+from freetrain_parsl.extensions.globus.storage.mover.mover import ResultStatus
 
 
 class ScriptedMover:

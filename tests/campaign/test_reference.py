@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.campaign.campaign import Campaign
-from freetrain_parsl.campaign.site import Site
-from freetrain_parsl.campaign.yaml_file import Section, Variables
+from freetrain_parsl.campaign.files.campaign import Campaign
+from freetrain_parsl.campaign.files.yaml_file import Section, Variables
+from freetrain_parsl.campaign.site.site import Site
 
 HERE = Path(__file__).parent
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

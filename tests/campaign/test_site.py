@@ -10,14 +10,14 @@ from parsl.launchers import MpiExecLauncher, SingleNodeLauncher, SrunLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 
 from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, Manners, RescaleCosts, TrainingSettings
-from freetrain_parsl.campaign.providers import make_executor, make_provider, make_window_source
-from freetrain_parsl.campaign.site import Site, shipped_sites
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.providers import make_executor, make_provider, make_window_source
+from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import InvalidInput, UsageError
+from freetrain_parsl.extensions.pbs.source import PbsWindowSource
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.objectives.base import CONTEXTUAL
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.windows.pbs.source import PbsWindowSource
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 VALUES = {"account": "abc123", "venv": "/sw/venv", "partition": "batch", "queue": "workq"}

@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.campaign.site import Site
-from freetrain_parsl.campaign.site_draft import LoginHost, draft_embedded_site, draft_site
-from freetrain_parsl.campaign.yaml_file import Variables
-from freetrain_parsl.windows.machine import Machine, NodeType, Queue
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.machine import Machine, NodeType, Queue
+from freetrain_parsl.campaign.site.site import Site
+from freetrain_parsl.campaign.site.site_draft import LoginHost, draft_embedded_site, draft_site
 from freetrain_parsl.windows.state import Partition
 
 HOST = LoginHost(Path("/venv/bin/python"))

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.campaign import store as store_module
+from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.run import CampaignRun, find_run, preflight, refuse_living_driver
-from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import DATABASE, DriverRecord, RunStore
-from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import (
     BatchSystemError,
     ClusterGone,
@@ -28,7 +28,7 @@ from freetrain_parsl.errors import (
     TrainingCancelled,
     TrainingInterrupted,
 )
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from tests.clock import Clock
 
 if TYPE_CHECKING:

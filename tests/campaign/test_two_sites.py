@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from freetrain_parsl.cluster.client import EmbeddedCluster
-from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET
+from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 from tests.campaign.shell import APP, Shell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.campaign.yaml_file import Section, Variables
+from freetrain_parsl.campaign.files.yaml_file import Section, Variables
 from freetrain_parsl.errors import InvalidInput
 
 

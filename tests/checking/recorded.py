@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from freetrain_parsl.checking.records import Graph, Kind, Leaf, Place, ProcessRecord, RecordedStep, Value, Variant
+from freetrain_parsl.extensions.checking.records import (
+    Graph,
+    Kind,
+    Leaf,
+    Place,
+    ProcessRecord,
+    RecordedStep,
+    Value,
+    Variant,
+)
 
 LINE = "train.py:20"
 BATCH = 16

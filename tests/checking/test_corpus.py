@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from freetrain_parsl.checking.report import CheckVerdict
-from freetrain_parsl.checking.run import Checker, call_of
+from freetrain_parsl.extensions.checking.report import CheckVerdict
+from freetrain_parsl.extensions.checking.run import Checker, call_of
 from tests.checking import corpus
 
 if TYPE_CHECKING:
-    from freetrain_parsl.checking.report import CheckReport, Finding
+    from freetrain_parsl.extensions.checking.report import CheckReport, Finding
 
 pytestmark = pytest.mark.slow
 

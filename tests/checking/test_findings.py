@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from freetrain_parsl.checking.comparisons import first_difference, gradient_gap
-from freetrain_parsl.checking.findings import Judge
-from freetrain_parsl.checking.records import CRASHED, Frame, Graph, Kind, Leaf, Scalar, Value, Variant
-from freetrain_parsl.checking.report import CheckReport, CheckVerdict
+from freetrain_parsl.extensions.checking.comparisons import first_difference, gradient_gap
+from freetrain_parsl.extensions.checking.findings import Judge
+from freetrain_parsl.extensions.checking.records import CRASHED, Frame, Graph, Kind, Leaf, Scalar, Value, Variant
+from freetrain_parsl.extensions.checking.report import CheckReport, CheckVerdict
 from tests.checking.recorded import LINE, change, hold, number, place, training
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from freetrain_parsl.checking.records import ProcessRecord
+    from freetrain_parsl.extensions.checking.records import ProcessRecord
 
 SOURCE = """\
 def train(session):

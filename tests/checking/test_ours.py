@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.checking.run import Checker, call_of
-from freetrain_parsl.cli.demo import _CAMPAIGN
+from freetrain_parsl.extensions.checking.run import Checker, call_of
+from freetrain_parsl.extensions.demo.command import _CAMPAIGN
 
 if TYPE_CHECKING:
     from types import ModuleType

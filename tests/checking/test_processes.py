@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from freetrain_parsl.checking.report import CheckVerdict
-from freetrain_parsl.checking.run import Checker, call_of
+from freetrain_parsl.extensions.checking.report import CheckVerdict
+from freetrain_parsl.extensions.checking.run import Checker, call_of
 from tests.checking import corpus
 
 pytestmark = pytest.mark.slow

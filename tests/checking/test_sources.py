@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.checking.records import Frame
-from freetrain_parsl.checking.sources import Source, last_assignment, last_assignment_of_global, line_of
+from freetrain_parsl.extensions.checking.records import Frame
+from freetrain_parsl.extensions.checking.sources import Source, last_assignment, last_assignment_of_global, line_of
 
 if TYPE_CHECKING:
     from pathlib import Path

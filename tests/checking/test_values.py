@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from freetrain_parsl.checking.records import distance
-from freetrain_parsl.checking.values import Flattener, digest, flat, leaf_of_tensor
+from freetrain_parsl.extensions.checking.records import distance
+from freetrain_parsl.extensions.checking.values import Flattener, digest, flat, leaf_of_tensor
 
 
 class Meter:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from freetrain_parsl.cli import main
-from freetrain_parsl.planning.resources.policies import RESOURCE_POLICIES
-from freetrain_parsl.simulate.resource_instances import generate_instance
+from freetrain_parsl.extensions.resources.instances import generate_instance
+from freetrain_parsl.extensions.resources.policies import RESOURCE_POLICIES
 
 ALL = ",".join(RESOURCE_POLICIES)
 

@@ -7,9 +7,9 @@ import io
 import pytest
 
 from freetrain_parsl.campaign.store import TrainingRecord
-from freetrain_parsl.cli.campaign_view import LiveView, print_trainings
 from freetrain_parsl.cli.console import Screen
-from freetrain_parsl.report.run import RunState, TrainingState
+from freetrain_parsl.cli.runs.campaign_view import LiveView, print_trainings
+from freetrain_parsl.report.projection.run import RunState, TrainingState
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from freetrain_parsl.checking.run import Checker, call_of
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.check_suggestion import check_suggestion
+from freetrain_parsl.extensions.checking.run import Checker, call_of
 from freetrain_parsl.storage.checked_code import note_checked, state_directory, take_unchecked
-from freetrain_parsl.training.checkpoints.code_identity import code_of
+from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from tests.checking import corpus
 
 CORPUS = Path(__file__).parents[1] / "checking" / "corpus.py"
@@ -116,7 +116,7 @@ def test_an_interruption_is_said(monkeypatch):
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("freetrain_parsl.checking.run.Checker.run", interrupted)
+    monkeypatch.setattr("freetrain_parsl.extensions.checking.run.Checker.run", interrupted)
     result = check(f"{CORPUS}:regression")
     assert (result.exit_code, result.stderr) == (130, "freetrain check: interrupted; its processes were ended\n")
 

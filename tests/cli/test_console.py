@@ -13,12 +13,12 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli.campaign_view import LiveView
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.console import Screen
+from freetrain_parsl.cli.runs.campaign_view import LiveView
 from freetrain_parsl.executor.logs.lines import as_text
 from freetrain_parsl.report.live import live_view
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.texts import storable
 from tests.cli.test_status import FACTS
 from tests.report.test_run_view import RUN

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from freetrain_parsl import __version__
 from freetrain_parsl.cli.commands import app
-from freetrain_parsl.cli.demo import _CAMPAIGN
+from freetrain_parsl.extensions.demo.command import _CAMPAIGN
 from tests.foreign_runs import as_two_users, give
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ KEYS = {
 # The command with a third of the epochs; the command itself trains for two or three minutes on two cores.
 _SHORT = """
 from dataclasses import replace
-from freetrain_parsl.cli import demo, main
+from freetrain_parsl.cli import main
+from freetrain_parsl.extensions.demo import command as demo
 demo._CAMPAIGN = tuple(
     replace(entry, arguments={**entry.arguments, "epochs": entry.arguments["epochs"] // 3}) for entry in demo._CAMPAIGN
 )

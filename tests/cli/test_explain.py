@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from freetrain_parsl.cli.explain import explain, unused_lines
+from freetrain_parsl.cli.runs.explain import explain, unused_lines
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.planning.model import BlockTerms, Window

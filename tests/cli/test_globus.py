@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from freetrain_parsl.cli.globus import globus
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET
+from freetrain_parsl.extensions.globus.storage.command import globus
+from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
 from freetrain_parsl.testing.globus.loopback_service import Reply
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 
@@ -75,7 +75,7 @@ def test_a_service_account_needs_no_url_and_its_secret_is_not_inherited(
 
 def test_one_login_is_for_copies_and_for_calls(service: TransferService, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("globus_compute_sdk")
-    from freetrain_parsl.remote.compute import make_client
+    from freetrain_parsl.extensions.globus.remote.compute import make_client
 
     for name in ("GLOBUS_COMPUTE_CLIENT_ID", "GLOBUS_COMPUTE_CLIENT_SECRET"):
         monkeypatch.delenv(name, raising=False)

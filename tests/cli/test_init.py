@@ -6,12 +6,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from freetrain_parsl.campaign.site import Site
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.machine import Machine, NodeType, Queue
+from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.cli import init as module
 from freetrain_parsl.cli.sources import SourceOptions, choose_source
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.windows.machine import Machine, NodeType, Queue
 from freetrain_parsl.windows.state import Partition
 
 NODES = ((NodeType(32, 4, 65536), 2),)

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.errors import InvalidInput, RemoteError
-from freetrain_parsl.remote.compute import ComputeEndpoint
-from freetrain_parsl.remote.records import RunRecords
-from freetrain_parsl.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
+from freetrain_parsl.extensions.globus.remote.records import RunRecords
+from freetrain_parsl.extensions.globus.remote.versions import Versions
 
 ENDPOINT = "0e843812-9a83-4451-bef3-f1522edcb031"
 
@@ -78,7 +78,7 @@ def test_a_refused_campaign_sends_nothing(answers, tmp_path):
 
 
 def test_output_is_followed_until_the_run_ends(answers, monkeypatch):
-    monkeypatch.setattr("freetrain_parsl.cli.remote.time.sleep", lambda _: None)
+    monkeypatch.setattr("freetrain_parsl.extensions.globus.remote.command.time.sleep", lambda _: None)
     offsets = []
 
     def part(text, offset, state):

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cli import demo
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.extensions.demo import command as demo
 from freetrain_parsl.protocol.journal import (
     FragmentStarted,
     StartsFailed,

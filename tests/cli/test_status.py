@@ -13,7 +13,7 @@ from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.commands import app
-from freetrain_parsl.cli.explain import runs_here
+from freetrain_parsl.cli.runs.explain import runs_here
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.protocol.journal import (
@@ -149,7 +149,7 @@ def test_status_does_not_read_the_whole_journal(store, tmp_path, monkeypatch) ->
     journal.write(1.0, StartsFailed("", 3, 5, time.time() + 3600, "exit code 1"))
     journal.close()
     store.describe_driver(store.begin_driver(*own_identity()), "freetrain.x.", journal.path)
-    monkeypatch.setattr("freetrain_parsl.report.run.RunState.refresh", lambda _: pytest.fail("read"))
+    monkeypatch.setattr("freetrain_parsl.report.projection.run.RunState.refresh", lambda _: pytest.fail("read"))
     assert json.loads(freetrain("status", "--json").stdout)["failed_starts"]["count"] == 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.dashboard.access import Access, AccessVerdict
+from freetrain_parsl.extensions.dashboard.access import Access, AccessVerdict
 
 HOST = {"host": "127.0.0.1:8000"}
 

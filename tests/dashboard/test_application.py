@@ -12,13 +12,13 @@ import pytest
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.run_source import CampaignSource, open_source
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.dashboard.access import Access
-from freetrain_parsl.dashboard.application import make_application
-from freetrain_parsl.dashboard.feed import Feed
-from freetrain_parsl.dashboard.jupyter import server_proxy
-from freetrain_parsl.dashboard.server import ServerOptions
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.extensions.dashboard.access import Access
+from freetrain_parsl.extensions.dashboard.application import make_application
+from freetrain_parsl.extensions.dashboard.feed import Feed
+from freetrain_parsl.extensions.dashboard.jupyter import server_proxy
+from freetrain_parsl.extensions.dashboard.server import ServerOptions
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from tests.cli.test_status import FACTS
 from tests.dashboard.asgi_client import Client

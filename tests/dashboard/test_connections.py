@@ -14,8 +14,8 @@ import sys
 
 import pytest
 
-from freetrain_parsl.dashboard.connections import Strangers, most_strangers
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.extensions.dashboard.connections import Strangers, most_strangers
 from tests.report.test_run_view import RUN
 
 DESCRIPTORS = 128
@@ -25,7 +25,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
 from pathlib import Path
 from freetrain_parsl.campaign.run_source import ScriptSource
-from freetrain_parsl.dashboard.server import ServerOptions, serve
+from freetrain_parsl.extensions.dashboard.server import ServerOptions, serve
 from freetrain_parsl.screen import say
 place = Path(sys.argv[1])
 serve(ScriptSource(place, place / "journal.sqlite"), ServerOptions(), say)

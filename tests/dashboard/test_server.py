@@ -14,8 +14,8 @@ import pytest
 
 from freetrain_parsl.campaign.run_source import ScriptSource
 from freetrain_parsl.campaign.store import DATABASE
-from freetrain_parsl.dashboard.server import ServerOptions, serve
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.extensions.dashboard.server import ServerOptions, serve
 from tests.foreign_runs import plant
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_a_stale_socket_is_replaced_but_nothing_else(start, tmp_path):
 
 def test_a_missing_package_is_named_with_the_remedy(start, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "freetrain_parsl.dashboard.connections", raising=False)
+    monkeypatch.delitem(sys.modules, "freetrain_parsl.extensions.dashboard.connections", raising=False)
     with pytest.raises(InvalidInput, match=r"needs the package uvicorn: pip install 'freetrain-parsl\[dashboard\]'"):
         start()
 

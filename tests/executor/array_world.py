@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training_manager import TrainingManager
+from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.request import Fusion, Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.slot.run_end import serialized_exception
-from freetrain_parsl.executor.trainings import Fusion, Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds

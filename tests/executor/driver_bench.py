@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop
-from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.loop import ControlLoop
+from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
+from freetrain_parsl.executor.driver.slot_server import SlotServer
+from freetrain_parsl.executor.jobs.request import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from freetrain_parsl.executor.batch.providers import BlockSpec
-    from freetrain_parsl.executor.control.slot_registry import Block
+    from freetrain_parsl.executor.driver.slot_registry import Block
 
 NODES = ("n0", "n1")
 

@@ -11,7 +11,7 @@ import parsl
 from parsl.config import Config
 
 from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, FreeTrainExecutor
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from tests.executor.scenario import MANNERS, PLANNER, TRAININGS, make_app
 
 

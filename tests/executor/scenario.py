@@ -18,7 +18,7 @@ from freetrain_parsl import (
 from freetrain_parsl.planning.model import Decision, Pool
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies.base import Policy
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.control.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.driver.loop import ControlLoop, SlotTaskEnded
+from freetrain_parsl.executor.jobs.request import SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.trainings import SharedSettings, Training, TrainingRequest
+from freetrain_parsl.extensions.replay.accounts import Account
 from freetrain_parsl.planning.model import BlockTerms, Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.protocol.messages import ChangeGroup, Closing, Exit, Hello, PauseRun, RunEnded, RunReport, StartRun
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import Joined, PauseReason, Progress, Ready, RunFinished, RunPaused
-from freetrain_parsl.replay.accounts import Account
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.control.slot_cycle import SlotCycle, SlotTaskEnded
-from freetrain_parsl.executor.control.slot_registry import Block, SlotRegistry
+from freetrain_parsl.executor.driver.slot_cycle import SlotCycle, SlotTaskEnded
+from freetrain_parsl.executor.driver.slot_registry import Block, SlotRegistry
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import Hello
 

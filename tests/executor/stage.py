@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training_manager import TrainingManager
+from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.request import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
-from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.protocol.messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.payloads import pack_training
+from freetrain_parsl.executor.payloads.payloads import pack_training
 from freetrain_parsl.protocol.messages import Place, StartRun
 from freetrain_parsl.protocol.options import SessionOptions
 

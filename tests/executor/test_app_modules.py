@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.campaign.apps import load_app
-from freetrain_parsl.executor import app_modules
-from freetrain_parsl.executor.payloads import pack_training
+from freetrain_parsl.campaign.files.apps import load_app
+from freetrain_parsl.executor.payloads import app_modules
+from freetrain_parsl.executor.payloads.payloads import pack_training
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ def train(session, kind=Net):
 _NODE = """
 import sys
 from pathlib import Path
-from freetrain_parsl.executor.payloads import unpack_training
+from freetrain_parsl.executor.payloads.payloads import unpack_training
 function, args, kwargs = unpack_training(Path(sys.argv[1]).read_bytes())
 print(*function(None, *args, **kwargs))
 """
@@ -92,7 +92,7 @@ def test_a_function_of_a_library_brings_no_directory(places: Path) -> None:
 
 
 _SCRIPT = """
-from freetrain_parsl.executor.app_modules import directory_of
+from freetrain_parsl.executor.payloads.app_modules import directory_of
 def train(session): pass
 of_a_cell = {"__name__": "__main__"}
 exec(compile("def train(session): pass", "<cell>", "exec"), of_a_cell)

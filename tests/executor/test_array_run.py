@@ -11,8 +11,11 @@ import torch
 from parsl.serialize import deserialize
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.executor.payloads import error_in, pack_training
-from freetrain_parsl.executor.slot.array_run import ArrayRun
+from freetrain_parsl.executor.payloads.payloads import error_in, pack_training
+from freetrain_parsl.extensions.fusion.engine.engine import FusionEngine
+from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
+from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
+from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
 from freetrain_parsl.protocol.messages import (
     TO_DRIVER,
@@ -28,9 +31,6 @@ from freetrain_parsl.protocol.messages import (
 )
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import ArraySized, PauseReason, RunFailed, RunFinished, RunPaused
-from freetrain_parsl.storage.array_sizes import MeasuredSize, read_array_size, write_array_size
-from freetrain_parsl.training.fusion.engine import FusionEngine
-from freetrain_parsl.training.fusion.sizing import ArraySizing
 from tests.training.fusion.sweep_trainings import alone, classify, distance
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from parsl import curvezmq
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.loop import ControlLoop
-from freetrain_parsl.executor.control.plain_tasks import Task
-from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.loop import ControlLoop
+from freetrain_parsl.executor.driver.plain_tasks import Task
+from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
+from freetrain_parsl.executor.driver.slot_server import SlotServer
+from freetrain_parsl.executor.jobs.request import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
-from freetrain_parsl.executor.control.clock import SteadyClock, SurveyTimes
-from freetrain_parsl.executor.control.slot_registry import Block
+from freetrain_parsl.executor.driver.clock import SteadyClock, SurveyTimes
+from freetrain_parsl.executor.driver.slot_registry import Block
 from freetrain_parsl.planning.model import Window
 from freetrain_parsl.protocol.messages import Closing, Hello, SlotHeartbeat, StartRun, ToDriver
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.executor.batch.providers import BlockSpec
-    from freetrain_parsl.executor.control.loop import ControlLoop
+    from freetrain_parsl.executor.driver.loop import ControlLoop
 
 STEPS = (-7200.0, -30.0, -5.0, 3.0, 20.0, 60.0, 7200.0)
 

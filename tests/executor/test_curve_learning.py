@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.executor.control import curve_learning
-from freetrain_parsl.executor.control.curve_learning import CurveLearning
+from freetrain_parsl.executor.jobs import curve_learning
+from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer

@@ -16,8 +16,8 @@ from parsl import curvezmq
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor import executor
-from freetrain_parsl.executor.control.doorkeeper import Doorkeeper
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper
+from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.htex import connection
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
 from pathlib import Path
 from parsl import curvezmq
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.slot_server import SlotServer
 server = SlotServer(curvezmq.create_certificates(Path(sys.argv[1])), (55000, 56000), ["127.0.0.1"])
 print(server.port, flush=True)
 import select, time

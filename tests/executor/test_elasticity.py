@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from freetrain_parsl.report.run import Fragment, RunState
+    from freetrain_parsl.report.projection.run import Fragment, RunState
 
 pytestmark = pytest.mark.cluster
 

@@ -15,7 +15,7 @@ from freetrain_parsl.training.fragment import run_alone
 
 if TYPE_CHECKING:
     from freetrain_parsl import TrainingApp
-    from freetrain_parsl.report.run import RunState
+    from freetrain_parsl.report.projection.run import RunState
 
 pytestmark = pytest.mark.cluster
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from freetrain_parsl.executor.payloads import error_in
+from freetrain_parsl.executor.payloads.payloads import error_in
 from freetrain_parsl.executor.slot import in_time
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception, serialized_exception
 from freetrain_parsl.protocol.reports import RunFailed

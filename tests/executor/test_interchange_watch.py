@@ -239,7 +239,7 @@ def entries(site, kind: str) -> list:
 
 _MODULE = """
 import multiprocessing, time
-from freetrain_parsl.executor.control.clock import SteadyClock
+from freetrain_parsl.executor.driver.clock import SteadyClock
 
 def is_steady(answers):
     answers.put(isinstance(time.time, SteadyClock))

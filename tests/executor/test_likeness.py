@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from freetrain_parsl.executor.likeness import likeness_of
+from freetrain_parsl.executor.jobs.likeness import likeness_of
 from freetrain_parsl.protocol.options import Code
 
 

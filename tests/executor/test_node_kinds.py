@@ -10,9 +10,9 @@ import pytest
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, NodeKind, training_app
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.executor.batch.providers import NODE_KIND, BlockSpec, provider_for
-from freetrain_parsl.executor.control.curve_learning import CurveLearning
+from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
 from freetrain_parsl.executor.node_kinds import refuse_unknown_kinds
-from freetrain_parsl.executor.recorded_run import decide_again, read_run
+from freetrain_parsl.extensions.replay.recorded_run import decide_again, read_run
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Trainer

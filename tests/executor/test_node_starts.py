@@ -10,9 +10,9 @@ import pytest
 from parsl.executors.high_throughput.errors import WorkerLost
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.executor.batch.start_failures import StartWatch
-from freetrain_parsl.executor.control.node_starts import NodeStarts
-from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
+from freetrain_parsl.executor.driver.node_starts import NodeStarts
+from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
+from freetrain_parsl.executor.driver.start_failures import StartWatch
 from freetrain_parsl.executor.slot.slot import run_slot
 from freetrain_parsl.executor.slot.start_error import SlotNotStarted
 from freetrain_parsl.planning.model import Window

@@ -20,8 +20,8 @@ from parsl import curvezmq
 from parsl.serialize import deserialize, pack_apply_message
 
 from freetrain_parsl.cluster.processes import process_info
-from freetrain_parsl.executor.control.slot_server import SlotServer
-from freetrain_parsl.executor.payloads import pack_training
+from freetrain_parsl.executor.driver.slot_server import SlotServer
+from freetrain_parsl.executor.payloads.payloads import pack_training
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.protocol.messages import (
     DriverHeartbeat,

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.control.recorded_planner import RecordedPlanner
-from freetrain_parsl.executor.event_json import as_json, restored
+from freetrain_parsl.executor.driver.recorded_planner import RecordedPlanner
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.recorded_run import decide_again, read_run
+from freetrain_parsl.extensions.replay.recorded_run import decide_again, read_run
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, PoolNode, Trainer, Window, WindowKind
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies import Policy, resolve_policy
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.event_json import as_json, restored
 from freetrain_parsl.protocol.messages import StartRun
 from tests.executor.driver_bench import DriverBench
 from tests.planning.small_events import SETTINGS, joined, trainer, window
@@ -194,7 +194,7 @@ def test_the_driver_s_journal_leads_to_the_same_decisions(tmp_path: Path) -> Non
 _AGAIN = """
 import pathlib, sys
 from freetrain_parsl.planning.policies import resolve_policy
-from freetrain_parsl.executor.recorded_run import decide_again, read_run
+from freetrain_parsl.extensions.replay.recorded_run import decide_again, read_run
 run = read_run(pathlib.Path(sys.argv[1]))
 assert list(decide_again(run, resolve_policy("milp"))) == list(run.steps)
 """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.executor.control.rendezvous import RendezvousServer
+from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 from freetrain_parsl.protocol.messages import StoreReply, StoreRequest
 
@@ -147,8 +147,8 @@ def test_generations_do_not_see_each_other(wire: _Wire) -> None:
 
 def test_what_no_honest_group_does_is_refused(wire: _Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many bytes, too many pending gets, and adding to a value that is not a number."""
-    monkeypatch.setattr("freetrain_parsl.executor.control.rendezvous._MOST_BYTES", 100)
-    monkeypatch.setattr("freetrain_parsl.executor.control.rendezvous._MOST_WAITING", 1)
+    monkeypatch.setattr("freetrain_parsl.executor.driver.rendezvous._MOST_BYTES", 100)
+    monkeypatch.setattr("freetrain_parsl.executor.driver.rendezvous._MOST_WAITING", 1)
     a = wire.client("a")
     a.set("x", b"no" * 45)
     with pytest.raises(TimeoutError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.executor.control.slot_cycle import SlotTaskEnded
+from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
 from freetrain_parsl.planning import events as ev
 from tests.executor.slot_bench import SlotBench
 

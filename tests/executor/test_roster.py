@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freetrain_parsl.executor.control.slot_registry import Block, Slot, SlotRegistry
+from freetrain_parsl.executor.driver.slot_registry import Block, Slot, SlotRegistry
 
 
 def slot(name: str, node: str, block: str = "b") -> Slot:

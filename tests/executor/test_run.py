@@ -13,7 +13,7 @@ import pytest
 from parsl.serialize import deserialize
 
 from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
-from freetrain_parsl.executor.payloads import error_in
+from freetrain_parsl.executor.payloads.payloads import error_in
 from freetrain_parsl.executor.slot.run_end import end_by
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.protocol.codec import Envelope, decode, encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.cluster.workload import MainJob
-from freetrain_parsl.executor.recorded_run import decide_again, read_run
+from freetrain_parsl.extensions.replay.recorded_run import decide_again, read_run
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.policies import resolve_policy
 from tests.executor.scenario import make_app

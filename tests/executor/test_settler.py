@@ -8,9 +8,9 @@ from typing import Any
 
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.control.plain_tasks import Task, TaskQueue
-from freetrain_parsl.executor.control.settler import Settler
-from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
+from freetrain_parsl.executor.driver.plain_tasks import Task, TaskQueue
+from freetrain_parsl.executor.driver.settler import Settler
+from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
 from freetrain_parsl.protocol.messages import TaskEnded
 
 

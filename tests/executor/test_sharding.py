@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from freetrain_parsl.report.run import RunState
+    from freetrain_parsl.report.projection.run import RunState
 
 pytestmark = pytest.mark.cluster
 

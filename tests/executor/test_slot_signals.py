@@ -14,7 +14,7 @@ import pytest
 from parsl import curvezmq
 from parsl.serialize import pack_apply_message
 
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.protocol.messages import Closing, Exit, Hello, StartTask, Welcome
 

@@ -14,7 +14,7 @@ import zmq
 from parsl import curvezmq
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.executor.control.slot_server import SlotServer
+from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.slot import channel as channel_module
 from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.protocol.codec import Envelope, decode, encode

@@ -16,7 +16,7 @@ import pytest
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import InvalidInput, StorageUnavailable
-from freetrain_parsl.executor.control.storage_watch import StorageWatch
+from freetrain_parsl.executor.driver.storage_watch import StorageWatch
 from freetrain_parsl.executor.journal import Journal, read_journal, read_progress
 from freetrain_parsl.executor.run_log import RunLog, keep_private
 from freetrain_parsl.planning import events as ev
@@ -30,7 +30,7 @@ from freetrain_parsl.protocol.reports import (
     RunPaused,
     StorageFailed,
 )
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from tests.executor.stage import kinds
 from tests.small_disk import fill, small_disk
 

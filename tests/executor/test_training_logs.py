@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.executor.logs import writer as writer_module
 from freetrain_parsl.executor.logs.lines import LogLine, as_text, log_files, parse_line
-from freetrain_parsl.executor.logs.reader import follow_logs, has_writer, read_logs
 from freetrain_parsl.executor.logs.writer import LogWriter, leave_behind
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.log_reader import follow_logs, has_writer, read_logs
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_log_is_bounded_and_keeps_its_last_lines(directory, make_writer, monke
 
 def test_a_follower_misses_nothing_through_rotations_and_ends_with_the_run(directory, make_writer, monkeypatch) -> None:
     monkeypatch.setattr(writer_module, "_LARGEST_LOG", 400_000)
-    monkeypatch.setattr("freetrain_parsl.executor.logs.reader._PERIOD", 0.01)
+    monkeypatch.setattr("freetrain_parsl.report.log_reader._PERIOD", 0.01)
     writer = make_writer("a")
     writer.start()
     followed: list[LogLine] = []

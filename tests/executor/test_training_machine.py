@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from freetrain_parsl.errors import TooManyRestarts, TrainingCancelled, TrainingError
-from freetrain_parsl.executor.control.training.states import Abandoning, Ended, Goal, Regrouping, Running, Waiting
+from freetrain_parsl.executor.jobs.training.states import Abandoning, Ended, Goal, Regrouping, Running, Waiting
 from freetrain_parsl.protocol.reports import PauseReason
 from tests.executor.training_world import LIMITS, NODES, Process, World
 

@@ -9,8 +9,8 @@ import pytest
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.control.training.machine import TrainingMachine
-from freetrain_parsl.executor.control.training.next_change import fewest_to_exclude
+from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
+from freetrain_parsl.executor.jobs.training.next_change import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import CostsInSeconds
@@ -24,7 +24,7 @@ from freetrain_parsl.protocol.reports import (
     RunFinished,
     RunPaused,
 )
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from tests.executor.stage import Stage, kinds
 
 if TYPE_CHECKING:

@@ -16,15 +16,15 @@ from parsl.serialize import serialize
 
 from freetrain_parsl import training_app
 from freetrain_parsl.errors import CheckpointError, ForeignCheckpoint, StorageUnavailable
-from freetrain_parsl.executor import value_files
-from freetrain_parsl.executor.packing import pack_task
-from freetrain_parsl.executor.payloads import error_in, settle_with_value
+from freetrain_parsl.executor.payloads import value_files
+from freetrain_parsl.executor.payloads.packing import pack_task
+from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_value
+from freetrain_parsl.executor.payloads.value_files import LARGEST_MESSAGE, ValueFiles
 from freetrain_parsl.executor.slot import slot as slot_module
-from freetrain_parsl.executor.slot.array_run import ArrayRun
 from freetrain_parsl.executor.slot.pulse import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.executor.slot.training_run import TrainingRun
-from freetrain_parsl.executor.value_files import LARGEST_MESSAGE, ValueFiles
+from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode
 from freetrain_parsl.protocol.messages import (
     TO_DRIVER,

@@ -18,8 +18,8 @@ import pytest
 
 from freetrain_parsl import EmbeddedCluster
 from freetrain_parsl.cluster import processes, registry
-from freetrain_parsl.executor.warm_start import ADDRESS
-from freetrain_parsl.executor.warm_start.owner import WarmStart
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS
+from freetrain_parsl.extensions.demo.warm_start.owner import WarmStart
 from freetrain_parsl.interpreters import module_command
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def test_the_socket_is_private(warm_start: WarmStart) -> None:
 
 _KILLED_OWNER = """
 import os, signal
-from freetrain_parsl.executor.warm_start.owner import WarmStart
+from freetrain_parsl.extensions.demo.warm_start.owner import WarmStart
 from freetrain_parsl.interpreters import module_command
 with WarmStart() as server:
     print(*server.environment.values(), flush=True)

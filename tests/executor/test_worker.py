@@ -15,7 +15,7 @@ from parsl.serialize import serialize
 from parsl.serialize.errors import DeserializationError
 
 from freetrain_parsl.errors import TrainingError
-from freetrain_parsl.executor.payloads import (
+from freetrain_parsl.executor.payloads.payloads import (
     error_in,
     pack_training,
     settle_with_error,

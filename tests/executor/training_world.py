@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from parsl.serialize import serialize
 
-from freetrain_parsl.executor.control.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.control.training_manager import TrainingManager
-from freetrain_parsl.executor.trainings import Limits, SharedSettings, Training, TrainingRequest
+from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.request import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
@@ -41,7 +41,7 @@ from freetrain_parsl.protocol.reports import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.executor.control.training.machine import TrainingMachine
+    from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 
 NODES = ("n0", "n1", "n2", "n3")
 LIMITS = Limits(peer_timeout=5.0, meeting_timeout=20.0, max_restarts=3)

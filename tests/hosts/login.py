@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import read_journal
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.training.fragment import run_alone
 from tests.executor.scenario import make_app
 

@@ -92,7 +92,7 @@ def test_a_host_with_other_files_starts_its_node_by_itself(run, tmp_path):
 
 _ENTER = """
 import os, sys
-from freetrain_parsl.executor.warm_start import namespaces
+from freetrain_parsl.extensions.demo.warm_start import namespaces
 there = [os.open(f"/proc/{sys.argv[1]}/ns/{kind}", os.O_RDONLY) for kind in namespaces.ENTERED]
 os.setuid(65534)
 namespaces.enter(namespaces.descriptors())  # its own

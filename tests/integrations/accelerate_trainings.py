@@ -13,7 +13,7 @@ from hf_trainings import SAMPLES, Rows, classifier
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
-from freetrain_parsl.integrations.accelerate import Accelerator
+from freetrain_parsl.extensions.integrations.accelerate import Accelerator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -14,7 +14,7 @@ from lightning_trainings import points
 from torch import nn
 from torch.utils.data import DataLoader
 
-from freetrain_parsl.integrations.fabric import SessionFabric
+from freetrain_parsl.extensions.integrations.fabric import SessionFabric
 
 SAMPLES, BATCH = 144, 16
 

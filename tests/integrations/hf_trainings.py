@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from freetrain_parsl.integrations.huggingface import fit
+from freetrain_parsl.extensions.integrations.huggingface import fit
 
 if TYPE_CHECKING:
     from pathlib import Path

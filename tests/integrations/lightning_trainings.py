@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMon
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from freetrain_parsl.integrations.lightning import SessionStrategy
+from freetrain_parsl.extensions.integrations.lightning import SessionStrategy
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -11,8 +11,8 @@ import parsl
 from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, training_app
-from freetrain_parsl.integrations.optuna import optimize
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.extensions.integrations.optuna import optimize
+from freetrain_parsl.report.projection.run import RunState
 from tests.executor.scenario import CHECKPOINTS, MANNERS, PLANNER, TRAININGS
 
 

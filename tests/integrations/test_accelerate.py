@@ -12,7 +12,7 @@ from disturbances import alone, assert_weights, distance, killed, regrouped, res
 from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.integrations.accelerate import Accelerator
+from freetrain_parsl.extensions.integrations.accelerate import Accelerator
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.fragment import run_alone
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from training_crew import run_member
 
-from freetrain_parsl.integrations.fabric import SessionFabric
+from freetrain_parsl.extensions.integrations.fabric import SessionFabric
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 from tests.training.fusion.sweep_trainings import together
 

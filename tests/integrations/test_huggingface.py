@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.integrations.huggingface import fit
+from freetrain_parsl.extensions.integrations.huggingface import fit
 from freetrain_parsl.training.fragment import run_alone
 
 if TYPE_CHECKING:

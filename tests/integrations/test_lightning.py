@@ -16,7 +16,7 @@ from lightning_trainings import Data, FollowingTheLoss, Net, fit, in_session, po
 from training_crew import run_member
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.integrations.lightning import SessionStrategy
+from freetrain_parsl.extensions.integrations.lightning import SessionStrategy
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 from tests.training.fusion.sweep_trainings import together
 

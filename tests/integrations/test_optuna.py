@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 from freetrain_parsl import FreeTrainExecutor, read_journal, training_app
 from freetrain_parsl.errors import InvalidTrainer, TrainingInterrupted
-from freetrain_parsl.integrations.optuna import optimize
+from freetrain_parsl.extensions.integrations.optuna import optimize
 from tests.recording_kernel import Call, RecordingKernel
 
 if TYPE_CHECKING:

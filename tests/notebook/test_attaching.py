@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from freetrain_parsl import training_app
-from freetrain_parsl.campaign.site import shipped_sites
+from freetrain_parsl.campaign.site.site import shipped_sites
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.notebook import Campaign, watch
-from freetrain_parsl.notebook.cells import CellCampaign
+from freetrain_parsl.extensions.notebook import Campaign, watch
+from freetrain_parsl.extensions.notebook.cells import CellCampaign
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress
 
@@ -115,7 +115,7 @@ def test_threads_that_start_one_campaign_start_one_driver(tmp_path, monkeypatch)
         process = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
         (run_dir / "driver" / "process.json").write_text(json.dumps(process))
 
-    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", run_detached)
+    monkeypatch.setattr("freetrain_parsl.extensions.notebook.campaign.run_detached", run_detached)
     with ThreadPoolExecutor() as threads:
         runs = [threads.submit(Campaign("sweep.yaml").start) for _ in range(3)]
     assert [run.result().state for run in runs] == ["starting"] * 3
@@ -132,7 +132,7 @@ def test_cells_that_changed_while_the_driver_starts_are_refused(tmp_path, monkey
         process = {"command": command, "host": "elsewhere", "pid": 1, "started": 1, "since": time.time()}
         (run_dir / "driver" / "process.json").write_text(json.dumps(process))
 
-    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", run_detached)
+    monkeypatch.setattr("freetrain_parsl.extensions.notebook.campaign.run_detached", run_detached)
     for _ in range(2):
         assert Campaign([{"app": train_app(monkeypatch, 2)}]).start().state == "starting"
     for changed in ({"app": train_app(monkeypatch, 3)}, {"app": train_app(monkeypatch, 2), "priority": 2}):
@@ -164,7 +164,7 @@ def test_a_read_only_notebook_overwrites_nothing(tmp_path, monkeypatch):
     changed = Campaign([{"app": train_app(monkeypatch, 2)}], name="cells")
     with pytest.raises(InvalidTrainer, match=r"__main__\.FACTOR has changed since .*, which is stopped with the old"):
         changed.start()
-    monkeypatch.setattr("freetrain_parsl.notebook.campaign.take_control", lambda _: False)
+    monkeypatch.setattr("freetrain_parsl.extensions.notebook.campaign.take_control", lambda _: False)
     with pytest.raises(InvalidInput, match="is shown here read-only; resume it "):
         changed.start(on_code_change="resume")
     assert (directory / "notebook" / "cells.pickle").read_bytes() == before
@@ -224,7 +224,7 @@ def test_a_directory_with_something_else_is_kept(tmp_path, monkeypatch):
 def test_what_shows_at_once_is_refused_before_a_process_starts(text, config, message, tmp_path, monkeypatch):
     """It leaves nothing behind, so that the same cell can be mended and run again."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("freetrain_parsl.extensions.notebook.campaign.run_detached", lambda *_: pytest.fail("started"))
     (tmp_path / "sweep.yaml").write_text(text)
     with pytest.raises(InvalidInput, match=message):
         Campaign("sweep.yaml", config=config).start()
@@ -261,7 +261,9 @@ def test_a_run_that_was_refused_can_be_started_again(tmp_path, monkeypatch):
     (tmp_path / "sweep.yaml").write_text(CAMPAIGN)
     launched(tmp_path / "freetrain-run-sweep", "freetrain run: the partition is down\n")
     started = []
-    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", lambda *given: started.append(given))
+    monkeypatch.setattr(
+        "freetrain_parsl.extensions.notebook.campaign.run_detached", lambda *given: started.append(given)
+    )
     assert Campaign("sweep.yaml").start().controls
     [(run_dir, command, directory, _)] = started
     assert run_dir == tmp_path / "freetrain-run-sweep"
@@ -284,7 +286,7 @@ def started(tmp_path, monkeypatch):
         launched(run_dir, "freetrain run: the partition is down\n")
         started.append(given)
 
-    monkeypatch.setattr("freetrain_parsl.notebook.campaign.run_detached", start)
+    monkeypatch.setattr("freetrain_parsl.extensions.notebook.campaign.run_detached", start)
     return started
 
 

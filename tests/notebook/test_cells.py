@@ -11,7 +11,7 @@ import yaml
 
 from freetrain_parsl import training_app
 from freetrain_parsl.errors import ForeignCheckpoint, InvalidInput, InvalidTrainer
-from freetrain_parsl.notebook.cells import CellCampaign, load_apps
+from freetrain_parsl.extensions.notebook.cells import CellCampaign, load_apps
 
 CELL = """
 FACTOR = {factor}

@@ -38,7 +38,7 @@ trainings:
     grid: {{lr: [0.01, 0.02]}}
 """
 START = """
-from freetrain_parsl.notebook import Campaign
+from freetrain_parsl.extensions.notebook import Campaign
 run = Campaign("campaign.yaml", config="site.yaml", run_dir="run").start()
 """
 TABLES = "import sys; sys.modules['anywidget'] = None"  # as where the extra is not installed
@@ -88,7 +88,9 @@ def test_a_campaign_outlives_interrupts_and_kernels(notebook: Notebook, director
         refusal = second.fail("run.stop()")
         assert "read-only" in refusal
         assert len(refusal.splitlines()) == 1
-        assert "two: running" in text_of(second.run("from freetrain_parsl.notebook import watch; view = watch('run')"))
+        assert "two: running" in text_of(
+            second.run("from freetrain_parsl.extensions.notebook import watch; view = watch('run')")
+        )
     finally:
         second.close()
 
@@ -114,7 +116,7 @@ CELL = """
 import torch
 from pathlib import Path
 from freetrain_parsl import training_app
-from freetrain_parsl.notebook import Campaign
+from freetrain_parsl.extensions.notebook import Campaign
 
 FACTOR = {factor}
 
@@ -176,7 +178,7 @@ def test_a_function_of_a_cell_trains_and_its_change_is_noticed(notebook: Noteboo
 
 def test_what_is_refused_is_one_line_and_leaves_nothing(notebook: Notebook, directory: Path) -> None:
     """A user's mistake shows no traceback, and can be mended in place."""
-    notebook.run("from freetrain_parsl.notebook import Campaign")
+    notebook.run("from freetrain_parsl.extensions.notebook import Campaign")
     (directory / "bad.yaml").write_text(CAMPAIGN.replace("lr:", "lx:").replace("t{lr}", "t"))
     refusal = notebook.fail("Campaign('bad.yaml', config='site.yaml').start()")
     assert len(refusal.splitlines()) == 1
@@ -195,7 +197,7 @@ WATCH = """
 import parsl
 from datetime import timedelta
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
-from freetrain_parsl.notebook import watch
+from freetrain_parsl.extensions.notebook import watch
 executor = FreeTrainExecutor(
     provider=EmbeddedClusterProvider(nodes=2),
     planner=PlannerSettings(startup=timedelta(seconds=5), min_useful=timedelta(seconds=2)),
@@ -230,7 +232,7 @@ def test_futures_of_this_kernel_are_watched(notebook: Notebook, directory: Path)
 
 def test_start_returns_while_the_campaign_begins(notebook: Notebook, directory: Path) -> None:
     """It waits neither for imports nor for the batch system; the driver is stopped also while it starts."""
-    notebook.run("from freetrain_parsl.notebook import Campaign")
+    notebook.run("from freetrain_parsl.extensions.notebook import Campaign")
     begin = time.monotonic()
     notebook.run(START)
     assert time.monotonic() - begin < 10, "1 s where nothing else runs"
@@ -244,7 +246,11 @@ def test_a_run_is_shown_once_in_a_cell_and_goes_on_updating_in_others(notebook: 
     notebook.run(TABLES)
     cells = [
         notebook.run(source)
-        for source in (f"{START}\nrun", "run", "from freetrain_parsl.notebook import watch\nwatch(run.directory)")
+        for source in (
+            f"{START}\nrun",
+            "run",
+            "from freetrain_parsl.extensions.notebook import watch\nwatch(run.directory)",
+        )
     ]
     assert [len([o for o in cell.outputs if o.output_type != "stream"]) for cell in cells] == [1, 1, 1]
     assert text_of(notebook.run("run.wait(90)")) == "'finished'"

@@ -17,19 +17,19 @@ import pytest
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.notebook.control import controller_of, take_control
-from freetrain_parsl.notebook.launch import environment_of_user, run_command
-from freetrain_parsl.notebook.live import LiveDisplay, bundle_of, in_kernel
-from freetrain_parsl.notebook.pictures import curves_picture, stays_of, timeline_picture
-from freetrain_parsl.notebook.run import WatchedRun
-from freetrain_parsl.notebook.shown import ShownFutures
-from freetrain_parsl.notebook.snapshot import RunSnapshot, TrainingRow
-from freetrain_parsl.notebook.values import Picture, TextLines, outcome_row, results_table
-from freetrain_parsl.notebook.watching import watch
+from freetrain_parsl.extensions.notebook.control import controller_of, take_control
+from freetrain_parsl.extensions.notebook.launch import environment_of_user, run_command
+from freetrain_parsl.extensions.notebook.live import LiveDisplay, bundle_of, in_kernel
+from freetrain_parsl.extensions.notebook.pictures import curves_picture, stays_of, timeline_picture
+from freetrain_parsl.extensions.notebook.run import WatchedRun
+from freetrain_parsl.extensions.notebook.shown import ShownFutures
+from freetrain_parsl.extensions.notebook.snapshot import RunSnapshot, TrainingRow
+from freetrain_parsl.extensions.notebook.values import Picture, TextLines, outcome_row, results_table
+from freetrain_parsl.extensions.notebook.watching import watch
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.curves import draw_curves
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
-from freetrain_parsl.report.run_view import RunView
 
 HOSTILE = "<script>alert('1')</script>"
 
@@ -209,7 +209,7 @@ RUNNING = snapshot(TrainingRow("a", "running"))
 def test_a_table_is_updated_when_something_has_changed(monkeypatch):
     """The same state is not sent again, an unreadable run is named and tried again, the last state ends the updates."""
     monkeypatch.setitem(sys.modules, "anywidget", None)
-    monkeypatch.delitem(sys.modules, "freetrain_parsl.notebook.widget", raising=False)
+    monkeypatch.delitem(sys.modules, "freetrain_parsl.extensions.notebook.widget", raising=False)
     states = (WAITING, WAITING, OSError("gone for now"), RUNNING, RUNNING, FINISHED)
     shown = displayed(
         monkeypatch, *states, seconds=3, pictures=lambda: (Picture("nodes", b"png"), Picture("curves", b"abc"))
@@ -301,7 +301,7 @@ def test_the_fragments_of_a_killed_driver_end_with_its_journal(tmp_path, monkeyp
     """They were drawn over what the next driver did; a damaged journal is named."""
     drawn = []
     monkeypatch.setattr(
-        "freetrain_parsl.notebook.pictures._drawn", lambda text, draw: drawn.append(draw) or Picture(text)
+        "freetrain_parsl.extensions.notebook.pictures._drawn", lambda text, draw: drawn.append(draw) or Picture(text)
     )
     monkeypatch.setattr("freetrain_parsl.report.timeline.draw_timeline", lambda run, *_, **__: drawn.append(run))
     paths = [tmp_path / "1.sqlite", tmp_path / "2.sqlite"]
@@ -343,7 +343,9 @@ def test_the_curves_of_a_run_are_a_picture_with_the_loss_first(tmp_path):
 @pytest.mark.slow
 def test_one_process_controls_a_run_at_a_time(tmp_path):
     """Another process is refused until the first ends; the same one may ask again."""
-    code = "import sys; from pathlib import Path; from freetrain_parsl.notebook.control import take_control\n"
+    code = (
+        "import sys; from pathlib import Path; from freetrain_parsl.extensions.notebook.control import take_control\n"
+    )
     code += "print(take_control(Path(sys.argv[1])), flush=True); input()"
 
     def other():
@@ -397,7 +399,7 @@ def test_a_run_directory_that_was_removed_and_made_again_has_a_lock_of_its_own(t
 
 def test_a_widget_sends_changes_and_everything_when_it_is_asked():
     """A browser that has missed changes gets all of them, based on nothing."""
-    from freetrain_parsl.notebook.widget import RunWidget
+    from freetrain_parsl.extensions.notebook.widget import RunWidget
 
     view = RunView("sweep")
     widget = RunWidget(view.since)
@@ -423,7 +425,7 @@ def test_a_widget_sends_changes_and_everything_when_it_is_asked():
 
 def test_the_themes_of_a_notebook_have_the_colours_of_the_page():
     """They are taken from the page's style sheet."""
-    from freetrain_parsl.notebook.widget import RunWidget
+    from freetrain_parsl.extensions.notebook.widget import RunWidget
 
     light, dark = RunWidget._css.split('body[data-jp-theme-light="true"]')[1].split('body[data-jp-theme-light="false"]')
     assert "--ft-page: #ffffff" in light

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
-from freetrain_parsl.planning.curves.fusion import FusionCurve
+from freetrain_parsl.extensions.fusion.curve import FusionCurve
+from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.training.fusion.sizing import ArraySizing
 
 CURVE = FusionCurve([(2, 1.9), (4, 3.4), (8, 5.0), (16, 5.2)])
 

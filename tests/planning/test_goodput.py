@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidTrainer
-from freetrain_parsl.planning.curves.goodput import BatchLimits, BatchPlan, GoodputProfile, GradientNoise, steps_worth
+from freetrain_parsl.extensions.goodput.curve import BatchLimits, BatchPlan, GoodputProfile, GradientNoise, steps_worth
 
 LIMITS = BatchLimits(initial=32, largest=512, least_local=8, most_local=64)
 NOISE = GradientNoise(square=1.0, variance=4.0)

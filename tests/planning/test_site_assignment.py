@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.planning.solvers.site_assignment import NOWHERE, assign_sites
+from freetrain_parsl.extensions.globus.sites.planning.assignment_solver import NOWHERE, assign_sites
 
 
 def _nobody(trainings: int):

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.remote import archive as module
-from freetrain_parsl.remote.archive import pack, unpack
+from freetrain_parsl.extensions.globus.remote import archive as module
+from freetrain_parsl.extensions.globus.remote.archive import pack, unpack
 
 
 def packed(tmp_path, contents: dict[str, bytes], campaign: str = "c.yaml"):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
-from freetrain_parsl.remote import campaign as campaign_module
-from freetrain_parsl.remote.campaign import RemoteCampaign
-from freetrain_parsl.remote.compute import ComputeEndpoint
-from freetrain_parsl.remote.messages import RemoteStatus, check_run_name
-from freetrain_parsl.remote.preparation import prepare
-from freetrain_parsl.remote.records import RunRecords
+from freetrain_parsl.extensions.globus.remote import campaign as campaign_module
+from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
+from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
+from freetrain_parsl.extensions.globus.remote.messages import RemoteStatus, check_run_name
+from freetrain_parsl.extensions.globus.remote.preparation import prepare
+from freetrain_parsl.extensions.globus.remote.records import RunRecords
 
 ENDPOINT = "0e843812-9a83-4451-bef3-f1522edcb031"
 APP = """\

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.remote.collection import collect
+from freetrain_parsl.extensions.globus.remote.collection import collect
 
 CAMPAIGN = """\
 trainings:

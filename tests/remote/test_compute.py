@@ -9,8 +9,8 @@ import uuid
 import pytest
 
 from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
-from freetrain_parsl.remote.messages import FUNCTION
-from freetrain_parsl.remote.pacing import RequestBudget
+from freetrain_parsl.extensions.globus.remote.messages import FUNCTION
+from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget
 from freetrain_parsl.testing.globus.loopback_service import LOOPBACK_USER, Cut, LoopbackService, Reply
 
 pytestmark = pytest.mark.globus
@@ -94,7 +94,7 @@ def clock():
 
 @pytest.fixture
 def endpoint(site, clock, monkeypatch):
-    from freetrain_parsl.remote.compute import ComputeEndpoint
+    from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
 
     monkeypatch.setattr("globus_sdk.transport.requests.time.sleep", clock.sleep, raising=False)
     return ComputeEndpoint(ENDPOINT, monotonic=clock, sleep=clock.sleep)
@@ -221,14 +221,14 @@ def test_what_is_too_large_is_not_sent(endpoint, site):
 
 
 def test_what_is_no_uuid_is_refused_at_once():
-    from freetrain_parsl.remote.compute import ComputeEndpoint
+    from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
 
     with pytest.raises(InvalidInput, match="the endpoint 'polaris' is not a UUID"):
         ComputeEndpoint("polaris")
 
 
 def test_without_a_login_nothing_is_asked(site, monkeypatch):
-    from freetrain_parsl.remote.compute import ComputeEndpoint
+    from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
 
     monkeypatch.delenv("GLOBUS_COMPUTE_CLIENT_SECRET")
     with pytest.raises(UsageError, match="not logged in to Globus Compute; run: freetrain globus login"):

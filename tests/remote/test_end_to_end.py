@@ -91,7 +91,7 @@ def eventually(look, timeout: float = 120.0):
 
 
 def test_a_campaign_goes_on_without_its_endpoint_and_is_stopped_and_resumed(stand, tmp_path):
-    from freetrain_parsl.remote.campaign import RemoteCampaign
+    from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
 
     rabbit, service, endpoint = stand
     (tmp_path / "one.yaml").write_text(CAMPAIGN)
@@ -155,7 +155,7 @@ def test_a_campaign_goes_on_without_its_endpoint_and_is_stopped_and_resumed(stan
 
 
 def test_a_driver_that_cannot_start_says_why_in_one_line(stand, tmp_path):
-    from freetrain_parsl.remote.campaign import RemoteCampaign
+    from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
 
     _rabbit, _service, endpoint = stand
     (tmp_path / "two.yaml").write_text("trainings:\n  - app: another_at_a_site.py:train\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.remote.launch import LOG, launch, process_of
+from freetrain_parsl.campaign.launch import LOG, launch, process_of
 
 
 def ended(directory: Path):
@@ -67,7 +67,7 @@ def test_an_interrupt_comes_after_the_process_has_recorded_itself(tmp_path, monk
         return process_of(directory)
 
     with monkeypatch.context() as patched:
-        patched.setattr("freetrain_parsl.remote.launch.process_of", look)
+        patched.setattr("freetrain_parsl.campaign.launch.process_of", look)
         with pytest.raises(KeyboardInterrupt):
             launch(tmp_path, ["--version"], tmp_path)
     assert process_of(tmp_path) is not None

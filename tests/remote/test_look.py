@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.campaign.assignment import ASSIGNMENT, Assignment
+from freetrain_parsl.campaign.environment import KEEP, scrubbed
+from freetrain_parsl.campaign.launch import Process
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.remote import look, verbs
-from freetrain_parsl.remote.archive import pack
-from freetrain_parsl.remote.environment import KEEP, scrubbed
-from freetrain_parsl.remote.launch import Process
-from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts
-from freetrain_parsl.remote.sites.places import LocalPlace
-from freetrain_parsl.remote.verbs import answer
-from freetrain_parsl.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote import look, verbs
+from freetrain_parsl.extensions.globus.remote.archive import pack
+from freetrain_parsl.extensions.globus.remote.verbs import answer
+from freetrain_parsl.extensions.globus.remote.versions import Versions
+from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts
+from freetrain_parsl.extensions.globus.sites.assignment import ASSIGNMENT, Assignment
+from freetrain_parsl.extensions.globus.sites.places import LocalPlace
 
 if TYPE_CHECKING:
     from pathlib import Path

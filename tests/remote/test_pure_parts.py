@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetrain_parsl.campaign.environment import KEEP, scrubbed
 from freetrain_parsl.errors import InvalidInput, RemoteError
-from freetrain_parsl.remote.environment import KEEP, scrubbed
-from freetrain_parsl.remote.messages import FUNCTION, FUNCTION_SOURCE, RemoteStatus, check_run_name
-from freetrain_parsl.remote.pacing import RequestBudget, poll_delays
-from freetrain_parsl.remote.records import RunRecords
-from freetrain_parsl.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, RemoteStatus, check_run_name
+from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget, poll_delays
+from freetrain_parsl.extensions.globus.remote.records import RunRecords
+from freetrain_parsl.extensions.globus.remote.versions import Versions
 
 SECRET = "s3cret-of-the-client"
 
@@ -125,7 +125,7 @@ def test_names_of_runs_are_no_paths(name):
 
 
 def test_the_function_says_in_one_line_that_the_package_is_missing(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "freetrain_parsl.remote.verbs", None)
+    monkeypatch.setitem(__import__("sys").modules, "freetrain_parsl.extensions.globus.remote.verbs", None)
     namespace: dict = {}
     exec(FUNCTION_SOURCE, namespace)
     answer = namespace[FUNCTION]({"verb": "check"})

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from freetrain_parsl.extensions.replay.holes import Change, Hole, HoleLog, HoleTable, refuse_forecasts
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.replay.holes import Change, Hole, HoleLog, HoleTable, refuse_forecasts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from freetrain_parsl.extensions.replay.accounts import Account
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.replay.accounts import Account
 
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0})
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.extensions.replay.block_site import BlockSettings
+from freetrain_parsl.extensions.replay.simulation import Knowledge, Outcome, ReplaySettings, replay
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.replay.block_site import BlockSettings
-from freetrain_parsl.replay.simulation import Knowledge, Outcome, ReplaySettings, replay
 from tests.replay.small_logs import SmallLog
 from tests.replay.test_simulation import best_rates, trainer
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.metrics import log_figures
-from freetrain_parsl.replay.page.dates import TimeAxis, period
+from freetrain_parsl.extensions.pages.dates import TimeAxis, period
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.metrics import log_figures
 
 NOON = datetime(2026, 1, 30, 12, 0)  # noqa: DTZ001 - sacct prints local times without a zone
 DAY = 86400.0

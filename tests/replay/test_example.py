@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.replay.example import write_example
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.trainers import trainer_set
+from freetrain_parsl.extensions.replay.logs.example import write_example
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.trainers import trainer_set
 
 
 @pytest.fixture(scope="module")

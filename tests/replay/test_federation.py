@@ -12,19 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetrain_parsl.extensions.globus.sites.planning.model import (
+    SiteChoice,
+    SitePlan,
+    SitesSettings,
+    TransferRate,
+    Verb,
+)
+from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
+from freetrain_parsl.extensions.replay.comparison import Contestant
+from freetrain_parsl.extensions.replay.ideal import BestRates
+from freetrain_parsl.extensions.replay.simulation import Cost, Knowledge, ReplaySettings, replay
+from freetrain_parsl.extensions.replay.sites.comparison import SiteTerms, compare_sites
+from freetrain_parsl.extensions.replay.sites.federation import FederationOutcome, replay_sites
+from freetrain_parsl.extensions.replay.sites.logs import SiteLog, same_length
+from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.planning.sites.model import SiteChoice, SitePlan, SitesSettings, TransferRate, Verb
-from freetrain_parsl.planning.sites.planner import plan_sites
-from freetrain_parsl.replay.comparison import Contestant
-from freetrain_parsl.replay.federation import FederationOutcome, replay_sites
-from freetrain_parsl.replay.ideal import BestRates
-from freetrain_parsl.replay.simulation import Cost, Knowledge, ReplaySettings, replay
-from freetrain_parsl.replay.site_comparison import SiteTerms, compare_sites
-from freetrain_parsl.replay.site_logs import SiteLog, same_length
-from freetrain_parsl.replay.trainers import TrainerSet
 from tests.replay.small_logs import SmallLog, random_logs, random_trainers
 
 FULL = ReplaySettings(cost=Cost.FULL, start_seconds=2.0)

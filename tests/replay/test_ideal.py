@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetrain_parsl.extensions.replay.ideal import BestRates, ideal_value
+from freetrain_parsl.extensions.replay.series import Bins
+from freetrain_parsl.extensions.replay.simulation import ReplaySettings, replay
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.replay.ideal import BestRates, ideal_value
-from freetrain_parsl.replay.series import Bins
-from freetrain_parsl.replay.simulation import ReplaySettings, replay
 from tests.replay.small_logs import SmallLog, random_logs, random_trainers
 
 THROUGHPUT = OBJECTIVES["throughput"]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.replay.holes import Change, Hole, HoleTable
-from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.extensions.replay.holes import Change, Hole, HoleTable
+from freetrain_parsl.extensions.replay.logs.logs import open_log
 
 
 @pytest.fixture

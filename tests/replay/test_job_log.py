@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.replay.holes import Hole
-from freetrain_parsl.replay.job_log import JobLog, RecordedJob
-from freetrain_parsl.replay.logs import open_log
+from freetrain_parsl.extensions.replay.holes import Hole
+from freetrain_parsl.extensions.replay.logs.job_log import JobLog, RecordedJob
+from freetrain_parsl.extensions.replay.logs.logs import open_log
 
 
 def job(submit, start, end, nodes, walltime=None, hosts=None):

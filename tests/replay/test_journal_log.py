@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.executor.recorded_run import read_run
+from freetrain_parsl.extensions.replay import simulation
+from freetrain_parsl.extensions.replay.block_site import BlockSettings
+from freetrain_parsl.extensions.replay.ideal import BestRates
+from freetrain_parsl.extensions.replay.logs.journal_log import JournalLog, trainers_of
+from freetrain_parsl.extensions.replay.recorded_run import read_run
+from freetrain_parsl.extensions.replay.simulation import Cost, ReplaySettings, replay
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.replay import simulation
-from freetrain_parsl.replay.block_site import BlockSettings
-from freetrain_parsl.replay.ideal import BestRates
-from freetrain_parsl.replay.journal_log import JournalLog, trainers_of
-from freetrain_parsl.replay.simulation import Cost, ReplaySettings, replay
 from tests.executor.simulated_site import POLL, SimulatedSite
 from tests.planning.small_events import joined, trainer, window
 

@@ -11,15 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
+from freetrain_parsl.extensions.replay.comparison import Contestant, compare
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.page.wording import percent
+from freetrain_parsl.extensions.replay.simulation import Cost, Knowledge, ReplaySettings
+from freetrain_parsl.extensions.replay.terminal import heading, result_table, summary
+from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Decision, Trainer
 from freetrain_parsl.planning.policies import POLICIES, Policy
-from freetrain_parsl.replay.comparison import Contestant, compare
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.page.wording import percent
-from freetrain_parsl.replay.simulation import Cost, Knowledge, ReplaySettings
-from freetrain_parsl.replay.terminal import heading, result_table, summary
-from freetrain_parsl.replay.trainers import TrainerSet
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
+from freetrain_parsl.extensions.replay.comparison import Contestant, compare
+from freetrain_parsl.extensions.replay.ideal import BestRates, ideal_value
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.logs.node_kinds import read_kinds, state_kinds, with_kinds
+from freetrain_parsl.extensions.replay.page import write_page
+from freetrain_parsl.extensions.replay.simulation import replay
+from freetrain_parsl.extensions.replay.terminal import kinds_table
+from freetrain_parsl.extensions.replay.trainers import TrainerSet, trainer_set
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.replay.comparison import Contestant, compare
-from freetrain_parsl.replay.ideal import BestRates, ideal_value
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.node_kinds import read_kinds, state_kinds, with_kinds
-from freetrain_parsl.replay.page import write_page
-from freetrain_parsl.replay.simulation import replay
-from freetrain_parsl.replay.terminal import kinds_table
-from freetrain_parsl.replay.trainers import TrainerSet, trainer_set
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from freetrain_parsl.replay.holes import HoleLog
+    from freetrain_parsl.extensions.replay.holes import HoleLog
 
 THROUGHPUT = OBJECTIVES["throughput"]
 KINDS = ("gpu=g*:10", "cpu=c[1-3]")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.replay.comparison import Contestant, compare
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.outages import LogWithoutOutages
-from freetrain_parsl.replay.simulation import Knowledge
-from freetrain_parsl.replay.trainers import TrainerSet
+from freetrain_parsl.extensions.replay.comparison import Contestant, compare
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.logs.outages import LogWithoutOutages
+from freetrain_parsl.extensions.replay.simulation import Knowledge
+from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from tests.replay.small_logs import SmallLog, random_logs, random_trainers
 
 KEYS = ("efficiency", "oracle", "jct", "node_hours", "trainers", "events", "series")

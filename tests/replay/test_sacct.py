@@ -7,10 +7,10 @@ import math
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.replay.holes import Hole
-from freetrain_parsl.replay.logs import open_log
-from freetrain_parsl.replay.sacct import SacctLog
-from freetrain_parsl.windows.slurm.hostlist import expand_hosts, natural_order
+from freetrain_parsl.extensions.replay.holes import Hole
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.logs.sacct import SacctLog
+from freetrain_parsl.windows.hostlist import expand_hosts, natural_order
 
 HEADER = "JobID|Submit|Start|End|NNodes|Timelimit|State|NodeList"
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.extensions.replay.ideal import BestRates, ideal_value
+from freetrain_parsl.extensions.replay.simulation import Cost, Curves, Knowledge, Outcome, ReplaySettings, replay
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES, Objective
 from freetrain_parsl.planning.policies import POLICIES, EqualSharePolicy, MilpPolicy, Policy
-from freetrain_parsl.replay.ideal import BestRates, ideal_value
-from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, Outcome, ReplaySettings, replay
 from tests.replay.small_logs import SmallLog, random_logs, random_trainers
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.replay.site_logs import LogPart, SiteLog, UnionLog, same_length
+from freetrain_parsl.extensions.replay.sites.logs import LogPart, SiteLog, UnionLog, same_length
 from tests.replay.small_logs import SmallLog, random_logs
 
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.planning.curves.fusion import FusionCurve
+from freetrain_parsl.extensions.fusion.curve import FusionCurve
+from freetrain_parsl.extensions.replay.block_site import BlockSettings
+from freetrain_parsl.extensions.replay.comparison import Contestant
+from freetrain_parsl.extensions.replay.simulation import Cost, Curves, Knowledge, Outcome, ReplaySettings
+from freetrain_parsl.extensions.replay.sweeps.arrays import ArrayAccount
+from freetrain_parsl.extensions.replay.sweeps.sweeps import compare_fusion, replay_sweeps
+from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy
-from freetrain_parsl.replay.arrays import ArrayAccount
-from freetrain_parsl.replay.block_site import BlockSettings
-from freetrain_parsl.replay.comparison import Contestant
-from freetrain_parsl.replay.simulation import Cost, Curves, Knowledge, Outcome, ReplaySettings
-from freetrain_parsl.replay.sweeps import compare_fusion, replay_sweeps
-from freetrain_parsl.replay.trainers import TrainerSet
 from tests.replay.small_logs import SmallLog, random_logs
 
 FUSION = FusionCurve([(2, 1.6), (4, 2.0)])

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.planning.curves.fusion import FusionCurve
+from freetrain_parsl.extensions.fusion.curve import FusionCurve
+from freetrain_parsl.extensions.replay.comparison import Contestant
+from freetrain_parsl.extensions.replay.page import write_page
+from freetrain_parsl.extensions.replay.sweeps.fusion_curves import FUSION_CURVES, fusion_curve
+from freetrain_parsl.extensions.replay.sweeps.sweeps import compare_fusion
+from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Trainer
-from freetrain_parsl.replay.comparison import Contestant
-from freetrain_parsl.replay.fusion_curves import FUSION_CURVES, fusion_curve
-from freetrain_parsl.replay.page import write_page
-from freetrain_parsl.replay.sweeps import compare_fusion
-from freetrain_parsl.replay.trainers import TrainerSet
 from tests.replay.small_logs import SmallLog
 from tests.replay.test_page import HOSTILE, Reader
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.planning.sites.model import TransferRate
-from freetrain_parsl.replay.transfer_rates import read_transfer_rates, same_rate
+from freetrain_parsl.extensions.globus.sites.planning.model import TransferRate
+from freetrain_parsl.extensions.replay.sites.transfer_rates import read_transfer_rates, same_rate
 
 HEADER = "from,to,megabytes_per_second,latency\n"
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from freetrain_parsl.extensions.replay import what_if as module
+from freetrain_parsl.extensions.replay.ideal import BestRates
+from freetrain_parsl.extensions.replay.simulation import ReplaySettings
+from freetrain_parsl.extensions.replay.what_if import RESCALE_FACTORS, START_SECONDS, Case, what_if
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.replay import what_if as module
-from freetrain_parsl.replay.ideal import BestRates
-from freetrain_parsl.replay.simulation import ReplaySettings
-from freetrain_parsl.replay.what_if import RESCALE_FACTORS, START_SECONDS, Case, what_if
 from tests.replay.small_logs import SmallLog
 
 
@@ -66,7 +66,7 @@ def test_an_interruption_leaves_no_process(case, monkeypatch):
 _INTERRUPTED = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
-from freetrain_parsl.replay import what_if as module
+from freetrain_parsl.extensions.replay import what_if as module
 from tests.replay.test_what_if import make_case
 
 def interrupted(_futures):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.report.changes import CurvePoints, Rows
+from freetrain_parsl.extensions.pages.changes import CurvePoints, Rows
 
 
 class Reader:
-    """Applies changes as ``report/web/parts.js`` does."""
+    """Applies changes as ``pages/web/parts.js`` does."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, object]] = {}

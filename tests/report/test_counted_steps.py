@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.report.counted_steps import CountedSteps
-from freetrain_parsl.report.node_time import NodePhase, NodeTime, node_time
-from freetrain_parsl.report.run_view import RunView
+from freetrain_parsl.report.projection.counted_steps import CountedSteps
+from freetrain_parsl.report.projection.node_time import NodePhase, NodeTime, node_time
 from tests.report.test_node_time import entry
 
 

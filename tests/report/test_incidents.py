@@ -12,9 +12,9 @@ from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.notebook.shown import ShownCampaign
+from freetrain_parsl.extensions.notebook.shown import ShownCampaign
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.report.incidents import Incidents, count_failures
+from freetrain_parsl.report.projection.incidents import Incidents, count_failures
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from tests.cli.test_status import FACTS
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.executor.journal import JournalEntry
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import type_name
-from freetrain_parsl.report.node_time import NodePhase, NodeTime, node_time
-from freetrain_parsl.report.run_view import RunView
+from freetrain_parsl.report.projection.node_time import NodePhase, NodeTime, node_time
 
 
 def entry(time, written):

@@ -18,15 +18,15 @@ from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.event_json import as_json
 from freetrain_parsl.executor.executor import FreeTrainExecutor
+from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.trainings import SPECIFICATION_KEY
-from freetrain_parsl.notebook.shown import ShownCampaign
+from freetrain_parsl.extensions.notebook.shown import ShownCampaign
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import BlockTerms, Window
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.protocol.event_json import as_json
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from tests.cli.test_status import FACTS
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from freetrain_parsl.executor.event_json import as_json
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Window
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.event_json import as_json
 from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.report.figures import run_figures
 from freetrain_parsl.report.live import live_view
-from freetrain_parsl.report.run import RunState
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.timeline import draw_timeline
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.extensions.pages.run_view import RunView
+from freetrain_parsl.extensions.pages.web import run_view_script, run_view_style
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress
-from freetrain_parsl.report.node_states import NodeState
+from freetrain_parsl.report.projection.node_states import NodeState
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
-from freetrain_parsl.report.run_view import RunView
-from freetrain_parsl.report.web import run_view_script, run_view_style
 
 WINDOW = {"nodes": ["n1", "n2", "n3"], "opens": 100.0, "closes": 400.0}
 

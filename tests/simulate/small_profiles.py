@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.simulate.profiles import read_profiles
+from freetrain_parsl.extensions.simulate.jobs.profiles import read_profiles
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from freetrain_parsl.simulate.application import Application
+    from freetrain_parsl.extensions.simulate.application import Application
 
 LIMITS = {
     # name: epochs, init_batch, max_batch, min_local_batch, max_local_batch, seconds a sample, seconds of an exchange

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.planning.curves.goodput import BatchPlan
-from freetrain_parsl.simulate.step_times import MeasuredStepTimes, Measurement, packed
+from freetrain_parsl.extensions.goodput.curve import BatchPlan
+from freetrain_parsl.extensions.simulate.jobs.step_times import MeasuredStepTimes, Measurement, packed
 from tests.simulate.small_profiles import NOISE, small_applications
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.simulate.cluster import ClusterShape
-from freetrain_parsl.simulate.comparison import compare_policies
-from freetrain_parsl.simulate.competitors import COMPETITORS, JobKnowledge, competitors
-from freetrain_parsl.simulate.workload import JobRequest
+from freetrain_parsl.extensions.simulate.comparison import compare_policies
+from freetrain_parsl.extensions.simulate.competitors import COMPETITORS, JobKnowledge, competitors
+from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 from tests.simulate.small_profiles import small_applications
 
 CLUSTER = ClusterShape(2, 2)
@@ -52,7 +52,7 @@ def test_figures_are_those_of_the_jobs(requests):
 
 def test_learned_curves_double_the_gpus_at_most(requests):
     """The first GPUs of a job are one, and later ones at most twice the most so far."""
-    from freetrain_parsl.simulate.simulation import simulate
+    from freetrain_parsl.extensions.simulate.simulation import simulate
 
     [learning] = competitors(["milp"], [JobKnowledge.CURVES])
     run = simulate(requests, CLUSTER, learning.make(), learning.description(CLUSTER))

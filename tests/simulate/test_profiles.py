@@ -7,8 +7,8 @@ from dataclasses import astuple
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.simulate.profiles import read_profiles
-from freetrain_parsl.simulate.workload import read_workload
+from freetrain_parsl.extensions.simulate.jobs.profiles import read_profiles
+from freetrain_parsl.extensions.simulate.jobs.workload import read_workload
 from tests.simulate.small_profiles import LIMITS, small_applications, write_profiles
 
 HEADER = "name,time,application,num_replicas,batch_size"

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.planning.resources.policies import RESOURCE_POLICIES
-from freetrain_parsl.simulate.resource_instances import generate_instance, parse_instance, read_instance
+from freetrain_parsl.extensions.resources.instances import generate_instance, parse_instance, read_instance
+from freetrain_parsl.extensions.resources.policies import RESOURCE_POLICIES
 
 TEN_JOBS = Path(__file__).parent / "data" / "ten-jobs.json"
 GOOD = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.extensions.goodput.completion_time import CompletionTime
+from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
+from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
+from freetrain_parsl.extensions.simulate.simulation import simulate
 from freetrain_parsl.planning.model import Decision
-from freetrain_parsl.planning.objectives.completion_time import CompletionTime
 from freetrain_parsl.planning.policies import MilpPolicy, Policy, TiresiasPolicy, resolve_policy
-from freetrain_parsl.simulate.cluster import ClusterShape
-from freetrain_parsl.simulate.description import JobDescription, Sizing
-from freetrain_parsl.simulate.simulation import simulate
-from freetrain_parsl.simulate.workload import JobRequest
 from tests.simulate.small_profiles import small_applications
 
 CLUSTER = ClusterShape(2, 2)

@@ -9,9 +9,9 @@ import parsl
 import pytest
 from parsl.config import Config
 
-from freetrain_parsl.campaign.providers import make_executor, make_window_source
-from freetrain_parsl.campaign.site import Site as SiteFile
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.providers import make_executor, make_window_source
+from freetrain_parsl.campaign.site.site import Site as SiteFile
 from tests.executor.scenario import Site, make_app
 
 if TYPE_CHECKING:

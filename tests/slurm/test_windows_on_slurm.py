@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.planning.model import WindowKind
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource

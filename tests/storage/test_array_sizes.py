@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.storage.array_sizes import MeasuredSize, read_array_size, write_array_size
+from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.campaign.assignment import Assignment
 from freetrain_parsl.campaign.store import DATABASE, RunStore
-from freetrain_parsl.remote.sites.coordinator_file import CoordinatorFile
-from freetrain_parsl.storage.globus.mover_directory import MoverDirectory
-from freetrain_parsl.storage.globus.mover_state import MoverState
+from freetrain_parsl.extensions.globus.sites.assignment import Assignment
+from freetrain_parsl.extensions.globus.sites.coordinator_file import CoordinatorFile
+from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory
+from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from tests.storage.power_cut import PowerCut
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from freetrain_parsl.errors import InvalidTrainer
-from freetrain_parsl.sweeps.points import SweepPoint, combined, zipped
+from freetrain_parsl.sweep import SweepPoint, combined, zipped
 
 
 def values(points: list[SweepPoint], *names: str) -> list[tuple]:

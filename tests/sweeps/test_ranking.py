@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.sweeps.ranking import is_usable, promoted, ranked
+from freetrain_parsl.extensions.sweeps.ranking import is_usable, promoted, ranked
 
 VALUES = st.lists(st.none() | st.floats(), min_size=1, max_size=40)
 MODES = st.sampled_from(["min", "max"])

@@ -16,12 +16,13 @@ from parsl.launchers import MpiExecLauncher, SrunLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 from parsl.providers.errors import SubmitException
 
-from freetrain_parsl.campaign.providers import make_provider, make_window_source
-from freetrain_parsl.campaign.site import Site
-from freetrain_parsl.campaign.yaml_file import Variables
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.providers import make_provider, make_window_source
+from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
 from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for
+from freetrain_parsl.extensions.pbs.source import PbsWindowSource
 from freetrain_parsl.testing.fake_commands import (
     MISHAP_VARIABLE,
     PBS_COMMANDS,
@@ -36,7 +37,6 @@ from freetrain_parsl.testing.fake_commands import (
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
 from freetrain_parsl.windows.base import BlockState
 from freetrain_parsl.windows.commands import Commands
-from freetrain_parsl.windows.pbs.source import PbsWindowSource
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 pytestmark = pytest.mark.cluster

@@ -48,7 +48,7 @@ def read_mlflow(uri: str, experiment: str = "freetrain") -> dict[str, list[tuple
 
 
 def read_wandb(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    from freetrain_parsl.trackers.wandb import offline_history
+    from freetrain_parsl.extensions.trackers.wandb import offline_history
 
     runs = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
     assert len({path.name for path in runs}) == 1, "one run id"

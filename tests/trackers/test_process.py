@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.executor.logged_values import ValueWriter
+from freetrain_parsl.executor.values.process import Follower
+from freetrain_parsl.executor.values.rows import as_line, fresh, last_steps, parse_row, read_rows
+from freetrain_parsl.executor.values.specs import TrackerSpec, parse_trackers
+from freetrain_parsl.executor.values.tracker import Row, TrackedTraining
+from freetrain_parsl.executor.values.writer import ValueWriter
+from freetrain_parsl.extensions.trackers.csv_file import CsvTracker
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.storage.posix import directory_name
-from freetrain_parsl.trackers.base import Row, TrackedTraining
-from freetrain_parsl.trackers.csv_file import CsvTracker
-from freetrain_parsl.trackers.process import Follower
-from freetrain_parsl.trackers.rows import as_line, fresh, last_steps, parse_row, read_rows
-from freetrain_parsl.trackers.settings import TrackerSpec, parse_trackers
 from tests.trackers.reading import read_csv
 
 STORE: dict[str, list[tuple[int, str, float]]] = {}
@@ -351,7 +351,7 @@ def test_the_process_catches_up_by_itself_from_its_files(tmp_path) -> None:
     (tmp_path / "assignments").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for _ in range(2):
         subprocess.run(
-            [sys.executable, "-m", "freetrain_parsl.trackers.process", tmp_path / "assignments"],
+            [sys.executable, "-m", "freetrain_parsl.executor.values.process", tmp_path / "assignments"],
             stdin=subprocess.DEVNULL,
             check=True,
             timeout=60,
@@ -423,7 +423,7 @@ def test_names_mappings_and_lists_are_accepted() -> None:
 
 
 def test_assignments_that_do_not_exist_are_named(tmp_path) -> None:
-    command = [sys.executable, "-m", "freetrain_parsl.trackers.process", str(tmp_path / "none.jsonl")]
+    command = [sys.executable, "-m", "freetrain_parsl.executor.values.process", str(tmp_path / "none.jsonl")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "none.jsonl does not exist: nothing was sent" in done.stderr

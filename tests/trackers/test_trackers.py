@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from freetrain_parsl.executor.values.rows import fresh
+from freetrain_parsl.executor.values.tracker import Row, TrackedTraining
+from freetrain_parsl.extensions.trackers.csv_file import CsvTracker
+from freetrain_parsl.extensions.trackers.mlflow import MlflowTracker
+from freetrain_parsl.extensions.trackers.tensorboard import TensorBoardTracker
+from freetrain_parsl.extensions.trackers.wandb import WandbTracker, _records
 from freetrain_parsl.testing.tracker_suite import TrackerConformance
-from freetrain_parsl.trackers.base import Row, TrackedTraining
-from freetrain_parsl.trackers.csv_file import CsvTracker
-from freetrain_parsl.trackers.mlflow import MlflowTracker
-from freetrain_parsl.trackers.rows import fresh
-from freetrain_parsl.trackers.tensorboard import TensorBoardTracker
-from freetrain_parsl.trackers.wandb import WandbTracker, _records
 from tests.trackers.reading import read_csv, read_mlflow, read_tensorboard, read_wandb
 
 

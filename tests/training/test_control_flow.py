@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.training.checkpoints.control_flow import steps_of
+from freetrain_parsl.training.checkpoints.code.control_flow import steps_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

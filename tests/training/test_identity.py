@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from freetrain_parsl.protocol.options import Code
-from freetrain_parsl.training.checkpoints.code_identity import _Walk, code_of
+from freetrain_parsl.training.checkpoints.code.code_identity import _Walk, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -262,7 +262,7 @@ SEPARATE = {
     "script.py": """
 import models
 from models import Net
-from freetrain_parsl.training.checkpoints.code_identity import code_of
+from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 
 def train(session):
     return {"a", "b", "c", "d", "e"}, models.Net, Net().width()

@@ -13,7 +13,7 @@ from habits import HELD, PORTS, assert_close, blocks_of, practise_port, run_plai
 from naive_ports import NAIVE
 from training_crew import run_member
 
-from freetrain_parsl.checking.run import check
+from freetrain_parsl.extensions.checking.run import check
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from crew import Crew
     from training_crew import Outcome
 
-    from freetrain_parsl.checking.report import CheckReport
+    from freetrain_parsl.extensions.checking.report import CheckReport
 
 pytestmark = pytest.mark.slow
 of_each_port = pytest.mark.parametrize("port", PORTS)

@@ -13,9 +13,9 @@ import torch
 from sharded_crew import ShardedCrew, model, train, train_on_full_disk, train_on_while_saving
 
 from freetrain_parsl.errors import DamagedCheckpoint
+from freetrain_parsl.extensions.sharding.state import fill, is_sharded, read_index, split
 from freetrain_parsl.protocol.options import Code
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.training.checkpoints.sharded import fill, is_sharded, read_index, split
 from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:

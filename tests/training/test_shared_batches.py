@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from freetrain_parsl.extensions.fusion.slot.shared_batches import DataSource, SharedBatches, same_source
 from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.data.shared_batches import DataSource, SharedBatches, same_source
 
 
 def source(dataset: Any, **options: Any) -> DataSource:

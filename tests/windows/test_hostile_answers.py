@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import BatchSystemError, UnreadableAnswer
-from freetrain_parsl.windows.pbs import parsers as pbs_parsers
-from freetrain_parsl.windows.pbs.jobs import block_status, jobs_of
-from freetrain_parsl.windows.pbs.values import as_mebibytes, read_answer
+from freetrain_parsl.extensions.pbs import parsers as pbs_parsers
+from freetrain_parsl.extensions.pbs.jobs import block_status, jobs_of
+from freetrain_parsl.extensions.pbs.values import as_mebibytes, read_answer
+from freetrain_parsl.windows.hostlist import expand_hosts
 from freetrain_parsl.windows.slurm import text_parser as slurm_text
-from freetrain_parsl.windows.slurm.hostlist import expand_hosts
 from freetrain_parsl.windows.slurm.json_parser import parse_json_jobs, parse_json_nodes
 
 if TYPE_CHECKING:

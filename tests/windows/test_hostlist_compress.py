@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts, expand_hosts, show_hosts
+from freetrain_parsl.windows.hostlist import compress_hosts, expand_hosts, show_hosts
 
 NAMES = st.from_regex(r"[ab0-2]{1,2}[0-9]{0,2}[a-]{0,1}", fullmatch=True)
 

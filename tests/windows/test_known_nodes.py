@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.windows.known_nodes import KnownNodes
+from freetrain_parsl.windows.slurm.known_nodes import KnownNodes
 from freetrain_parsl.windows.state import Node, RunningJob
 
 CPUS = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from freetrain_parsl.campaign.site.machine import NodeType, describe_pbs, describe_slurm
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.windows.machine import NodeType, describe_pbs, describe_slurm
 from tests.windows.pbs_answers import Answers, content
 from tests.windows.slurm_replies import Replies
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
+from freetrain_parsl.extensions.pbs.source import PbsWindowSource, pbs_walltime_request
 from freetrain_parsl.planning.model import BlockTerms, Window, WindowKind
 from freetrain_parsl.windows.base import BlockState
 from freetrain_parsl.windows.node_kinds import WindowsByKind
-from freetrain_parsl.windows.pbs.source import PbsWindowSource, pbs_walltime_request
 from tests.windows.pbs_answers import HEAD_START, NOW, Answers, content, text, with_hole
 
 HOLE = Window(("pbs1[6]",), 1795227999.0, HEAD_START, WindowKind.BACKFILL, "main")

@@ -8,9 +8,8 @@ import math
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.windows.base import BlockState
-from freetrain_parsl.windows.pbs.jobs import Capacity, block_status, constraints, pending_job
-from freetrain_parsl.windows.pbs.parsers import (
+from freetrain_parsl.extensions.pbs.jobs import Capacity, block_status, constraints, pending_job
+from freetrain_parsl.extensions.pbs.parsers import (
     express_priority,
     parse_nodes,
     parse_queues,
@@ -20,7 +19,8 @@ from freetrain_parsl.windows.pbs.parsers import (
     partitions_of,
     preempting_queue,
 )
-from freetrain_parsl.windows.pbs.values import read_answer
+from freetrain_parsl.extensions.pbs.values import read_answer
+from freetrain_parsl.windows.base import BlockState
 from freetrain_parsl.windows.state import Reservation, RunningJob
 from tests.windows.pbs_answers import HEAD_START, NOW, content, text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.windows.pbs.values import (
+from freetrain_parsl.extensions.pbs.values import (
     as_date,
     as_duration,
     as_mebibytes,

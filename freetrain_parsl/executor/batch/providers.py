@@ -21,8 +21,8 @@ from parsl.providers.pbspro.template import template_string
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE
+from freetrain_parsl.extensions.pbs.source import PbsWindowSource, pbs_walltime_request
 from freetrain_parsl.windows.commands import COMMAND_COUNTS
-from freetrain_parsl.windows.pbs.source import PbsWindowSource, pbs_walltime_request
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 if TYPE_CHECKING:

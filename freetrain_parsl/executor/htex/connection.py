@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from parsl.executors.high_throughput.zmq_pipes import CommandClient
 
-from freetrain_parsl.executor.control.doorkeeper import Doorkeeper
+from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper
 from freetrain_parsl.executor.htex.interchange_watch import Interchange
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from freetrain_parsl.executor.control.doorkeeper import raise_descriptor_limit
+from freetrain_parsl.executor.driver.doorkeeper import raise_descriptor_limit
 from freetrain_parsl.executor.htex.steady import LEAN_PARSL, run_steadily
 
 if TYPE_CHECKING:

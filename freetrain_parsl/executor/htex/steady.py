@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Final
 
-from freetrain_parsl.executor.control.clock import SteadyClock
+from freetrain_parsl.executor.driver.clock import SteadyClock
 
 __all__ = ["LEAN_PARSL", "run_steadily"]
 

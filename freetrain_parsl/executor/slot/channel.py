@@ -1,4 +1,4 @@
-"""A slot's end of the control channel; the driver's end is `executor.control.slot_server`."""
+"""A slot's end of the control channel; the driver's end is `executor.driver.slot_server`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from freetrain_parsl.cluster.processes import living
 from freetrain_parsl.executor.slot.pool_directory import POOL_DIRECTORY, PoolDirectory
-from freetrain_parsl.executor.warm_start import ADDRESS
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -183,7 +183,7 @@ def _is_tracker(pid: int) -> bool:
 
 def _run(command: list[str]) -> int:
     if ADDRESS in os.environ:
-        from freetrain_parsl.executor.warm_start.client import run_forked
+        from freetrain_parsl.extensions.demo.warm_start.client import run_forked
 
         code = run_forked(command)
         if code is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 from freetrain_parsl.cluster.processes import end_with_parent
-from freetrain_parsl.executor.payloads import error_in
+from freetrain_parsl.executor.payloads.payloads import error_in
 from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.pilot import PLACE, set_process_title
 from freetrain_parsl.executor.slot.run_end import serialized_exception

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from freetrain_parsl.temporary_directories import lock_directory, make_locked_directory, remove_abandoned
+from freetrain_parsl.storage.temporary_directories import lock_directory, make_locked_directory, remove_abandoned
 
 if TYPE_CHECKING:
     from types import TracebackType

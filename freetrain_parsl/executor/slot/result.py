@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import TrainingError
-from freetrain_parsl.executor.packing import first_line, type_name
+from freetrain_parsl.executor.payloads.packing import first_line, type_name
+from freetrain_parsl.executor.payloads.value_files import LARGEST_MESSAGE
 from freetrain_parsl.executor.slot.in_time import PATIENCE, TooSlow, in_time
-from freetrain_parsl.executor.value_files import LARGEST_MESSAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from freetrain_parsl.executor.value_files import ValueFiles
+    from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import StoredValue
 
 __all__ = ["deposit", "serialize_result", "try_result"]

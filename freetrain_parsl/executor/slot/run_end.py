@@ -14,7 +14,7 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
-from freetrain_parsl.executor.app_modules import WHERE_MODULES_ARE
+from freetrain_parsl.executor.payloads.app_modules import WHERE_MODULES_ARE
 from freetrain_parsl.executor.slot.in_time import PATIENCE, TooSlow, in_time
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 from freetrain_parsl.texts import cut, storable, text_of

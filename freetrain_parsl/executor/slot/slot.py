@@ -31,7 +31,6 @@ from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.logs.lines import as_text
 from freetrain_parsl.executor.logs.writer import leave_behind
-from freetrain_parsl.executor.slot.array_run import ArrayRun
 from freetrain_parsl.executor.slot.channel import Channel, Connection
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
@@ -42,6 +41,7 @@ from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.executor.slot.signals import SignalSocket
 from freetrain_parsl.executor.slot.start_error import SlotNotStarted
 from freetrain_parsl.executor.slot.training_run import TrainingRun
+from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 from freetrain_parsl.protocol.messages import (
     AddMember,
     ChangeBatch,
@@ -66,7 +66,7 @@ from freetrain_parsl.texts import text_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.executor.value_files import ValueFiles
+    from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.payloads import unpack_training
+from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
 from freetrain_parsl.executor.slot.result import deposit, serialize_result
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
+    from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.executor.slot.output import OutputCapture
-    from freetrain_parsl.executor.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import Place, StartRun, ToDriver, ToRun
     from freetrain_parsl.protocol.reports import Report, RunEnd
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy
+from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
+from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
+from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
 from freetrain_parsl.planning.policies.fcfs import FirstComeFirstServedPolicy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
-from freetrain_parsl.planning.policies.ones import OnesPolicy
-from freetrain_parsl.planning.policies.ones_published import OnesPublishedPolicy
-from freetrain_parsl.planning.policies.optimus import OptimusPolicy
-from freetrain_parsl.planning.policies.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.policies.window import WindowPolicy
 
 if TYPE_CHECKING:

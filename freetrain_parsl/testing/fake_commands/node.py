@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from freetrain_parsl.testing.fake_commands.steps import connect, job_socket, stay_at_sigterm
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts
+from freetrain_parsl.windows.hostlist import compress_hosts
 
 _MOST_FILES = 2
 _CHUNK = 65536

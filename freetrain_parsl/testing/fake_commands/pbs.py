@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
+from freetrain_parsl.extensions.pbs.values import as_duration
 from freetrain_parsl.testing.fake_commands import pbs_answers as answers
 from freetrain_parsl.testing.fake_commands.mishaps import suffer
 from freetrain_parsl.testing.fake_commands.options import Options, Refused, directives, parse
 from freetrain_parsl.testing.fake_commands.steps import StepTask, run_tasks, stay_at_sigterm
 from freetrain_parsl.testing.fake_commands.store import QUEUES, Store, Submission
-from freetrain_parsl.windows.pbs.values import as_duration
 
 if TYPE_CHECKING:
     from typing import TextIO

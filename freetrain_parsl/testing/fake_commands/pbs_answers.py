@@ -7,8 +7,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.extensions.pbs.values import write_duration
 from freetrain_parsl.testing.fake_commands.store import QUEUES
-from freetrain_parsl.windows.pbs.values import write_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

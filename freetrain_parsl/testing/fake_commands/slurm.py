@@ -14,7 +14,7 @@ from freetrain_parsl.testing.fake_commands.mishaps import suffer
 from freetrain_parsl.testing.fake_commands.options import Options, Refused, directives, parse
 from freetrain_parsl.testing.fake_commands.steps import StepTask, run_tasks, stay_at_sigterm
 from freetrain_parsl.testing.fake_commands.store import QUEUES, Store, Submission
-from freetrain_parsl.windows.slurm.hostlist import expand_hosts
+from freetrain_parsl.windows.hostlist import expand_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.testing.fake_commands.options import Refused
 from freetrain_parsl.testing.fake_commands.store import QUEUES
-from freetrain_parsl.windows.slurm.hostlist import compress_hosts
+from freetrain_parsl.windows.hostlist import compress_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import CheckpointMismatch
-from freetrain_parsl.training.checkpoints import sharded
+from freetrain_parsl.extensions.sharding import state as sharded
 from freetrain_parsl.training.checkpoints.outside import load_outside
 from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups
 from freetrain_parsl.training.spread import is_spread

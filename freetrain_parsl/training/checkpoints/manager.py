@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CheckpointError, PeerFailed, StorageUnavailable, TrainingError
+from freetrain_parsl.extensions.sharding import state as sharded
+from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.storage.entry import STATE
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.training.checkpoints import sharded
-from freetrain_parsl.training.checkpoints.code_change import accept_code, other_code_of_this_call
+from freetrain_parsl.training.checkpoints.code.code_change import accept_code, other_code_of_this_call
 from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts
 from freetrain_parsl.training.checkpoints.save_schedule import TRIES, Schedule
-from freetrain_parsl.training.checkpoints.sharded_saver import ShardedSaver
 from freetrain_parsl.training.checkpoints.whole_saver import WholeSaver
 from freetrain_parsl.training.checkpoints.writer_claim import WriterClaim
 

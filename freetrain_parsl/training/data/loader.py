@@ -17,12 +17,12 @@ from torch.utils.data import (
 )
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.extensions.fusion.slot.shared_batches import DatasetWatch, DataSource
 from freetrain_parsl.training.data.gather import Gather
+from freetrain_parsl.training.data.loader_options import WORKER_OPTIONS
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
-from freetrain_parsl.training.data.shared_batches import DatasetWatch, DataSource
 from freetrain_parsl.training.data.stream import Stream
-from freetrain_parsl.training.loader_options import WORKER_OPTIONS
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import SessionState

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from freetrain_parsl.windows.base import BlockState, BlockStatus
-from freetrain_parsl.windows.slurm.hostlist import expand_hosts
+from freetrain_parsl.windows.hostlist import expand_hosts
 from freetrain_parsl.windows.slurm.vocabulary import HOLDS_NODES, PendingCause, block_state, explain_reason
 from freetrain_parsl.windows.state import PendingJob, RunningJob
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from freetrain_parsl.errors import UnreadableAnswer
 from freetrain_parsl.windows.base import OUR_JOBS
-from freetrain_parsl.windows.slurm.hostlist import expand_hosts
+from freetrain_parsl.windows.hostlist import expand_hosts
 from freetrain_parsl.windows.slurm.jobs import SlurmJob
 from freetrain_parsl.windows.slurm.vocabulary import UNUSABLE
 from freetrain_parsl.windows.state import Node, Partition, Reservation

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.planning.resources.demands import MOST_OF_EACH, ResourceJob, ResourceProblem
-from freetrain_parsl.planning.resources.explain import reasons_for_nothing
-from freetrain_parsl.planning.resources.policies import RESOURCE_POLICIES
-from freetrain_parsl.planning.resources.policies.base import ResourceDecision
-from freetrain_parsl.planning.resources.policies.smd import SmdPolicy
-from freetrain_parsl.planning.resources.utility import SigmoidUtility
+from freetrain_parsl.extensions.resources.demands import MOST_OF_EACH, ResourceJob, ResourceProblem
+from freetrain_parsl.extensions.resources.explain import reasons_for_nothing
+from freetrain_parsl.extensions.resources.instances import generate_instance, parse_instance
+from freetrain_parsl.extensions.resources.policies import RESOURCE_POLICIES
+from freetrain_parsl.extensions.resources.policies.base import ResourceDecision
+from freetrain_parsl.extensions.resources.policies.smd import SmdPolicy
+from freetrain_parsl.extensions.resources.utility import SigmoidUtility
 from freetrain_parsl.planning.solvers.multiple_choice import fits, undominated
-from freetrain_parsl.simulate.resource_instances import generate_instance, parse_instance
 
 EVERY_POLICY = pytest.mark.parametrize("name", sorted(RESOURCE_POLICIES))
 

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings, PlanningError
-from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.planning.objectives.base import OBJECTIVES
-from freetrain_parsl.planning.sites.model import (
+from freetrain_parsl.extensions.globus.sites.planning.instances import best_site_value, random_sites, site_value
+from freetrain_parsl.extensions.globus.sites.planning.model import (
     Offer,
     SitesPlanner,
     SitesQuestion,
@@ -26,9 +24,11 @@ from freetrain_parsl.planning.sites.model import (
     Verb,
     offers_of_plan,
 )
-from freetrain_parsl.planning.sites.planner import plan_sites
-from freetrain_parsl.testing.site_instances import best_site_value, random_sites, site_value
-from freetrain_parsl.testing.sites_suite import SitesConformance
+from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
+from freetrain_parsl.extensions.globus.sites.planning.suite import SitesConformance
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
 
 
 class TestPlanSites(SitesConformance):

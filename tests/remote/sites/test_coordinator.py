@@ -11,14 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
+from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
+from freetrain_parsl.extensions.globus.sites.planning.model import (
+    Offer,
+    SiteChoice,
+    SitePlan,
+    SitesQuestion,
+    SitesSettings,
+    Verb,
+)
+from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
+from freetrain_parsl.extensions.globus.sites.planning.rates import SiteRates
+from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteCall
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.planning.sites.model import Offer, SiteChoice, SitePlan, SitesQuestion, SitesSettings, Verb
-from freetrain_parsl.planning.sites.planner import plan_sites
-from freetrain_parsl.planning.sites.rates import SiteRates
-from freetrain_parsl.remote.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
-from freetrain_parsl.remote.sites.coordinator import Coordinator
-from freetrain_parsl.remote.sites.state import Ask, CallPace, SiteCall
 
 LEASE, LOOK, STATUS = 100.0, 60.0, 20.0
 FACTS = SiteFacts("home", LEASE)

@@ -19,8 +19,8 @@ import torch
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cluster.client import EmbeddedCluster
-from freetrain_parsl.report.run import RunState
-from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET
+from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 from tests.campaign.shell import APP, FREETRAIN

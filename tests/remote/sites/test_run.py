@@ -11,21 +11,21 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from freetrain_parsl.cli.sites_view import SitesView, coordinate_and_report
 from freetrain_parsl.cli.verbs import app_of
 from freetrain_parsl.errors import CollectionUnavailable, InvalidInput, RemoteError
-from freetrain_parsl.remote import archive, preparation
-from freetrain_parsl.remote.sites import coordinator as coordinator_module
-from freetrain_parsl.remote.sites import loop as loop_module
-from freetrain_parsl.remote.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
-from freetrain_parsl.remote.sites.places import LocalPlace
-from freetrain_parsl.remote.sites.run import SitesRun
+from freetrain_parsl.extensions.globus.remote import archive, preparation
+from freetrain_parsl.extensions.globus.sites import coordinator as coordinator_module
+from freetrain_parsl.extensions.globus.sites import loop as loop_module
+from freetrain_parsl.extensions.globus.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
+from freetrain_parsl.extensions.globus.sites.places import LocalPlace
+from freetrain_parsl.extensions.globus.sites.run import SitesRun
+from freetrain_parsl.extensions.globus.sites.view import SitesView, coordinate_and_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from freetrain_parsl.remote.sites.coordinator import Coordinator
+    from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
 
 APP = "from freetrain_parsl import training_app\n\n@training_app\ndef train(session, *, lr=0.1):\n    pass\n"
 CAMPAIGN = "name: two\ntrainings:\n  - {app: sites_app.py:train, name: 't{lr}', grid: {lr: [1, 2]}}\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.remote.sites.sites_file import SitesFile
+from freetrain_parsl.extensions.globus.sites.sites_file import SitesFile
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.storage.globus.login import CLIENT_ID, CLIENT_SECRET, logged_in, make_app
-from freetrain_parsl.storage.globus.mover import Mover
-from freetrain_parsl.storage.globus.mover_pace import MoverPace
-from freetrain_parsl.storage.globus.place_check import check_places
-from freetrain_parsl.storage.globus.places import CollectionPath, GlobusSettings
+from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET, logged_in, make_app
+from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
+from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
+from freetrain_parsl.extensions.globus.storage.place_check import check_places
+from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 from tests.conftest import REQUIRED
@@ -23,7 +23,7 @@ from tests.conftest import REQUIRED
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from freetrain_parsl.storage.globus.collections import Collections
+    from freetrain_parsl.extensions.globus.storage.collections import Collections
 
 LEASE = 100.0
 A, B, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "abc")
@@ -66,7 +66,7 @@ class World:
         return path
 
     def collections(self, site: str) -> Collections:
-        from freetrain_parsl.storage.globus.collections import Collections
+        from freetrain_parsl.extensions.globus.storage.collections import Collections
 
         service = self.services[site]
         self.monkeypatch.setenv("GLOBUS_SDK_SERVICE_URL_TRANSFER", service.url)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.storage.globus.carrier import KEPT, MOST_ACTIVE, Carrier, CopyJob, CopyKind, Parcel
-from freetrain_parsl.storage.globus.collections import TaskState
+from freetrain_parsl.extensions.globus.storage.collections import TaskState
+from freetrain_parsl.extensions.globus.storage.mover.carrier import (
+    KEPT,
+    MOST_ACTIVE,
+    Carrier,
+    CopyJob,
+    CopyKind,
+    Parcel,
+)
 
 DONE = TaskState("SUCCEEDED")
 

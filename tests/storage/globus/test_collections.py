@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import CollectionUnavailable
-from freetrain_parsl.storage.globus.collections import CopyItem
+from freetrain_parsl.extensions.globus.storage.collections import CopyItem
 from freetrain_parsl.testing.globus.loopback_service import Reply
 from tests.storage.globus.conftest import HOME, A
 
@@ -90,7 +90,7 @@ def test_a_file_where_a_directory_is_expected_is_nothing_and_endless_listings_ar
     assert one.sizes(HOME, "/") == {"gen-0000000001": 3}
     world.services["a"].mishap("GET", f"{_OPERATION}/ls", Reply({"code": "ClientError.NotDirectory"}, 400))
     assert one.names(HOME, "/x", directories=True) is None
-    monkeypatch.setattr("freetrain_parsl.storage.globus.collections._MOST_ENTRIES", 1)
+    monkeypatch.setattr("freetrain_parsl.extensions.globus.storage.collections._MOST_ENTRIES", 1)
     world.services["a"].mishap("GET", f"{_OPERATION}/ls", Reply({"DATA": entries}))
     with pytest.raises(CollectionUnavailable, match="more than 1 entries"):
         one.names(HOME, "/")

@@ -6,14 +6,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.storage.globus.carrier import Carrier, CopyJob, CopyKind, Parcel, backoff
-from freetrain_parsl.storage.globus.collections import TaskState
-from freetrain_parsl.storage.globus.home_listing import HomeCheckpoints, difference_at_home, list_home, search_home
-from freetrain_parsl.storage.globus.names import LAST_NUMBER, OwnersListing, generation_of
-from freetrain_parsl.storage.globus.places import CollectionPath
+from freetrain_parsl.extensions.globus.storage.collections import TaskState
+from freetrain_parsl.extensions.globus.storage.home_listing import (
+    HomeCheckpoints,
+    difference_at_home,
+    list_home,
+    search_home,
+)
+from freetrain_parsl.extensions.globus.storage.mover.carrier import Carrier, CopyJob, CopyKind, Parcel, backoff
+from freetrain_parsl.extensions.globus.storage.names import LAST_NUMBER, OwnersListing, generation_of
+from freetrain_parsl.extensions.globus.storage.places import CollectionPath
 
 if TYPE_CHECKING:
-    from freetrain_parsl.storage.globus.collections import Collections
+    from freetrain_parsl.extensions.globus.storage.collections import Collections
 
 HOME = CollectionPath("cccccccc-0000-4000-8000-000000000000", "/ft")
 DONE = TaskState("SUCCEEDED")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.campaign import home as home_module
-from freetrain_parsl.campaign.home import prune_home
-from freetrain_parsl.campaign.site import Site
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.campaign.yaml_file import Variables
 from freetrain_parsl.errors import CollectionUnavailable, GlobusRefused
+from freetrain_parsl.extensions.globus.storage import home as home_module
+from freetrain_parsl.extensions.globus.storage.home import prune_home
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from tests.storage.globus.lying_collections import (
     HOME,

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from freetrain_parsl.errors import GlobusRefused
-from freetrain_parsl.storage.globus.mover import ResultStatus
-from freetrain_parsl.storage.globus.mover_pace import MoverPace
-from freetrain_parsl.storage.globus.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover.mover import ResultStatus
+from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
+from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
 from freetrain_parsl.testing.globus.loopback_service import Cut, Reply
 from tests.storage.globus.conftest import _PACE, HOME, LEASE, A
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.storage.globus.names import LAST_NUMBER, OwnersListing, claim_name
-from freetrain_parsl.storage.globus.ownership import (
+from freetrain_parsl.extensions.globus.storage.names import LAST_NUMBER, OwnersListing, claim_name
+from freetrain_parsl.extensions.globus.storage.ownership import (
     HOLD,
     ListOwners,
     MakeEntry,

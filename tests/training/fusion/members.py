@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from freetrain_parsl.training.fusion import forward
-from freetrain_parsl.training.fusion.differences import compare
-from freetrain_parsl.training.fusion.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward import forward
+from freetrain_parsl.extensions.fusion.forward.differences import compare
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 
 # Differences are relative to the largest magnitude, but of sums whose terms cancel out, such as the gradient of a bias
 # before BatchNorm, only rounding errors remain: those of numbers of this magnitude are accepted.

@@ -10,18 +10,18 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.extensions.fusion.slot.run import run_members
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox, Member
-from freetrain_parsl.training.fusion.run import run_members
 from freetrain_parsl.training.mailbox import ControlMailbox, Finished, Membership, Paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.training.fusion.engine import FusionEngine
-    from freetrain_parsl.training.fusion.sizing import ArraySizing
+    from freetrain_parsl.extensions.fusion.engine.engine import FusionEngine
+    from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 
 
 class PointNet(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.training.fusion.differences import compare
+from freetrain_parsl.extensions.fusion.forward.differences import compare
 
 
 class Block(nn.Module):

@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.training.fusion.forward import Stacked, fused_call
-from freetrain_parsl.training.fusion.per_member import PerMember
+from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from tests.training.fusion.members import Streams, compared, made, stacks
 
 

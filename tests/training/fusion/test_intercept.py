@@ -8,7 +8,7 @@ import pickle
 import torch
 from torch import nn
 
-from freetrain_parsl.training.fusion.intercept import intercept, original_forward
+from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
 
 
 class Doubling(nn.Module):

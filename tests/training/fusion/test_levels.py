@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freetrain_parsl.training.fusion import vmap_level
-from freetrain_parsl.training.fusion.vmap_level import new_level
+from freetrain_parsl.extensions.fusion.forward import vmap_level
+from freetrain_parsl.extensions.fusion.forward.vmap_level import new_level
 from tests.training.fusion.cases import CASES
 from tests.training.fusion.operator_table import outcome
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting, Strand
 from freetrain_parsl.training.data.random_streams import seed_all
-from freetrain_parsl.training.fusion.lockstep import Lockstep, Meeting, Strand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

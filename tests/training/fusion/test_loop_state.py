@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox
+from freetrain_parsl.extensions.fusion.slot.run import run_members
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
-from freetrain_parsl.training.fusion.run import run_members
 from freetrain_parsl.training.mailbox import Finished, Paused
 from tests.training.fusion.sweep_trainings import alone, data, distance, member, network, together
 

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from freetrain_parsl.training.fusion.memory import freed_memory_kept
+from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept
 
 PROGRAM = """
 import resource, torch
-from freetrain_parsl.training.fusion.memory import freed_memory_kept
+from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept
 
 with freed_memory_kept():
     for _ in range(20):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from freetrain_parsl.training.fusion.optimizer_watch import OptimizerWatch
+from freetrain_parsl.extensions.fusion.optimizers.optimizer_watch import OptimizerWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from torch import nn, optim
 from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from freetrain_parsl.training.fusion.array import Array, MemberObjects
-from freetrain_parsl.training.fusion.optimizers import row_optimizer
+from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
+from freetrain_parsl.extensions.fusion.optimizers.optimizers import row_optimizer
 from tests.training.fusion.sweep_trainings import alone, data, distance, together
 
 if TYPE_CHECKING:

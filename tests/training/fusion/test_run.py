@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import NonFiniteLoss
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox
+from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
-from freetrain_parsl.training.fusion.array_mailbox import ArrayMailbox
-from freetrain_parsl.training.fusion.sizing import ArraySizing
 from freetrain_parsl.training.mailbox import Paused
 from tests.training.fusion.sweep_trainings import alone, classify, data, distance, member, together
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.training.fusion.sizing import ArraySizing
+from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from freetrain_parsl.training.fusion import vmap_level
-from freetrain_parsl.training.fusion.forward import Stacked
-from freetrain_parsl.training.fusion.per_member import PerMember
-from freetrain_parsl.training.fusion.verification import verify
+from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+from freetrain_parsl.extensions.fusion.forward import vmap_level
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked
+from freetrain_parsl.extensions.fusion.forward.verification import verify
 from tests.training.fusion.members import Streams, made, stacks
 
 
@@ -138,7 +138,7 @@ def test_the_mode_of_gradients_does_not_matter():
 
 def test_a_wrong_gradient_is_noticed(monkeypatch):
     """A rule whose outputs are right and whose gradients are not fails."""
-    from freetrain_parsl.training.fusion.operators import RULES, dense
+    from freetrain_parsl.extensions.fusion.forward.operators import RULES, dense
 
     def detached(fused, func, input, weight, bias=None):  # noqa: A002
         return dense.linear(fused, func, input, weight.detach(), bias)

@@ -1,0 +1,1 @@
+"""The campaign file, and what is in it."""

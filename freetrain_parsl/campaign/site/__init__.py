@@ -1,0 +1,1 @@
+"""The site file, and the machine that it describes."""

@@ -1,0 +1,174 @@
+"""The life of a block, from its request to its end."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.executor.batch.providers import BlockSpec
+from freetrain_parsl.executor.driver.slot_registry import Block
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.blocks.rules import least_walltime
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.windows.base import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.executor.batch.submitter import JobSubmitter
+    from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.executor.driver.start_failures import StartWatch
+    from freetrain_parsl.planning.settings import SettingsInSeconds
+    from freetrain_parsl.windows.base import BlockStatus, Survey
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["BlockCycle"]
+
+
+class BlockCycle:
+    """Requests blocks, follows their states, and releases them in time. Owned by the control loop's thread.
+
+    Parameters
+    ----------
+    registry, submitter, starts
+        The driver's.
+    settings
+        The planner's.
+    emit
+        Passes an event to the planner.
+    write
+        Writes a record to the journal.
+    lose
+        Drops a slot; called with the slot and the reason.
+    clock
+        Seconds since the epoch, never stepped.
+    """
+
+    def __init__(
+        self,
+        registry: SlotRegistry,
+        submitter: JobSubmitter,
+        starts: StartWatch,
+        *,
+        settings: SettingsInSeconds,
+        emit: Callable[[ev.Event], None],
+        write: Callable[[record.Record], None],
+        lose: Callable[[Slot, str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._submitter = submitter
+        self._starts = starts
+        self._settings = settings
+        self._emit = emit
+        self._write = write
+        self._lose = lose
+        self._clock = clock
+
+    def request(self, request: ev.RequestBlock) -> None:
+        """Request a block from the job submitter."""
+        name, nodes, seconds, closes = request.block, request.nodes, request.seconds, request.window.closes
+        kind = request.window.node_kind
+        self._registry.blocks[name] = Block(name, nodes, seconds, closes, kind)
+        least = min(seconds, least_walltime(self._settings))
+        avoided = tuple(sorted(self._registry.avoided.difference(nodes)))
+        self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned, kind, avoided))
+        self._write(record.BlockRequested(name, list(nodes), seconds, closes, kind))
+
+    def on_submitted(self, name: str, job: str) -> None:
+        """Record the job id of a block."""
+        if (block := self._registry.blocks.get(name)) is not None:
+            block.job = job
+        self._write(record.BlockSubmitted(name, job))
+
+    def on_survey(self, survey: Survey) -> None:
+        """Handle a survey: the states of our blocks, and other users' jobs that could start on their nodes."""
+        for block in list(self._registry.blocks.values()):
+            if (status := survey.blocks.get(block.job)) is None:
+                continue
+            self._follow(block, status)
+            if block.started and survey.wanted.keys() & set(block.nodes):
+                wanted = min(survey.wanted[node] for node in block.nodes if node in survey.wanted)
+                self.make_way(block, wanted, "yielded to another user's job")
+
+    def make_way(self, block: Block, wanted: float, reason: str) -> None:
+        """Release a block's nodes when they are wanted, but not before its trainings can have saved their state."""
+        yields = max(wanted, self._clock() + self._settings.closing_margin)
+        if block.releasing or block.warned or yields >= block.loses_nodes_at(self._clock()):
+            return
+        block.yields, block.yields_because = yields, reason
+        self._emit(ev.NodesClosing(self._clock(), block.nodes, yields))
+        self._write(record.BlockYields(block.name, list(block.nodes), yields, reason))
+
+    def leave_in_time(self) -> None:
+        """Release a block once its trainings have left it, shortly before it would lose its nodes.
+
+        Batch systems end a job up to a minute after its walltime; this way the next job gets its nodes in time.
+        """
+        now = self._clock()
+        for block in self._registry.blocks.values():
+            left = block.loses_nodes_at(now) - now
+            busy = any(slot.busy is not None for slot in self._registry.of_block(block.name))
+            if (
+                block.started
+                and not block.releasing
+                and (left <= 0 or (left <= self._settings.closing_margin and not busy))
+            ):
+                self._starts.given_back(block, 0.0)
+                self._give_back(block, _why_it_leaves(block))
+
+    def release(self, name: str) -> None:
+        """Release a block that the planner no longer wants."""
+        if (block := self._registry.blocks.get(name)) is not None:
+            self._starts.given_back(block, self._settings.join_timeout)
+            self._give_back(block, "was released" if block.started else "never started and was withdrawn")
+
+    def end(self, name: str, reason: str) -> None:
+        """Remove a block that has ended or will never start, and drop its slots."""
+        block = self._registry.drop_block(name)
+        if block is None:
+            return
+        logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
+        self._write(record.BlockEnded(name, list(block.nodes), reason))
+        self._submitter.forget(block.job)
+        for slot in self._registry.of_block(name):
+            self._lose(slot, f"its block {reason}")
+        self._emit(ev.BlockEnded(self._clock(), name))
+
+    def _follow(self, block: Block, status: BlockStatus) -> None:
+        state = status.state
+        if block.warned and state in (BlockState.COMPLETED, BlockState.FAILED):
+            state = BlockState.PREEMPTED  # it ended in the grace period, so preemption is not reported
+        said = state.value + (f" ({status.reason})" if status.reason and state is status.state else "")
+        if status.state.ended:
+            self._starts.ended(block, state, said)
+            self.end(block.name, block.releasing or said)
+        elif status.state is BlockState.HELD and not block.releasing:
+            block.releasing = said
+            self._submitter.reject(block.name, said)
+        elif status.nodes and not block.started:
+            self._start(block, status.nodes, status.ends)
+
+    def _start(self, block: Block, nodes: tuple[str, ...], ends: float | None) -> None:
+        now = self._clock()
+        block.start(now, nodes, ends)
+        self._emit(ev.BlockStarted(now, block.name, block.nodes, block.ends))
+        if block.ends is not None:
+            self._emit(ev.NodesClosing(now, block.nodes, block.ends))
+        # Its nodes are held since then, and not since the survey that shows it, up to a poll interval later.
+        since = None if ends is None else min(now, ends - block.seconds)
+        self._write(record.BlockStarted(block.name, list(block.nodes), block.ends, since))
+
+    def _give_back(self, block: Block, reason: str) -> None:
+        if not block.releasing:
+            block.releasing = reason
+            self._submitter.withdraw(block.name)
+            self._write(record.BlockReleased(block.name, reason))
+
+
+def _why_it_leaves(block: Block) -> str:
+    """Return why a block is released whose nodes we are about to lose; preemption takes precedence."""
+    if block.warned:
+        return BlockState.PREEMPTED.value
+    return block.yields_because or "left its window in time"

@@ -1,0 +1,498 @@
+"""The control loop: the driver's thread that runs the planner in real time.
+
+It passes what slots, the job submitter and the user's threads report to those who own blocks (`BlockCycle`), slots
+(`SlotCycle`), trainings (`TrainingManager`) and ordinary tasks (`TaskQueue`), and their planner events to the planner,
+whose actions they carry out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import sqlite3
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSuperseded, TrainingInterrupted
+from freetrain_parsl.executor.batch.submitter import (
+    BatchSystemEnded,
+    BlockRefused,
+    BlockSubmitted,
+    JobSubmitter,
+    StartsFailed,
+    SubmissionsEnded,
+)
+from freetrain_parsl.executor.driver.block_cycle import BlockCycle
+from freetrain_parsl.executor.driver.clock import SteadyClock, SurveyTimes
+from freetrain_parsl.executor.driver.plain_tasks import Task, TaskQueue
+from freetrain_parsl.executor.driver.recorded_planner import RecordedPlanner
+from freetrain_parsl.executor.driver.settler import Settler
+from freetrain_parsl.executor.driver.slot_cycle import SlotCycle, SlotTaskEnded
+from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
+from freetrain_parsl.executor.driver.start_failures import StartWatch
+from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
+from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.request import SharedSettings, Training
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.messages import (
+    Closing,
+    DriverHeartbeat,
+    Exit,
+    Hello,
+    Invalid,
+    MemberEnded,
+    MemberReport,
+    Output,
+    RunEnded,
+    RunReport,
+    SlotHeartbeat,
+    StoreRequest,
+    TaskEnded,
+    Values,
+)
+from freetrain_parsl.texts import text_of
+from freetrain_parsl.windows.base import Survey, without_nodes
+from freetrain_parsl.windows.commands import COMMAND_COUNTS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from freetrain_parsl.executor.driver.slot_registry import Slot
+    from freetrain_parsl.executor.driver.slot_server import SlotServer
+    from freetrain_parsl.executor.journal import Journal
+    from freetrain_parsl.executor.node_kinds import KindOfSlots
+    from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.planning.settings import SettingsInSeconds
+    from freetrain_parsl.protocol.messages import ToDriver
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["CancelTraining", "ControlLoop"]
+
+
+@dataclass(frozen=True)
+class CancelTraining:
+    """A request to end the training of this future, with its state saved."""
+
+    future: Future[Any]
+
+
+class ControlLoop:
+    """A thread that owns planner, slots, trainings and journal; all others communicate with it through `post`.
+
+    Parameters
+    ----------
+    policy, planner_settings
+        Policy and settings of the planner.
+    server, journal
+        Owned by this thread once it has started.
+    submitter
+        The job submitter; its `post` must be this object's.
+    shared_settings
+        See `SharedSettings`.
+    slots_per_node, node_kinds
+        See `SlotRegistry`.
+    outdated
+        Seconds after which the batch system's last answer is no longer used.
+    heartbeat_timeout
+        A slot from which no message arrives for this many seconds has failed.
+    submit_slot
+        Submits one more slot task to HTEX, identified by a token.
+    fail_all
+        Called with the reason when nothing runs and no slot can ever start.
+    refuse_new
+        Called with the reason when no further block is submitted, although trainings may still run.
+    take_output
+        Called with what a process of a training has printed: its name, the process, and lines; must not block.
+    take_values
+        Called with values of a training for trackers: its name, and the rows as in `Logged`; must not block.
+    check_driver
+        Raises `DriverSuperseded` once another driver has taken over the run; must not block, except after this process
+        was suspended.
+    clock
+        Wall clock, seconds since the epoch. It may be stepped: the loop uses a `SteadyClock` based on it.
+    monotonic
+        Monotonic clock of the `SteadyClock`.
+    """
+
+    _PASS = 0.25  # maximum seconds between iterations: bounds the delay in detecting a timeout
+    _STEP = 1.0  # steps of the wall clock by more than this, in seconds, are recorded
+    _COUNTING = 600.0  # seconds between records of the requests to the batch system
+    _STOPPED = 1.0  # an iteration longer than this, in seconds, may mean that the process was stopped
+    _CALLBACKS = 5.0  # seconds for which the end waits for callbacks of futures
+    _BACKLOG = 0.5  # seconds for which queued messages are then read before timeouts are checked
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        planner_settings: SettingsInSeconds,
+        server: SlotServer,
+        submitter: JobSubmitter,
+        journal: Journal,
+        shared_settings: SharedSettings,
+        slots_per_node: int,
+        outdated: float,
+        heartbeat_timeout: float,
+        submit_slot: Callable[[str], None],
+        fail_all: Callable[[Exception], None],
+        clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
+        refuse_new: Callable[[Exception], None] = lambda _: None,
+        node_kinds: Mapping[str, KindOfSlots] = MappingProxyType({}),
+        take_output: Callable[[str, str, bytes], None] = lambda _training, _source, _output: None,
+        take_values: Callable[[str, Sequence[str]], None] = lambda _training, _rows: None,
+        check_driver: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._thread = threading.Thread(target=self.run, name="freetrain-driver", daemon=True)
+        self._server = server
+        self._submitter = submitter
+        self._journal = journal
+        self._outdated = outdated
+        self._surveyed_at: float | None = None
+        self._fail_all = fail_all
+        self._refuse_new = refuse_new
+        self._take_output = take_output
+        self._take_values = take_values
+        self._check_driver = check_driver
+        self._closed: BatchSystemError | None = None
+        self._clock = SteadyClock(clock, monotonic)
+        self._planner = RecordedPlanner(policy, planner_settings, journal.write, self._clock())
+        self._survey_times = SurveyTimes()
+        self._lead = 0.0
+        self._counted_at = self._clock()
+        self._listened = self._clock()
+        self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._events: list[ev.Event] = []
+        self._registry = SlotRegistry(slots_per_node, node_kinds)
+        self._starts = StartWatch(self._registry, submitter, startup=self._planner.settings.startup, clock=self._clock)
+        self._slots = SlotCycle(
+            self._registry,
+            server,
+            submitter,
+            submit_slot=submit_slot,
+            emit=self._events.append,
+            write=self._write,
+            on_lost=self._on_lost,
+            fail_all=fail_all,
+            heartbeat_timeout=heartbeat_timeout,
+            aside=2 * shared_settings.limits.peer_timeout,
+            clock=self._clock,
+        )
+        self._blocks = BlockCycle(
+            self._registry,
+            submitter,
+            self._starts,
+            settings=self._planner.settings,
+            emit=self._events.append,
+            write=self._write,
+            lose=partial(self._slots.lose, crash=False),
+            clock=self._clock,
+        )
+        self._settler = Settler()
+        self._manager = TrainingManager(
+            shared_settings,
+            registry=self._registry,
+            send=server.send,
+            kill=self._slots.kill,
+            set_aside=self._slots.set_aside,
+            inform=self._events.append,
+            journal=journal,
+            clock=self._clock,
+            settle=self._settler.post,
+        )
+        self._tasks = TaskQueue(
+            self._registry,
+            self._registry.slots_per_node,
+            server.send,
+            shared_settings.limits.max_restarts,
+            self._settler.post,
+            shared_settings.values,
+        )
+        self._notes: tuple[str, ...] = ()
+
+    # Other threads.
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Return whether the thread runs."""
+        return self._thread.is_alive()
+
+    def post(self, item: object) -> None:
+        """Queue a `Training`, `Task`, `CancelTraining`, `SlotTaskEnded` or `SubmitterMessage` for the loop."""
+        if isinstance(item, Survey):
+            item = self._survey_times.translate(item, self._clock())  # now, since its times age in the queue
+        self._posted.put(item)
+        self._server.wake()
+
+    def stop(self, timeout: float) -> None:
+        """End the slots and the thread; the job submitter cancels the blocks."""
+        self._stopping.set()
+        self._server.wake()
+        if self.is_alive():
+            self._thread.join(timeout)
+
+    # The loop.
+
+    def run(self) -> None:
+        """Iterate until stopped."""
+        farewell = Exit()
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        except DriverSuperseded as error:
+            farewell = Exit(now=True)  # nothing is saved: the trainings are the other driver's
+            self._fail_all(error)
+        except BaseException as error:  # a bug in the loop: its futures must not stay pending forever
+            logger.exception("the driver failed")
+            reason = (
+                f"the driver of the FreeTrain executor failed: {type(error).__name__}: {text_of(error)}; "
+                "see freetrain.log in the run directory"
+            )
+            self._fail_all(TrainingInterrupted(reason))
+        finally:
+            for slot in self._registry.slots:
+                self._server.send(slot, farewell)
+            self._record_requests(last=True)
+            self._journal.close()
+            self._manager.close()
+            self._settler.close(self._CALLBACKS)
+            self._server.close()
+
+    def _turn(self) -> None:
+        now = self._clock()
+        self._check_driver()
+        self._record_step()
+        self._record_requests()
+        self._listen(min(self._PASS, self._planner.wake_at(now) - now))
+        while not self._posted.empty():
+            self._on_post(self._posted.get())
+        if self._surveyed_at is not None and self._clock() - self._surveyed_at > self._outdated:
+            self._surveyed_at = None
+            self._events.append(ev.WindowsOutdated(self._clock()))
+        self._check_driver()
+        self._slots.kill_silent(self._listened)
+        self._starts.look()
+        self._slots.take_back()
+        self._manager.rendezvous.expire(self._clock())
+        self._events.append(self._tasks.demand(self._clock()))
+        events, self._events[:] = list(self._events), []  # acting produces new events
+        self._act(self._planner.advance(*events))
+        self._manager.advance()
+        self._tasks.serve()
+        self._blocks.leave_in_time()
+        self._end_if_closed()
+        busy = self._planner.trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
+        self._submitter.rest(not busy)
+        self._journal.commit()
+
+    def _listen(self, wait: float) -> None:
+        """Handle the slots' messages for `wait` seconds, or until one of them may require a decision.
+
+        If this process was stopped, handle also all messages sent meanwhile.
+        """
+        until = self._clock() + wait
+        while self._receive(until - self._clock()) and self._posted.empty() and self._clock() < until:
+            pass
+        now = self._clock()
+        if now - self._listened > self._STOPPED:
+            while (left := now + self._BACKLOG - self._clock()) > 0:
+                self._receive(left)
+            now = self._clock()
+        self._listened = now
+
+    def _receive(self, wait: float) -> bool:
+        """Handle the messages that arrive together within `wait` seconds; return whether they are all routine."""
+        kinds: set[type] = set()
+        for slot, message in self._server.receive(wait):
+            self._check_driver()  # the process may have been suspended while it waited
+            self._take(slot, message)
+            kinds.add(type(message))
+        return bool(kinds) and kinds <= _ROUTINE
+
+    def _record_step(self) -> None:
+        """Record a step of the wall clock, which the journal's times do not follow."""
+        lead = self._clock.lead
+        if abs(lead - self._lead) > self._STEP:
+            step, self._lead = lead - self._lead, lead
+            logger.warning("the wall clock was set %s by %.0f s", "forward" if step > 0 else "back", abs(step))
+            self._write(record.ClockStepped("", step, lead))
+
+    def _record_requests(self, *, last: bool = False) -> None:
+        """Record how often commands of the batch system were run, every few minutes and at the end."""
+        seconds = self._clock() - self._counted_at
+        if (last or seconds >= self._COUNTING) and (counts := COMMAND_COUNTS.take()):
+            self._write(record.BatchRequests("", seconds, counts))
+        if seconds >= self._COUNTING:
+            self._counted_at = self._clock()
+
+    # What other threads posted.
+
+    def _on_post(self, item: object) -> None:
+        if isinstance(item, Training):
+            self._manager.submit(item)
+        elif isinstance(item, Task):
+            self._tasks.submit(item)
+        elif isinstance(item, Survey):
+            self._on_survey(item)
+        elif isinstance(item, BlockSubmitted):
+            self._blocks.on_submitted(item.block, item.job)
+        elif isinstance(item, BlockRefused):
+            self._blocks.end(item.block, f"was refused: {item.reason}")
+        elif isinstance(item, StartsFailed):
+            next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
+            self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
+        elif isinstance(item, SubmissionsEnded):
+            self._close(BatchSystemError(item.reason))
+        elif isinstance(item, CancelTraining):
+            self._manager.cancel(item.future)
+        else:
+            self._on_ended(item)
+
+    def _on_ended(self, item: object) -> None:
+        """Handle the end of a slot's process, of HTEX's interchange or of the batch system."""
+        if isinstance(item, SlotTaskEnded):
+            self._on_slot_task_ended(item)
+        elif isinstance(item, InterchangeEnded):
+            self._on_interchange_ended(item.reason)
+        elif isinstance(item, InterchangeRestarted):
+            self._on_interchange_restarted()
+        elif isinstance(item, BatchSystemEnded):
+            self._fail_all(ClusterGone(f"{item.reason}; checkpoints are kept"))
+
+    def _on_survey(self, survey: Survey) -> None:
+        self._surveyed_at = self._clock()
+        free = {node for window in survey.windows for node in window.nodes}
+        self._registry.avoided = self._registry.aside & free
+        windows = without_nodes(survey.windows, self._registry.avoided)
+        self._events.append(ev.WindowsSeen(survey.time, windows, survey.terms, survey.terms_by_kind))
+        self._slots.nodes_there_are = survey.nodes
+        self._manager.machine_has(survey.nodes, survey.nodes_by_kind)
+        for note in survey.notes:
+            if note not in self._notes:
+                logger.info("about the plan: %s", note)
+        self._notes = survey.notes
+        self._blocks.on_survey(survey)
+        self._slots.request_overdue()
+
+    def _close(self, error: BatchSystemError) -> None:
+        """Submit no further block: waiting trainings fail, running ones continue as long as they have nodes."""
+        if self._closed is None:
+            self._closed = error
+            self._refuse_new(error)
+            self._manager.fail_waiting(error)
+
+    def _end_if_closed(self) -> None:
+        """Fail the remaining trainings and tasks once there is no slot, and no block that could provide one."""
+        if self._closed is None or self._registry.slots:
+            return
+        if not any(block.works for block in self._registry.blocks.values()):
+            self._manager.fail_all(self._closed)
+            self._fail_all(self._closed)
+
+    def _on_slot_task_ended(self, ended: SlotTaskEnded) -> None:
+        if (error := self._slots.on_task_ended(ended)) is not None:
+            self._submitter.stop_submitting()
+            self._close(error)
+
+    def _on_interchange_ended(self, reason: str) -> None:
+        """Release the blocks whose worker pools used the interchange: they soon end, and their slots with them."""
+        self._write(record.InterchangeEnded("", reason))
+        for block in {slot.block for slot in self._registry.slots.values()}:
+            if (held := self._registry.blocks.get(block)) is not None:
+                self._blocks.make_way(held, self._clock(), "lost HTEX's interchange")
+
+    def _on_interchange_restarted(self) -> None:
+        self._write(record.InterchangeRestarted(""))
+        self._slots.request_again()  # the old interchange's tasks are gone
+
+    # Slots.
+
+    def _take(self, name: str, message: ToDriver) -> None:
+        """Handle a message from a slot; whatever it contains, the trainings of other slots continue."""
+        try:
+            match message:
+                case Output():  # also of a slot that was dropped
+                    self._take_output(message.training, message.source, message.payload)
+                case Values():
+                    self._take_values(message.training, message.rows)
+                    self._journal.keep_values(self._clock(), message.training, message.rows)
+                case _:
+                    self._on_message(name, message)
+        except (OSError, sqlite3.Error, MemoryError):
+            raise  # the driver's fault, not the slot's
+        except Exception as error:
+            logger.exception("internal error while handling a message")
+            self._slots.count_fault(name, f"a {type(message).__name__} could not be handled: {text_of(error)}")
+
+    def _on_message(self, name: str, message: ToDriver) -> None:
+        if isinstance(message, Invalid):
+            self._slots.count_fault(name, message.reason)
+            return
+        if isinstance(message, Hello):
+            self._slots.on_hello(name, message)
+            return
+        slot = self._registry.slots.get(name)
+        if slot is None:
+            # It counts as failed: its training may be running elsewhere by now.
+            self._server.send(name, Exit(now=True))
+            return
+        slot.heard = self._clock()
+        match message:
+            case SlotHeartbeat():
+                self._server.send(name, DriverHeartbeat())
+                self._manager.on_heartbeat(slot, message.waited)
+                self._slots.check_assignment(slot, message, self._manager.run_of(slot))
+            case StoreRequest():
+                self._manager.on_store_request(slot, message)
+            case Closing():
+                self._slots.on_closing(slot, message)
+            case RunReport():
+                self._manager.on_report(slot, message)
+            case RunEnded():
+                self._manager.on_run_ended(slot, message)
+            case MemberReport() | MemberEnded():
+                self._manager.on_member_message(slot, message)
+            case TaskEnded():
+                self._tasks.on_ended(slot, message)
+        if slot.leaving and isinstance(message, (RunEnded, TaskEnded)):
+            self._slots.reclaimed(slot)
+
+    def _on_lost(self, slot: Slot, reason: str, crash: bool) -> None:  # noqa: FBT001 - the slot cycle's callback
+        self._manager.on_lost(slot, reason, crash=crash)
+        self._tasks.on_lost(slot, reason, crash=crash)
+
+    # Actions.
+
+    def _act(self, actions: ev.Actions) -> None:
+        for action in actions:
+            if isinstance(action, ev.RequestBlock):
+                self._blocks.request(action)
+                self._slots.request_missing()
+            elif isinstance(action, ev.ReleaseBlock):
+                self._blocks.release(action.block)
+            elif isinstance(action, ev.Lend):
+                self._tasks.lent = action.nodes
+            elif isinstance(action, ev.Reassign):
+                self._manager.assign(action.trainer, action.nodes)
+                self._write(_ASSIGNMENTS[type(action)](action.trainer, sorted(action.nodes)))
+
+    def _write(self, entry: record.Record) -> None:
+        self._journal.write(self._clock(), entry)
+
+
+# Each of a thousand slots sends such messages every second; an iteration for each would be most of the driver's work.
+_ROUTINE = frozenset({SlotHeartbeat, StoreRequest, Output, Values})
+
+_ASSIGNMENTS = {ev.Assign: record.Assign, ev.Grow: record.Grow, ev.Shrink: record.Shrink, ev.Stop: record.Stop}

@@ -1,0 +1,121 @@
+"""A planner that writes its inputs and outputs to the journal, so that its decisions can be repeated exactly."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.planner import Planner
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.event_json import as_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from freetrain_parsl.planning.model import BlockTerms, Decision, Window
+    from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.planning.settings import SettingsInSeconds
+
+__all__ = ["RecordedPlanner"]
+
+
+_WindowsAndTerms: TypeAlias = "tuple[tuple[Window, ...], BlockTerms, Mapping[str, BlockTerms]]"
+
+
+def _content(event: ev.WindowsSeen) -> _WindowsAndTerms:
+    return event.windows, event.terms, event.terms_by_kind
+
+
+class RecordedPlanner(Planner):
+    """A `Planner` that records every step and decision.
+
+    Events without any effect on the planner are left out: an unchanged demand of tasks or unchanged windows that led to
+    no decision, and progress that newer progress replaced before a decision.
+
+    Parameters
+    ----------
+    policy, settings
+        See `Planner`.
+    write
+        Writes a record with its time to the journal.
+    now
+        The time at which it is created.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: SettingsInSeconds,
+        write: Callable[[float, record.Record], None],
+        now: float,
+    ) -> None:
+        super().__init__(policy, settings, self._record_decision)
+        self._write = write
+        self._progress: dict[str, ev.TrainerProgressed] = {}
+        """Trainer -> its latest progress, not recorded yet."""
+        self._recorded_tasks = ev.TasksWaiting(now, 0)
+        self._recorded_windows: _WindowsAndTerms | None = None
+        write(now, record.PlannerStarted("", policy.name, asdict(settings)))
+
+    def advance(self, *events: ev.Event) -> ev.Actions:
+        """Process events and return the resulting actions; see `Planner.advance`."""
+        plans, moved = self.statistics.plans, self._in_order(events)
+        actions = super().advance(*moved)
+        progress = {event.trainer: event for event in moved if isinstance(event, ev.TrainerProgressed)}
+        if self.statistics.plans == plans and not any(map(self._matters, moved)):
+            self._progress.update(progress)
+            return actions
+        earlier = [event for name, event in self._progress.items() if name not in progress]
+        self._progress.clear()
+        compact = self._compact([*earlier, *moved], self._now)
+        self._write(self._now, record.PlannerStep("", compact, [as_json(action) for action in actions]))
+        return actions
+
+    def _matters(self, event: ev.Event) -> bool:
+        """Return whether an event may have changed the planner's state although it has not led to a decision."""
+        match event:
+            case ev.TrainerProgressed():
+                return False
+            case ev.TasksWaiting():
+                return not self._same_tasks(event)
+            case ev.WindowsSeen():
+                return _content(event) != self._recorded_windows
+        return True
+
+    def _compact(self, events: Iterable[ev.Event], time: float) -> list[dict[str, Any]]:
+        """Convert events, without the demand and the contents of windows if these are as last recorded."""
+        compact = []
+        for event in events:
+            if isinstance(event, ev.TasksWaiting):
+                if self._same_tasks(event):
+                    continue
+                self._recorded_tasks = event
+            item = as_json(event)
+            if isinstance(event, ev.WindowsSeen):
+                if _content(event) == self._recorded_windows:
+                    del item["windows"]
+                    item.pop("terms", None)
+                    item.pop("terms_by_kind", None)
+                self._recorded_windows = _content(event)
+            compact.append(item)
+        if not compact or compact[-1]["time"] != time:
+            compact.append(as_json(ev.Tick(time)))
+        return compact
+
+    def _same_tasks(self, event: ev.TasksWaiting) -> bool:
+        recorded = self._recorded_tasks
+        return (event.nodes_wanted, event.busy) == (recorded.nodes_wanted, recorded.busy)
+
+    def _record_decision(self, time: float, purpose: str, decision: Decision) -> None:
+        self._write(
+            time,
+            record.Decision(
+                purpose,
+                policy=self.policy.name,
+                counts=decision.counts,
+                objective=decision.objective,
+                proven=decision.proven_optimal,
+                seconds=decision.solve_seconds,
+            ),
+        )

@@ -1,0 +1,372 @@
+"""The life of a slot, from its request to its loss."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from parsl.executors.high_throughput.errors import ManagerLost
+
+from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.executor.driver.node_starts import NodeStarts
+from freetrain_parsl.executor.driver.slot_registry import Slot
+from freetrain_parsl.executor.environment_check import EnvironmentCheck
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.model import PoolNode
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.messages import Exit, Welcome
+from freetrain_parsl.texts import printable, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.executor.batch.submitter import JobSubmitter
+    from freetrain_parsl.executor.driver.slot_registry import Block, SlotRegistry
+    from freetrain_parsl.executor.driver.slot_server import SlotServer
+    from freetrain_parsl.protocol.messages import Closing, Hello, SlotHeartbeat
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["SlotCycle", "SlotTaskEnded"]
+
+
+@dataclass(frozen=True)
+class SlotTaskEnded:
+    """The HTEX task behind a slot has ended, which happens only if its process died or could not start."""
+
+    token: str
+    error: BaseException | None
+
+
+class SlotCycle:
+    """Requests slots, admits them, and drops those that fail. Owned by the control loop's thread.
+
+    A slot is requested as a task of HTEX, identified by a token, and joins with its first message. Its node joins the
+    pool with the last of its slots, and leaves it with the first.
+
+    Parameters
+    ----------
+    registry, server, submitter
+        The driver's.
+    submit_slot
+        Submits one more slot task to HTEX, identified by a token.
+    emit
+        Passes an event to the planner.
+    write
+        Writes a record to the journal.
+    on_lost
+        Called with a slot that was dropped, the reason, and whether it crashed.
+    fail_all
+        Called with the reason when no slot can ever start.
+    heartbeat_timeout
+        A slot from which no message arrives for this many seconds has failed.
+    aside
+        Seconds for which a node is set aside the first time.
+    clock
+        Seconds since the epoch, never stepped.
+    """
+
+    _LONGEST_REASON = 500  # characters
+    _RETRY = 1.0  # seconds; HTEX may give the task that replaces a failed one to the same node at once
+    _MOST_FAULTS = 5  # messages of a slot that cannot be handled
+    _MOST_DENIALS = 15  # heartbeats; at least five are sent within the heartbeat timeout
+    _NEARLY_SILENT = 0.7  # of the heartbeat timeout, which is at least five heartbeats
+    _REPLACEMENT = 2.0  # seconds in which a worker place has another process after a crash, while its node is alive
+    _PATIENCE = 60.0  # seconds until new slot tasks are submitted for a running block whose slots are missing
+
+    def __init__(
+        self,
+        registry: SlotRegistry,
+        server: SlotServer,
+        submitter: JobSubmitter,
+        *,
+        submit_slot: Callable[[str], None],
+        emit: Callable[[ev.Event], None],
+        write: Callable[[record.Record], None],
+        on_lost: Callable[[Slot, str, bool], None],
+        fail_all: Callable[[Exception], None],
+        heartbeat_timeout: float,
+        aside: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._server = server
+        self._submitter = submitter
+        self._submit_slot = submit_slot
+        self._emit = emit
+        self._write = write
+        self._on_lost = on_lost
+        self._fail_all = fail_all
+        self._heartbeat_timeout = heartbeat_timeout
+        self._aside = aside
+        self._clock = clock
+        self._environments = EnvironmentCheck(write)
+        self._tokens = 0
+        self._greeted: set[str] = set()
+        """Tokens of the slot tasks whose slots have connected."""
+        self._known: set[str] = set()
+        """Names of all slots that ever joined; a slot cannot join twice."""
+        self._starts = NodeStarts()
+        self._replaced: dict[str, tuple[float, str]] = {}
+        """Node, of the pool as far as the planner knows, one of whose slots is being replaced -> until when, reason."""
+        self._request_after: float | None = None
+        self.nodes_there_are: int | None = None
+        """Number of nodes on which blocks can ever start, as far as known."""
+
+    # Requests for slots.
+
+    def request_missing(self) -> None:
+        """Request the slots that the blocks lack and that are not requested yet."""
+        for _ in range(self._registry.missing_tasks()):
+            self._request()
+
+    def request_overdue(self) -> None:
+        """Request once more the slots of running blocks that should have joined long ago."""
+        for _ in range(self._registry.overdue(self._clock(), self._PATIENCE)):
+            self._request()
+
+    def request_again(self) -> None:
+        """Request all missing slots anew: HTEX has lost the tasks that it had queued."""
+        self._registry.tasks_queued = 0
+        self.request_missing()
+
+    def _request(self) -> None:
+        self._tokens += 1
+        self._registry.tasks_queued += 1
+        self._submit_slot(f"slot-{self._tokens}")
+
+    def on_task_ended(self, ended: SlotTaskEnded) -> BatchSystemError | None:
+        """Handle the end of a slot's HTEX task; return an error once it is clear that no slot can start."""
+        slot = self._registry.by_token(ended.token)
+        if slot is not None:
+            self._replace(slot, f"its process ended: {ended.error}")
+        elif isinstance(ended.error, ManagerLost):
+            return None  # its block has ended, which HTEX has only now noticed
+        elif ended.token in self._greeted:
+            # Dropped before its process ended. If its block is still running, the node can have another slot.
+            self.request_missing()
+            return None
+        else:
+            return self._could_not_start(ended.error)
+        if self._registry.blocks:
+            self._request()
+        return None
+
+    def _could_not_start(self, error: BaseException | None) -> BatchSystemError | None:
+        now = self._clock()
+        reason = "its process ended" if error is None else printable(text_of(error))[: self._LONGEST_REASON]
+        self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
+        host = str(getattr(error, "hostname", "(unknown)"))  # of `SlotNotStarted`, or HTEX's `WorkerLost`
+        node = next((name for block in self._registry.blocks.values() if (name := block.node_of(host)) != host), host)
+        self._request_after = max(self._request_after or 0.0, now + self._RETRY)
+        if (pause := self._starts.failed(node, reason, now)) is None:
+            return None
+        logger.warning(
+            "a slot could not start on node %s: %s; the next one starts there in %.0f s", node, reason, pause
+        )
+        if self._registry.holds(node):
+            self._registry.hold_back(node, now + pause, reason)
+        else:
+            self._request_after = now + pause  # it is not known whose slot is missing
+        self._write(record.NodeSetAside(node, pause, f"a slot could not start there: {reason}"))
+        hopeless = None if self._registry.has_complete_nodes else self._starts.hopeless(now, self.nodes_there_are)
+        return None if hopeless is None else BatchSystemError(hopeless)
+
+    # Joining.
+
+    def on_hello(self, name: str, message: Hello) -> None:
+        """Admit a slot that has connected, or end it."""
+        if (known := self._registry.slots.get(name)) is not None:  # another process continues it
+            self._write(record.SlotJoined(name, known.node, known.block, message.pid))
+            return
+        if name in self._known:
+            self._server.send(name, Exit(now=True))  # dropped meanwhile
+            return
+        self._known.add(name)
+        self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
+        self._greeted.add(message.token)
+        block = self._registry.blocks.get(message.block)
+        if block is None or block.releasing:
+            # Its node may outlive the block: if the batch system's daemon there has failed, the job cannot be ended,
+            # and its worker pool would take the slot tasks that are meant for other nodes.
+            self._server.send(name, Exit(now=True, node=True))
+            self.request_missing()
+        elif refusal := self._environments.refusal(message):
+            self._refuse(name, block, refusal)
+        else:
+            self._admit(name, message, block)
+
+    def _refuse(self, name: str, block: Block, reason: str) -> None:
+        """End a slot, and its block: its node cannot run trainings."""
+        self._server.send(name, Exit(now=True, node=True))
+        block.releasing = reason
+        self._submitter.reject(block.name, reason)
+        if not self._environments.any_fits:  # further blocks would be wasted
+            self._fail_all(BatchSystemError(reason))
+
+    def _admit(self, name: str, message: Hello, block: Block) -> None:
+        slot = Slot(
+            name,
+            message.token,
+            block.node_of(message.node),
+            block.name,
+            heard=self._clock(),
+            node_kind=block.node_kind,
+        )
+        self._registry.slots[name] = slot
+        if block.joined is None:
+            block.joined = self._clock()
+        closes = block.loses_nodes_at(self._clock())
+        self._server.send(name, Welcome(closes - self._clock()))
+        self._write(record.SlotJoined(name, slot.node, block.name, message.pid))
+        if self._registry.completes(slot):
+            self._join_node(slot, block)
+
+    def _join_node(self, slot: Slot, block: Block) -> None:
+        """Add the node of a slot, all of whose slots have joined, to the pool, unless the planner has not missed it."""
+        self._starts.joined(slot.node)
+        self._registry.start_errors.pop(slot.node, None)
+        if self._replaced.pop(slot.node, None) is not None:
+            return
+        closes = block.loses_nodes_at(self._clock())
+        self._emit(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes, node_kind=block.node_kind),)))
+        self._write(record.NodeJoined(slot.node, block.name, closes, block.node_kind))
+
+    def set_aside(self, slot: Slot, reason: str) -> None:
+        """Take a node out of the pool for some time: it reaches the driver, but a training cannot use it."""
+        pause = self._registry.set_aside(slot.node, self._clock(), self._aside)
+        logger.warning("node %s is set aside for %.0f s: %s", slot.node, pause, reason)
+        self._write(record.NodeSetAside(slot.node, pause, reason))
+        self._leave_pool(slot, reason)
+
+    def take_back(self) -> None:
+        """Return nodes that were set aside to the pool when their time is over, and start the slots that they lack.
+
+        Nodes whose slots were not replaced in time leave the pool.
+        """
+        for node, (until, reason) in list(self._replaced.items()):
+            if self._clock() >= until or not self._registry.holds(node):
+                self._left_pool(node, reason)
+        aside = self._registry.aside
+        for slot in self._registry.returning(self._clock()):
+            if (block := self._registry.blocks.get(slot.block)) is not None and self._registry.completes(slot):
+                self._join_node(slot, block)
+        if self._registry.aside != aside:
+            self._request_after = self._request_after or self._clock()
+        if self._request_after is not None and self._clock() >= self._request_after:
+            self._request_after = None
+            self.request_missing()
+
+    # Loss.
+
+    def on_closing(self, slot: Slot, message: Closing) -> None:
+        """Handle the batch system's signal that it reclaims a slot's node."""
+        slot.leaving = True
+        if (block := self._registry.blocks.get(slot.block)) is not None:
+            block.warned = True
+        self._emit(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + message.closes_in))
+        self._write(record.NodeClosing(slot.node, message.closes_in))
+        if message.gone:
+            self.reclaimed(slot)
+
+    def reclaimed(self, slot: Slot) -> None:
+        """Drop a slot that has nothing left to do on a node that the batch system reclaims."""
+        self.lose(slot, "the batch system reclaims its node", crash=False)
+
+    def count_fault(self, name: str, reason: str) -> None:
+        """Count a message that cannot be handled; drop a slot that sends many."""
+        slot = self._registry.slots.get(name)
+        if slot is None:
+            logger.warning("dropped a message of the unknown peer %s: %s", name, reason)
+            return
+        slot.faults += 1
+        if slot.faults == 1:  # else such a slot could fill the disk
+            logger.warning("dropped a message of slot %s: %s", name, reason)
+        if slot.faults >= self._MOST_FAULTS:
+            self.kill(slot, f"{slot.faults} of its messages could not be handled, the last: {reason}")
+
+    def check_assignment(self, slot: Slot, heartbeat: SlotHeartbeat, run: int | None) -> None:
+        """Drop a slot whose heartbeats keep contradicting its assignment: the command or its result was lost.
+
+        Parameters
+        ----------
+        slot
+            The slot.
+        heartbeat
+            Its heartbeat.
+        run
+            Number of the run that is assigned to it, if any.
+        """
+        is_task = isinstance(slot.busy, int)
+        given = slot.busy if isinstance(slot.busy, int) else run
+        does = heartbeat.task if is_task else heartbeat.run
+        if given is None or does == given:
+            slot.denials = 0
+            return
+        slot.denials += 1
+        if slot.denials > self._MOST_DENIALS:
+            self.kill(slot, f"it does not run what it was assigned ({'task' if is_task else 'run'} {given})")
+
+    def kill_silent(self, listened: float) -> None:
+        """Kill the slots that had sent nothing for too long when their messages were last received, at `listened`.
+
+        Also those that have been silent nearly as long: the slots of a node, or the nodes behind a switch, are cut off
+        together, but were last heard up to a heartbeat apart. One after another, they would be as many failures.
+        """
+        timeout, slots = self._heartbeat_timeout, self._registry.slots.values()
+        if any(listened - slot.heard > timeout for slot in slots):
+            for slot in [slot for slot in slots if listened - slot.heard > timeout * self._NEARLY_SILENT]:
+                self.kill(slot, f"no message from it for {listened - slot.heard:.0f} s")
+
+    def kill(self, slot: Slot, reason: str) -> None:
+        """End a slot's process, and drop it."""
+        self._server.send(slot.name, Exit(now=True))
+        self.lose(slot, reason, crash=True)
+
+    def lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
+        """Drop a slot: its node is incomplete, and its training must continue without it.
+
+        Parameters
+        ----------
+        slot
+            The slot.
+        reason
+            The reason, for the journal and the log.
+        crash
+            Whether it failed; ignored if its node or block was about to end anyway.
+        """
+        crash = self._drop(slot, reason, crash=crash)
+        self._leave_pool(slot, reason)
+        self._on_lost(slot, reason, crash)
+
+    def _replace(self, slot: Slot, reason: str) -> None:
+        """Drop a slot whose process has crashed, as its node's worker pool reports: it soon starts another one there.
+
+        Until then the planner keeps the node. Else it would stop a training that needs all its nodes, to start it anew
+        a moment later: a second restart, while the first has just made the survivors go on.
+        """
+        crash = self._drop(slot, reason, crash=True)
+        if not crash:
+            self._leave_pool(slot, reason)
+        elif self._registry.incomplete(slot):
+            self._replaced[slot.node] = self._clock() + self._REPLACEMENT, reason
+        self._on_lost(slot, reason, crash)
+
+    def _drop(self, slot: Slot, reason: str, *, crash: bool) -> bool:
+        """Remove a slot; return whether it has crashed on a node that we keep."""
+        self._registry.slots.pop(slot.name, None)
+        self._server.forget(slot.name)
+        crash = crash and not slot.leaving and slot.block in self._registry.blocks
+        logger.log(logging.WARNING if crash else logging.INFO, "dropped slot %s: %s", slot.name, reason)
+        self._write(record.SlotLost(slot.name, slot.node, reason, planned=not crash))
+        return crash
+
+    def _leave_pool(self, slot: Slot, reason: str) -> None:
+        if self._registry.incomplete(slot) or slot.node in self._replaced:
+            self._left_pool(slot.node, reason)
+
+    def _left_pool(self, node: str, reason: str) -> None:
+        self._replaced.pop(node, None)
+        self._emit(ev.NodesLeft(self._clock(), (node,)))
+        self._write(record.NodeLeft(node, reason))

@@ -1,0 +1,1 @@
+"""The jobs that the driver holds, and what it learns about them."""

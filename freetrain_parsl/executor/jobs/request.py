@@ -1,0 +1,293 @@
+"""Descriptions of trainings, from ``@training_app`` and from the executor's settings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.executor.values.specs import parse_trackers
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.protocol.options import SessionOptions, digest_of
+from freetrain_parsl.settings_checks import check_count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Future
+
+    from freetrain_parsl.executor.payloads.value_files import ValueFiles
+    from freetrain_parsl.executor.values.specs import TrackerSpec
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
+    from freetrain_parsl.protocol.options import Code
+    from freetrain_parsl.storage.learned_curves import Rates
+
+__all__ = [
+    "SPECIFICATION_KEY",
+    "Fuse",
+    "Fusion",
+    "Limits",
+    "SharedSettings",
+    "Training",
+    "TrainingRequest",
+    "cache_identity",
+    "fusion_of",
+]
+
+SPECIFICATION_KEY = "freetrain"
+"""Key of the `TrainingRequest` in Parsl's resource specification."""
+
+Fuse: TypeAlias = "Literal['auto'] | int"
+"""Whether a training may run fused with others: ``"auto"``, False, or the maximum number of trainings, at least 2."""
+
+_MOST_NODES = 1_000_000  # more than any cluster has; the planner tabulates a rate for each number of nodes
+_LARGEST_COUNT = (1 << 53) - 1  # of what a message or the journal can hold
+
+
+def _is_training_name(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value) is not None
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """With which trainings a training may run fused, in one process.
+
+    Parameters
+    ----------
+    key
+        Equal for the trainings of one function with the same code: these may run fused.
+    limit
+        Maximum number of trainings that run fused; ``None``: not limited by the user.
+    """
+
+    key: str
+    limit: int | None = None
+
+
+def fusion_of(fuse: object, code: Code | None) -> Fusion | None:
+    """Return what a training may run fused with; ``None``: nothing, or its code is unknown.
+
+    Parameters
+    ----------
+    fuse
+        A value of `Fuse`.
+    code
+        The training's code.
+
+    Raises
+    ------
+    InvalidTrainer
+        `fuse` has another value.
+    """
+    limit = fuse if isinstance(fuse, int) and not isinstance(fuse, bool) else None
+    if not (fuse == "auto" or fuse is False or (limit is not None and limit >= 2)):
+        raise InvalidTrainer(f"fuse must be 'auto', False or a whole number of at least 2, got {fuse!r}")
+    return None if fuse is False or code is None else Fusion(digest_of([code.identity]), limit)
+
+
+def trackers_of(value: object) -> tuple[TrackerSpec, ...]:
+    """Return the trackers that an app's option names.
+
+    Raises
+    ------
+    InvalidTrainer
+        It names an unknown tracker or option, or one whose package is not installed.
+    """
+    try:
+        return parse_trackers(value)
+    except InvalidSettings as error:
+        raise InvalidTrainer(str(error)) from None
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """One call of a training app, as submitted to the executor.
+
+    Parameters
+    ----------
+    options
+        Options of its session; the executor fills in the rest: checkpoint directory, threads, failure rate.
+    min_nodes, max_nodes
+        Bounds on its number of nodes.
+    scaling
+        Samples per second as a function of the number of nodes.
+    priority
+        Positive weight, for objectives that use one.
+    samples
+        Total work in samples; ``None``: known only once the session has its loader and epochs.
+    costs
+        Rescale costs; ``None``: the executor's.
+    deadline
+        When it should be finished: a time, or the time after it was submitted; for objectives that use one.
+    fusion
+        With which trainings it may run fused; ``None``: with none.
+    node_kinds
+        Kinds of nodes on which it may run; empty: any.
+    scaling_by_kind
+        Kind of node -> `scaling` there, where it differs.
+    trackers
+        Where the values that it logs go; ``None``: the executor's.
+    likeness
+        Equal for trainings that are as fast as each other on the same nodes (`likeness_of`); empty: unknown.
+    """
+
+    options: SessionOptions
+    min_nodes: int
+    max_nodes: int
+    scaling: ScalingCurve
+    priority: float = 1.0
+    samples: int | None = None
+    costs: CostsInSeconds | None = None
+    deadline: datetime | timedelta | None = None
+    fusion: Fusion | None = None
+    node_kinds: tuple[str, ...] = ()
+    scaling_by_kind: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
+    trackers: tuple[TrackerSpec, ...] | None = None
+    likeness: str = ""
+
+    def __post_init__(self) -> None:
+        if not _is_training_name(self.name):
+            raise InvalidTrainer(
+                f"training name {self.name!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
+                "the first a letter or digit"
+            )
+        try:
+            for word, number in (("min_nodes", self.min_nodes), ("max_nodes", self.max_nodes)):
+                check_count(f"training {self.name!r}: {word}", number, most=_MOST_NODES)
+            for word, count in (("samples", self.samples), ("epochs", self.options.epochs)):
+                if count is not None:
+                    check_count(f"training {self.name!r}: {word}", count, most=_LARGEST_COUNT)
+        except InvalidSettings as error:
+            raise InvalidTrainer(str(error)) from None
+        if type(self.priority) not in (int, float):
+            raise InvalidTrainer(f"training {self.name!r}: priority must be a number, got {self.priority!r}")
+        if not isinstance(self.deadline, (datetime, timedelta, type(None))):
+            raise InvalidTrainer(
+                f"training {self.name!r}: deadline must be a datetime or a timedelta, got {self.deadline!r}"
+            )
+        if isinstance(self.deadline, timedelta) and self.deadline <= timedelta(0):
+            raise InvalidTrainer(f"training {self.name!r}: deadline must be positive, got {self.deadline}")
+        self.trainer()  # its own checks
+
+    @property
+    def name(self) -> str:
+        """Name of the training and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
+        return self.options.name
+
+    def trainer(self, costs: CostsInSeconds | None = None, submitted: float = 0.0) -> Trainer:
+        """Return the training as the planner sees it."""
+        return Trainer(
+            name=self.name,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            curve=self.scaling,
+            costs=self.costs or costs or CostsInSeconds(),
+            work_left=float("inf") if self.samples is None else float(self.samples),
+            priority=self.priority,
+            deadline=self._deadline(submitted),
+            submitted=submitted,
+            node_kinds=self.node_kinds,
+            curves=self.scaling_by_kind,
+        )
+
+    def _deadline(self, submitted: float) -> float | None:
+        if isinstance(self.deadline, timedelta):
+            return submitted + self.deadline.total_seconds()
+        try:
+            return None if self.deadline is None else self.deadline.timestamp()
+        except (ValueError, OverflowError):  # the years 1 and 9999, in some time zones
+            raise InvalidTrainer(f"training {self.name!r}: deadline {self.deadline} is out of range") from None
+
+
+def cache_identity(request: TrainingRequest, output_ref: bool = False) -> bytes:  # noqa: ARG001, FBT001, FBT002 - Parsl's
+    """Identify a request in Parsl's cache of results: its options decide about the result as the arguments do."""
+    options = request.options
+    code = "" if options.code is None else options.code.identity
+    return repr((options.name, options.seed, options.epochs, code)).encode()
+
+
+def session_options(name: str, **options: Any) -> SessionOptions:
+    """Return the options of a training's session.
+
+    Raises
+    ------
+    InvalidTrainer
+        An option is out of range.
+    """
+    try:
+        return SessionOptions(name, **options)
+    except InvalidSettings as error:
+        raise InvalidTrainer(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts in seconds, and the number of restarts.
+
+    Parameters
+    ----------
+    peer_timeout
+        If all members only wait for each other for this long, their connections are broken. Also the time within which
+        members must end after a failure.
+    meeting_timeout
+        Time for which the members of a new group wait for each other.
+    max_restarts
+        Number of crashes, on nodes that were not taken, after which a training restarts without reaching a new step.
+    """
+
+    peer_timeout: float = 10.0
+    meeting_timeout: float = 60.0
+    max_restarts: int = 3
+
+
+@dataclass(frozen=True)
+class SharedSettings:
+    """What the driver gives to all of its trainings.
+
+    Parameters
+    ----------
+    options
+        Session options set by the executor: location and interval of checkpoints, threads per process.
+    costs
+        Rescale costs of trainings that do not state them, until they are measured.
+    limits
+        Timeouts, and the number of restarts.
+    values
+        The files with large results.
+    """
+
+    options: SessionOptions
+    costs: CostsInSeconds = field(default_factory=CostsInSeconds)
+    limits: Limits = field(default_factory=Limits)
+    values: ValueFiles | None = None
+
+
+@dataclass
+class Training:
+    """A submitted training.
+
+    Parameters
+    ----------
+    request
+        Its description.
+    payload
+        Its function with arguments.
+    future
+        Its future.
+    curve_key
+        Under which its scaling curve is kept; empty: it is not.
+    rates
+        The rates that trainings of this key have measured before.
+    """
+
+    request: TrainingRequest
+    payload: bytes
+    future: Future[Any]
+    curve_key: str = ""
+    rates: Rates = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The training's name."""
+        return self.request.name

@@ -1,0 +1,511 @@
+"""The state machine of one training.
+
+A training starts on its nodes as a group of processes, from its newest checkpoint if it has one. From then on, the
+group changes in place: newcomers prepare on added nodes while the members train, then one command makes all of them
+form the next group. The survivors of a failure receive the same command. Only a training that loses all its nodes, or
+cannot change in place, is paused with a checkpoint and started again.
+
+The machine decides. `TrainingProcesses` makes the changes of the group and its phase, `ProgressTracker` knows what the
+training has achieved, and `PlannerView` what the planner knows of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidTrainer, TrainingCancelled
+from freetrain_parsl.executor.jobs.training import commands as do
+from freetrain_parsl.executor.jobs.training import events as on
+from freetrain_parsl.executor.jobs.training.group import TrainingProcesses
+from freetrain_parsl.executor.jobs.training.next_change import (
+    disconnection,
+    fewest_to_exclude,
+    hanging_newcomers,
+    next_change,
+    survivors,
+)
+from freetrain_parsl.executor.jobs.training.planner_view import PlannerView
+from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
+from freetrain_parsl.executor.jobs.training.response import Response
+from freetrain_parsl.executor.jobs.training.stall import stall_reason
+from freetrain_parsl.executor.jobs.training.states import (
+    Abandoning,
+    Ended,
+    Failure,
+    Goal,
+    Pausing,
+    Recovering,
+    Regrouping,
+    Role,
+    Running,
+    Starting,
+    Waiting,
+)
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.reports import (
+    GroupFailed,
+    Joined,
+    PauseReason,
+    PeersFailed,
+    Progress,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+    StorageFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
+    from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
+    from freetrain_parsl.executor.jobs.training.commands import Command
+    from freetrain_parsl.executor.jobs.training.events import Event
+    from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
+    from freetrain_parsl.planning.model import CostsInSeconds
+
+__all__ = ["TrainingMachine"]
+
+_MOST_FAILING_NODES = 3  # then the function's exception is not a node's fault
+_GATHER = 0.1  # seconds: the slots of a node rarely fail at the same instant
+
+
+class TrainingMachine:
+    """One training from its submission to the end of its last process.
+
+    Parameters
+    ----------
+    request
+        The submitted request.
+    limits
+        See `Limits`.
+    costs
+        Rescale costs if the request does not state them, until they are measured.
+    numbers
+        Yields numbers that are unique within the driver.
+    """
+
+    def __init__(
+        self, request: TrainingRequest, limits: Limits, costs: CostsInSeconds, numbers: Iterator[int], now: float
+    ) -> None:
+        self.request = request
+        self.name = request.name
+        self.goal = Goal.TRAIN
+        self.desired: frozenset[str] = frozenset()
+        self._assigned = now
+        self._limits = limits
+        self._response = Response(now)
+        self._planner = PlannerView(request, costs, self._response)
+        self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
+        self._processes = TrainingProcesses(
+            request.name, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
+        )
+        self._recovering: Recovering | None = None
+        self._stall = ""
+        self._failing_nodes: set[str] = set()  # on which the function raised an exception before it joined the group
+        self._registry: SlotRegistry
+
+    @property
+    def participants(self) -> Mapping[str, Participant]:
+        """Slot -> participant."""
+        return self._processes.participants
+
+    @property
+    def progress(self) -> Progress | None:
+        """The latest report of progress."""
+        return self._tracker.latest
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return self._processes.phase
+
+    @property
+    def state(self) -> State:
+        """The current state."""
+        if self._recovering is None:
+            return self.phase
+        return Recovering(self.phase, self._recovering.failures, self._recovering.latest)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has finished or failed."""
+        return isinstance(self.phase, Ended)
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether it has neither processes nor nodes on which to start them, so that only an event can change it."""
+        waits = isinstance(self.phase, Waiting) and not self.participants and self._recovering is None
+        return waits and not self.desired and self.goal is Goal.TRAIN
+
+    @property
+    def next_group(self) -> GroupMembers | None:
+        """The group that is being formed."""
+        return self._processes.next_group
+
+    def submit(self) -> list[Command]:
+        """Return the commands for a new training."""
+        self._planner.submit()
+        return self._response.take()
+
+    def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Command]:  # noqa: C901 - a case for each event
+        """Handle an event, and return the resulting commands.
+
+        Parameters
+        ----------
+        event
+            The event.
+        registry
+            The connected slots; only read.
+        now
+            Seconds.
+        """
+        self._registry, self._response.now = registry, now
+        match event:
+            case on.TimePassed():
+                self._processes.arrived = event.arrived
+                self._tick(event.arrived)
+            case on.Reported():
+                self._reported(event)
+            case on.RunOver():
+                self._run_over(event)
+            case on.SlotLost():
+                self._slot_lost(event)
+            case on.Heartbeat():
+                if (member := self.participants.get(event.slot)) is not None:
+                    member.waited = event.waited
+            case on.Assigned():
+                if self.goal is Goal.TRAIN and not self.over:
+                    self._assigned = self._assigned if self.desired else now
+                    self.desired = event.nodes
+            case on.BatchChosen():
+                if self._recovering is None and self.goal is Goal.TRAIN:
+                    self._processes.change_batch(event.size)
+            case on.Cancelled():
+                self._cancel()
+            case on.Failed():
+                self._fail(event.error)
+            case on.MachineSized():
+                self._refuse_if_too_large(event.nodes)
+            case on.StoragePostponed():
+                self._wait_for_storage(event.condition, event.until)
+            case on.StorageBack():
+                self._try_again()
+        return self._response.take()
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _tick(self, arrived: frozenset[str]) -> None:
+        if not self.over:
+            self._advance(arrived)
+            self._explain_stall()
+        for one in self.participants.values():
+            if one.deadline is not None and self._response.now > one.deadline:
+                self._do(do.Kill(one.slot, "it did not respond to a failure, or did not exit, in time"))
+
+    def _advance(self, arrived: frozenset[str]) -> None:
+        group, phase = self._processes.group, self.phase
+        if self._recovering is not None:
+            if group is None or not group.running or self._response.now - self._recovering.latest >= _GATHER:
+                self._recover(with_newcomers=True)
+        elif isinstance(phase, Waiting):
+            self._start_or_end()
+        elif isinstance(phase, Abandoning):
+            return
+        elif (cut := self._disconnection()) is not None:
+            self._note_failure(Failure(cut, crash=True))
+            self._recover(with_newcomers=False)  # they may be the cause
+        elif isinstance(phase, Regrouping):
+            limit = self._limits.peer_timeout
+            if not phase.begun and self._response.now - phase.after.began > limit:
+                for slot in hanging_newcomers(self.participants, phase, arrived):
+                    self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
+        elif not any(member.group_failed is not None for member in self._processes.members):
+            self._approach_desired_nodes()
+
+    def _approach_desired_nodes(self) -> None:
+        phase = self.phase
+        if isinstance(phase, Pausing):
+            self._processes.dismiss(self._processes.newcomers, abort=False)
+            return
+        assert isinstance(phase, (Starting, Running))
+        if isinstance(phase, Running) and self._tracker.in_place:
+            change = next_change(
+                self.participants,
+                phase.group,
+                self.desired,
+                self._registry,
+                min_nodes=self.request.min_nodes,
+                now=self._response.now,
+            )
+            self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
+            for slot in change.start:
+                self._processes.add_newcomer(slot)
+            if change.pause:
+                self._processes.pause()
+            elif change.ranks:
+                self._processes.regroup(change.ranks, failure=False)
+            return
+        wanted = self.desired - self._registry.closing(self.desired)
+        self._processes.dismiss(self._processes.newcomers, abort=False)
+        leaves = any(member.node not in wanted for member in self._processes.members)
+        if leaves or (isinstance(phase, Running) and wanted != phase.group.nodes):
+            self._processes.pause()
+
+    def _disconnection(self) -> str | None:
+        return disconnection(
+            self.participants,
+            self._processes.change,
+            self._registry,
+            peer_timeout=self._limits.peer_timeout,
+            meeting_timeout=self._limits.meeting_timeout,
+            now=self._response.now,
+        )
+
+    def _explain_stall(self) -> None:
+        reason = ""
+        if not self._tracker.storage_problem:
+            reason = stall_reason(
+                self.phase,
+                self.participants,
+                steps=self._tracker.steps,
+                desired=self.desired,
+                assigned=self._assigned,
+                needed=self.request.min_nodes,
+                now=self._response.now,
+            )
+        self._note_stall(reason)
+
+    def _note_stall(self, reason: str) -> None:
+        if reason != self._stall:
+            self._stall = reason
+            self._log(record.TrainingStalled(self.name, reason))
+
+    def _start_or_end(self) -> None:
+        if self.goal is not Goal.CANCEL:
+            self._start()
+        elif not self.participants:
+            self._processes.end()
+            self._do(do.Fail(TrainingCancelled(f"training {self.name!r} was cancelled")))
+
+    def _start(self) -> None:
+        """Start a new group if all slots of its nodes are connected and idle."""
+        slots = self._registry.complete_slots(self.desired)
+        if slots and not any(slot.busy is not None or slot.leaving for slot in slots):
+            self._processes.start(self.desired, slots)
+
+    # ── failures ──────────────────────────────────────────────────────────────────────────────────
+
+    def _group_failed(self, member: Participant, report: GroupFailed) -> None:
+        self._exclude_unreachable(report)
+        change = self._processes.change
+        if self.over or member.role is Role.LEAVER:
+            self._processes.dismiss([member], abort=True)
+        elif change is None or not change.failure or report.generation >= change.after.number:
+            member.deadline = None
+            member.group_failed, member.complaint = self._response.now, report.reason  # else its command is in transit
+
+    def _exclude_unreachable(self, report: GroupFailed | PeersFailed) -> None:
+        """Exclude the members that the others cannot reach, after a group could not be formed."""
+        groups = [group for group in (self._processes.next_group, self._processes.group) if group is not None]
+        ranks = next((group.ranks for group in groups if group.number == report.generation), ())
+        with_state = [one.slot for one in self.participants.values() if one.has_state]
+        for slot in fewest_to_exclude(ranks, report.unreachable, with_state):
+            member = self.participants.get(slot)
+            if member is None or slot not in self._registry.slots or member.unreachable or self.over:
+                continue
+            member.unreachable = True
+            reason = f"other nodes of training {self.name} cannot reach it, though it reaches the driver"
+            self._do(do.SetAside(slot, reason))
+            self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
+
+    def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
+        """Fail, unless the function has raised its exception in a newcomer: this may be the node's fault."""
+        if self.over:
+            return
+        if not participant.has_state:
+            self._failing_nodes.add(participant.node)
+        if participant.has_state or len(self._failing_nodes) >= _MOST_FAILING_NODES:
+            self._fail(payload)
+            return
+        reason = f"training {self.name} could not join its group there: {end.reason}"
+        self._do(do.SetAside(participant.slot, reason))
+        if missed and participant.role is Role.MEMBER:
+            self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
+
+    def _slot_lost(self, event: on.SlotLost) -> None:
+        participant = self.participants.get(event.slot)
+        if participant is None:
+            return
+        missed = self._processes.remove(participant)
+        if missed and self.over:
+            self._processes.dismiss(self.participants.values(), abort=True)
+        elif missed:
+            self._note_failure(Failure(event.reason, event.crash))
+        self._end_group_if_empty()
+
+    def _note_failure(self, failure: Failure) -> None:
+        before = [] if self._recovering is None else self._recovering.failures
+        self._recovering = Recovering(self.phase, [*before, failure], self._response.now)
+
+    def _recover(self, *, with_newcomers: bool) -> None:
+        """Continue with the survivors, or, if none of them has the state, from the newest checkpoint."""
+        assert self._recovering is not None
+        failures, self._recovering = self._recovering.failures, None
+        failure = next((one for one in failures if one.crash), failures[-1])
+        if failure.crash:
+            self._tracker.count_crash(failure.reason)
+        group, phase = self._processes.group, self.phase
+        if group is None:
+            return
+        if (error := self._tracker.too_many_crashes()) is not None:
+            self._fail(error)
+            return
+        if not isinstance(phase, Abandoning):
+            reported = not isinstance(phase, Starting) and not (isinstance(phase, Pausing) and not phase.reported)
+            ranks: tuple[str, ...] = ()
+            if self._tracker.in_place and reported:
+                ranks = survivors(self.participants, group, self._processes.change, with_newcomers=with_newcomers)
+            if ranks:
+                self._processes.regroup(ranks, failure=True)
+                return
+            self._do(do.CountRestart())
+            self._processes.abandon()
+        self._end_group_if_empty()
+
+    # ── reports ───────────────────────────────────────────────────────────────────────────────────
+
+    def _reported(self, event: on.Reported) -> None:
+        participant = self.participants.get(event.slot)
+        if participant is None or participant.run != event.run:
+            return  # from an earlier run
+        match event.report:
+            case Progress():
+                if not self.over:
+                    if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
+                        self._do(do.ForgetStorage())
+                    self._take_progress(event.report)
+            case GroupFailed():
+                self._group_failed(participant, event.report)
+            case Joined():
+                if not participant.has_state:
+                    self._failing_nodes.clear()
+                self._processes.joined(participant, event.report.generation, event.report.paused)
+            case _:  # Ready
+                participant.ready = self._response.now
+
+    def _take_progress(self, progress: Progress) -> None:
+        first = self._processes.report_training()
+        if first and progress.resumed_from is not None:
+            self._log(record.FragmentResumed(self.name, progress.resumed_from, progress.slot_seconds))
+        self._tracker.take(progress, self._response.now)
+        self._planner.advance(progress)
+
+    def _run_over(self, event: on.RunOver) -> None:
+        participant = self.participants.get(event.slot)
+        if participant is None or participant.run != event.run:
+            return
+        self._do(do.Release(event.slot))
+        group, end = self._processes.group, event.end
+        first = group is not None and event.slot == group.first
+        if first and isinstance(end, (RunFinished, RunPaused)) and not self.over:
+            self._take_progress(end.progress)
+        if isinstance(end, PeersFailed):
+            self._exclude_unreachable(end)
+        missed = self._processes.remove(participant)
+        match end:
+            case StorageFailed():
+                self._hold(end.condition)
+            case RunFailed():
+                self._raised(participant, end, event.payload, missed=missed)
+            case RunFinished():
+                if first:
+                    self._finish(do.Resolve(event.payload, event.stored))
+            case PeersFailed() | RunPaused(reason=PauseReason.LEFT):
+                reason = end.reason if isinstance(end, PeersFailed) else end.reason.sentence
+                if missed and participant.role is Role.MEMBER and not self.over:
+                    self._note_failure(Failure(reason, crash=False))
+            case RunPaused():
+                # A node is about to close, or the slot was commanded to end: all members pause.
+                if missed and not self.over and not isinstance(self.phase, (Waiting, Pausing, Abandoning)):
+                    self._processes.pause()
+        self._end_group_if_empty()
+
+    # ── the ends ──────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self, result: do.Resolve) -> None:
+        self._end()
+        self._planner.finish()
+        self._tracker.finish()
+        self._do(result)
+        self._processes.dismiss([one for one in self.participants.values() if not one.has_state], abort=False)
+
+    def _fail(self, error: BaseException | bytes) -> None:
+        if self.over:
+            return
+        self._planner.fail()
+        self._do(do.Fail(error))
+        self._end()
+        self._processes.dismiss(self.participants.values(), abort=True)
+        self._end_group_if_empty()  # all its members may have failed
+
+    def _end(self) -> None:
+        self._note_stall("")
+        self._recovering = None
+        self._processes.end()
+
+    def _cancel(self) -> None:
+        if self.over or self.goal is Goal.CANCEL:
+            return
+        self.goal, self.desired = Goal.CANCEL, frozenset()
+        self._planner.fail()
+        self._log(record.TrainingCancelled(self.name))
+
+    def _refuse_if_too_large(self, nodes: int) -> None:
+        needed = self.request.min_nodes
+        if self.over or self._processes.group is not None or needed <= nodes:
+            return
+        self._fail(
+            InvalidTrainer(
+                f"training {self.name!r} needs min_nodes={needed} nodes at the same time, but there are only {nodes} "
+                "for its blocks: lower min_nodes, or use a larger partition"
+            )
+        )
+
+    # ── the checkpoint directory ──────────────────────────────────────────────────────────────────
+
+    def _hold(self, condition: str) -> None:
+        """Take the training off its nodes: it cannot start or continue without the checkpoint directory."""
+        if self.over or self.goal is not Goal.TRAIN:
+            return
+        self.goal, self.desired = Goal.HOLD, frozenset()
+        self._planner.withhold()
+        self._do(do.AwaitStorage(condition))
+        self._recovering = None
+        if self._processes.group is not None:
+            self._processes.abandon()
+        else:
+            self._processes.dismiss(self.participants.values(), abort=True)
+
+    def _wait_for_storage(self, condition: str, until: float) -> None:
+        if self.goal is Goal.HOLD and not self.over:
+            self._tracker.storage_problem = condition
+            self._log(record.TrainingWaits(self.name, condition, until))
+
+    def _try_again(self) -> None:
+        if self.goal is Goal.HOLD and not self.over:
+            self.goal, self._tracker.storage_problem = Goal.TRAIN, ""
+            self._log(record.TrainingTriesAgain(self.name))
+            self._planner.submit()
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────
+
+    def _end_group_if_empty(self) -> None:
+        if self._recovering is None:
+            self._processes.end_group_if_empty()
+
+    def _log(self, entry: record.Record) -> None:
+        self._response.log(entry)
+
+    def _do(self, command: Command) -> None:
+        self._response.do(command)

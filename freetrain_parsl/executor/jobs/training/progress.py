@@ -1,0 +1,110 @@
+"""What a training has achieved, and how often it has crashed without achieving more."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.executor.jobs.training import commands as do
+from freetrain_parsl.executor.jobs.training.step_watch import StepWatch
+from freetrain_parsl.protocol import journal as record
+
+if TYPE_CHECKING:
+    from freetrain_parsl.executor.jobs.training.response import Response
+    from freetrain_parsl.protocol.reports import BatchReport, Progress
+
+__all__ = ["ProgressTracker"]
+
+
+class ProgressTracker:
+    """Follows a training's progress reports, and records what changed from one to the next.
+
+    Parameters
+    ----------
+    name
+        The training's.
+    max_restarts
+        Number of crashes without a step beyond the furthest one after which the training fails.
+    response
+        Receives the records.
+
+    Attributes
+    ----------
+    latest
+        The latest report.
+    steps
+        The times of its steps.
+    storage_problem
+        Why the checkpoint directory cannot be used; empty if it can.
+    """
+
+    def __init__(self, name: str, max_restarts: int, response: Response) -> None:
+        self.latest: Progress | None = None
+        self.steps = StepWatch()
+        self.storage_problem = ""
+        self._name = name
+        self._max_restarts = max_restarts
+        self._response = response
+        self._first_step: int | None = None  # at the start of this execution; -1 without a checkpoint
+        self._furthest = 0
+        self._crashes = 0  # since `_furthest` was reached
+        self._last_crash = ""
+        self._code_note = ""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its group can change in place, as far as is known."""
+        return self.latest is None or self.latest.in_place
+
+    @property
+    def counted_seconds(self) -> float | None:
+        """Slot-seconds in steps that count, as last reported; ``None`` without a report."""
+        return None if self.latest is None else self.latest.slot_seconds
+
+    def take(self, progress: Progress, now: float) -> None:
+        """Take a report."""
+        self.steps.take(progress.step, now)
+        if progress.code_note and progress.code_note != self._code_note:
+            self._code_note = progress.code_note
+            self._response.log(record.CodeChanged(self._name, progress.code_note))
+        if progress.storage_problem != self.storage_problem:
+            self.storage_problem = condition = progress.storage_problem
+            changed = record.SavingFails(self._name, condition) if condition else record.SavingWorks(self._name)
+            self._response.log(changed)
+        if self._first_step is None:
+            self._first_step = -1 if progress.resumed_from is None else progress.resumed_from
+        if progress.step > self._furthest:
+            self._furthest, self._crashes = progress.step, 0
+        before, self.latest = self.latest, progress
+        if before is not None:
+            self._note_batch(before.batch, progress.batch)
+        known = None if before is None else before.checkpoint_step
+        if progress.checkpoint_step is not None and progress.checkpoint_step != known:
+            self._response.log(record.Checkpoint(self._name, progress.checkpoint_step))
+        self._response.do(do.KeepProgress(progress))
+
+    def _note_batch(self, before: BatchReport | None, batch: BatchReport | None) -> None:
+        if before is not None and batch is not None and batch.size != before.size:
+            scale = batch.noise_scale
+            finite = scale if scale is not None and math.isfinite(scale) else None
+            self._response.log(record.BatchChanged(self._name, batch.size, before.size, finite))
+
+    def finish(self) -> None:
+        """Record the end of the training, and whether anything was trained."""
+        trained = self._first_step is None or self._furthest > self._first_step
+        self._response.log(record.TrainingFinished(self._name, trained, self._furthest))
+
+    def count_crash(self, reason: str) -> None:
+        """Count a crash."""
+        self._crashes += 1
+        self._last_crash = reason
+
+    def too_many_crashes(self) -> TooManyRestarts | None:
+        """Return an error if there have been too many crashes without a further step."""
+        if self._crashes <= self._max_restarts:
+            return None
+        return TooManyRestarts(
+            f"training {self._name!r}: {self._crashes} crashes without a step beyond step {self._furthest}, though its "
+            f"nodes were not taken; the last: {self._last_crash}; see the worker logs in the run directory"
+        )

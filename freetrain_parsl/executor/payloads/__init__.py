@@ -1,0 +1,1 @@
+"""What travels between driver and slots: calls, code, modules, values, and where it is found."""

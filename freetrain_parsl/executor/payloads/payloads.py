@@ -1,0 +1,179 @@
+"""Serialization of code and values between driver and slots: the payloads of messages."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from concurrent.futures import InvalidStateError
+from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
+from types import CodeType, FunctionType, ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+import dill
+from parsl.app.errors import RemoteExceptionWrapper
+from parsl.serialize import deserialize
+from parsl.serialize.concretes import DillSerializer
+from parsl.serialize.errors import DeserializationError
+
+from freetrain_parsl.errors import CheckpointError, TrainingError
+from freetrain_parsl.executor.payloads.app_modules import directory_of, imported_in, own_modules, search_first
+from freetrain_parsl.texts import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from freetrain_parsl.executor.payloads.value_files import ValueFiles
+    from freetrain_parsl.protocol.messages import StoredValue
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["error_in", "pack_training", "settle_with_error", "settle_with_value", "unpack_training"]
+
+
+class _Pickler(dill.Pickler):  # type: ignore[misc]  # untyped
+    """dill's pickler, but importable objects go by reference even if their module is no attribute of its package.
+
+    dill copies such classes, e.g. ``torch.optim.SGD``; the copy is then not a subclass of ``torch.optim.Optimizer``.
+    """
+
+    imported: set[str]
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT001, FBT002 - pickle's signature
+        if isinstance(obj, (type, FunctionType)) and id(obj) not in self.memo and _can_be_imported(obj):
+            self.imported.add(obj.__module__)
+            StockPickler.save_global(self, obj)  # type: ignore[attr-defined]  # not in typeshed
+            return
+        if isinstance(obj, ModuleType):
+            self.imported.add(obj.__name__)
+        elif isinstance(obj, CodeType):
+            self.imported.update(imported_in(obj))
+        super().save(obj, save_persistent_id)
+
+
+def _can_be_imported(thing: type | FunctionType) -> bool:
+    found: Any = sys.modules.get(thing.__module__ or "")
+    if found is None or thing.__module__ == "__main__":
+        return False
+    for name in thing.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is thing
+
+
+class _Directory:
+    """Becomes a call of `search_first`, before what follows it in a payload is imported."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return search_first, (self._path,)
+
+
+def pack_training(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imported: set[str] | None = None
+) -> bytes:
+    """Serialize a call of a training function.
+
+    Unlike Parsl's serialization, this includes the globals that the function uses: a script or notebook may define its
+    network and data next to the function. Objects from importable modules go by reference; they are looked up in the
+    directory of the function's module first.
+
+    Parameters
+    ----------
+    function, args, kwargs
+        The call.
+    imported
+        Receives the names of modules that are imported where the call is deserialized, or by functions in it.
+    """
+    directory = directory_of(function)
+    buffer = io.BytesIO()
+    with own_modules(directory):
+        pickler = _Pickler(buffer, recurse=True)
+        pickler.imported = set() if imported is None else imported
+        pickler.dump((_Directory(directory), function, args, kwargs))
+    return buffer.getvalue()
+
+
+def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return the function, its arguments and its keyword arguments; from now on, its directory is searched first."""
+    # Without the directory if an earlier version has written it.
+    *_, function, args, kwargs = dill.loads(payload)  # noqa: S301 - from the driver, over the authenticated channel
+    return function, args, kwargs
+
+
+def settle_with_value(future: Future[Any], sent: bytes | StoredValue, files: ValueFiles | None = None) -> None:
+    """Set a future's result to a value sent by a slot, or its exception if the value cannot be deserialized here.
+
+    Parameters
+    ----------
+    future
+        The future; if it is done, the value is discarded.
+    sent
+        The serialized value, or what identifies its file.
+    files
+        Where that file is.
+    """
+    if future.done():
+        if files is not None and not isinstance(sent, bytes):
+            files.discard(sent)
+        return
+    try:
+        if isinstance(sent, bytes):
+            value = deserialize(sent)
+        else:
+            assert files is not None, "slots without a directory for values store none"
+            with files.take(sent) as file:
+                value = _deserialize_file(file)
+    except CheckpointError as error:  # the file cannot be read
+        settle_with_error(future, error)
+    except BaseException as error:  # noqa: BLE001 - unpickling runs the value's own code, which may call sys.exit
+        settle_with_error(future, DeserializationError(f"the result cannot be deserialized here: {_described(error)}"))
+    else:
+        _settle(future, lambda: future.set_result(value))
+
+
+def _deserialize_file(file: IO[bytes]) -> Any:
+    """Deserialize a value from a file: without copies of all of it, while which no other thread of the driver runs."""
+    header = file.readline()
+    if header.removesuffix(b"\n") == DillSerializer.identifier:
+        return dill.load(file)  # noqa: S301 - as was announced over the authenticated channel
+    return deserialize(header + file.read())
+
+
+def settle_with_error(future: Future[Any], error: BaseException) -> None:
+    """Set a future's exception, unless the future is done."""
+    _settle(future, lambda: future.set_exception(error))
+
+
+def _settle(future: Future[Any], set_outcome: Callable[[], None]) -> None:
+    if future.done():
+        return
+    try:
+        set_outcome()
+    except InvalidStateError:
+        logger.debug("a future was cancelled, or failed by another thread, meanwhile")
+    except BaseException:
+        # Other than exceptions, concurrent.futures passes on what callbacks raise: sys.exit would end this thread.
+        logger.exception("a callback of a future failed")
+
+
+def error_in(payload: bytes) -> BaseException:
+    """Return the exception sent by a slot, with its remote traceback."""
+    try:
+        wrapped = deserialize(payload)
+        error = wrapped.get_exception() if isinstance(wrapped, RemoteExceptionWrapper) else TrainingError(repr(wrapped))
+    except BaseException as failure:  # noqa: BLE001 - unpickling runs the exception's own code, as above
+        return DeserializationError(
+            f"the call failed, but its exception cannot be deserialized here: {_described(failure)}"
+        )
+    try:
+        repr(error)  # in Parsl, this fails in a callback, and the app's future is never done
+    except BaseException:  # noqa: BLE001 - of the user's class
+        return TrainingError(f"the call raised {_described(error)}").with_traceback(error.__traceback__)
+    return error
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"

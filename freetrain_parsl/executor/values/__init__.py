@@ -1,0 +1,1 @@
+"""The values of ``session.log``, and their delivery to trackers, exactly once."""

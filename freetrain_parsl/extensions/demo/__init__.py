@@ -1,0 +1,1 @@
+"""``freetrain demo``, and nodes whose processes are forked from one that has imported torch."""

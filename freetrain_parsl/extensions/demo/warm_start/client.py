@@ -1,0 +1,124 @@
+"""The node's side: ask the server for a process that runs this node's program, and stand for it until it ends."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from freetrain_parsl.cluster.processes import MARK
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS, namespaces
+from freetrain_parsl.location import PACKAGE
+
+__all__ = ["LENGTH", "circumstances", "run_forked"]
+
+LENGTH: Final = struct.Struct("!I")
+"""Precedes the request, which is JSON; the standard streams and the namespaces are sent with it."""
+
+_PATIENCE: Final = 60.0  # seconds until the server's answer; it may still be importing
+_LOST: Final = 128 + signal.SIGKILL  # exit code of a process that ended without one, as a shell would report
+
+# Variables that interpreter and libraries read when they are loaded. What PYTHONPATH changes is sent. scikit-learn sets
+# two of OpenMP's when it is imported, in the environment of all later child processes; they do not concern results.
+_READ_AT_IMPORT: Final = re.compile(
+    r"PYTHON(?!PATH$)|LD_|LANG|LC_|TZ|MALLOC_|OMP_|KMP_(?!DUPLICATE_LIB_OK$|INIT_AT_FORK$)|GOMP_|MKL_|OPENBLAS_"
+    r"|NUMEXPR_|DNNL_|ONEDNN_|TORCH|PYTORCH_|ATEN_|CUDA_|NVIDIA_|HIP_|HSA_|ROC|ZE_|NCCL_|GLOO_"
+)
+
+
+def circumstances() -> dict[str, Any]:
+    """Describe what a forked process has from its parent and cannot change: only a server in the same may fork it."""
+    return {
+        # Not its name: `python` and `python3` of an environment are one file, which is in "files".
+        "executable": [str(Path(sys.executable).parent), sys.prefix, sys.version],
+        "flags": [str(sys.flags), *sys.warnoptions],
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _READ_AT_IMPORT.match(name)},
+        "namespaces": [str(Path("/proc/self/ns", kind).readlink()) for kind in namespaces.FIXED],
+        # The file system may be mounted differently; what has been imported must be the same.
+        "files": [[found.st_dev, found.st_ino] for found in map(os.stat, _imported_from())],
+        "identity": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
+        "processors": sorted(os.sched_getaffinity(0)),
+        "niceness": os.nice(0),
+        "limits": [
+            resource.getrlimit(getattr(resource, name)) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")
+        ],
+    }
+
+
+def run_forked(arguments: list[str]) -> int | None:
+    """Let a process of the server run the program of this node.
+
+    Parameters
+    ----------
+    arguments
+        The arguments of this program.
+
+    Returns
+    -------
+    int or None
+        The exit code of the process; ``None`` if the program must run in this process.
+    """
+    if MARK not in os.environ:
+        return None  # no node of an embedded cluster: a batch system would not find the process
+    # Signals to the job reach the process directly. This one ends after it.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.settimeout(_PATIENCE)
+            server.connect(os.environ[ADDRESS])
+            _send(server, arguments, ignored=_ignored(before))
+            with server.makefile("rwb") as stream:
+                answer = json.loads(stream.readline())
+                if "refused" not in answer:
+                    server.settimeout(None)
+                    stream.write(b"go\n")
+                    stream.flush()
+                    code = stream.readline()  # when the process ends
+                    return int(code) if code else _LOST
+        reason = answer["refused"]
+    except (OSError, ValueError) as error:
+        reason = repr(error)
+    sys.stderr.write(f"freetrain: this node starts without the warm start server: {reason}\n")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return None
+
+
+def _imported_from() -> list[str]:
+    return ["/", os.path.realpath(sys.executable), sys.prefix, sys.base_prefix, str(PACKAGE.parent)]
+
+
+def _send(server: socket.socket, arguments: list[str], *, ignored: list[int]) -> None:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    request = {
+        "circumstances": circumstances(),
+        "argv": [*sys.orig_argv[: len(sys.orig_argv) - len(arguments)], *arguments],
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),  # noqa: PTH109 - a plain string
+        "path": sys.path,
+        "umask": mask,
+        "ignored": ignored,
+    }
+    payload = json.dumps(request).encode()
+    opened = namespaces.descriptors()
+    passed = array.array("i", [0, 1, 2, *opened])
+    server.sendmsg([LENGTH.pack(len(payload))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+    for descriptor in opened:
+        os.close(descriptor)
+    server.sendall(payload)
+
+
+def _ignored(before: dict[signal.Signals, Any]) -> list[int]:
+    """Return the signals that this process ignored when it started."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} | before
+    return [int(number) for number, handler in handlers.items() if handler is signal.SIG_IGN]

@@ -1,0 +1,468 @@
+"""The state machine of a cohort: trainings of one function that may run fused, in arrays.
+
+The planner knows a cohort as one trainer. An array runs in each slot of the nodes that it assigns; its members are
+chosen when it starts, and further ones follow as it finds out how many it can train, or as members end. A member that
+leaves an array, because it is paused or its process has failed, goes back to the queue, and on from its checkpoint in
+another array. Pure, as `TrainingMachine`: events in, commands out; each command concerns one member, or all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.jobs.training import commands as do
+from freetrain_parsl.executor.jobs.training import events as on
+from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
+from freetrain_parsl.executor.jobs.training.response import Response
+from freetrain_parsl.executor.jobs.training.stall import waiting_reason
+from freetrain_parsl.executor.shared_errors import unshared
+from freetrain_parsl.extensions.fusion.driver.arrays import CohortArrays
+from freetrain_parsl.extensions.fusion.driver.cohort_trainer import CohortTrainer
+from freetrain_parsl.extensions.fusion.driver.members import CohortMember, MemberGoal, MemberResponse
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.reports import (
+    ArraySized,
+    PauseReason,
+    PeersFailed,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+    StorageFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
+    from freetrain_parsl.executor.jobs.training.commands import Command
+    from freetrain_parsl.executor.jobs.training.events import Event
+    from freetrain_parsl.extensions.fusion.driver.members import RunningArray
+    from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.protocol.reports import Progress
+
+__all__ = ["Addressed", "Cohort"]
+
+Addressed: TypeAlias = "tuple[str | None, Command]"
+"""A command with the name of the member that it concerns; ``None``: all."""
+
+_OWN_ERRORS = ("NonFiniteLoss", "UsageError", "CheckpointMismatch", "CodeChanged")  # not caused by an array
+_UNSUPPORTED = "it has a sharded model, a GradScaler, or a loader with an option that arrays do not support"
+_MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the cause
+
+
+class Cohort:
+    """Trainings that may run fused, until the last of them has ended or left.
+
+    Parameters
+    ----------
+    name
+        Its name for the planner.
+    limits
+        See `Limits`.
+    costs
+        Rescale costs of members that do not state them, until they are measured.
+    slots_per_node
+        Number of slots of a node.
+    numbers
+        Yields numbers that are unique within the driver.
+    best_rate
+        Returns the samples per second of a node assumed for trainings that have not been measured.
+    structure
+        That of its members; empty: that of the first that reports it.
+    now
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        requests: Sequence[TrainingRequest],
+        *,
+        structure: str = "",
+        limits: Limits,
+        costs: CostsInSeconds,
+        slots_per_node: int,
+        numbers: Iterator[int],
+        best_rate: Callable[[], float],
+        now: float,
+    ) -> None:
+        self.name = name
+        self._limits = limits
+        self._slots_per_node = slots_per_node
+        limit = None if requests[0].fusion is None else requests[0].fusion.limit  # the same for all
+        self._response = Response(now)
+        self._trainer = CohortTrainer(name, limit, costs, slots_per_node, best_rate, self._response)
+        self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
+        self._answering: list[MemberResponse] = []  # those with commands
+        self._arrays = CohortArrays(name, limit, self._trainer, self._response, numbers)
+        self._desired: frozenset[str] = frozenset()
+        self._holds = False  # the checkpoint directory cannot be used
+        self._gain = 0.0  # of arrays of the best size
+        self._structure = structure
+        self._refusal = ""
+        self._stall = ""
+        self._stands_since = now  # without an array, or without nodes
+        self._commands: list[Addressed] = []
+        self._registry: SlotRegistry
+        self.add(requests, now)
+        self._trainer.submit(self._members.values())
+
+    # ── what others see ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def over(self) -> bool:
+        """Whether no member is left."""
+        return not self._members
+
+    @property
+    def ended(self) -> bool:
+        """Whether, in addition, no array runs."""
+        return self.over and not self._arrays
+
+    @property
+    def refusal(self) -> str:
+        """Why its trainings are not fused; empty as long as they may be."""
+        return self._refusal
+
+    @property
+    def runs(self) -> Mapping[str, int]:
+        """Slot -> number of the run in it."""
+        return self._arrays.runs
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether it has a member of this name that is not over."""
+        return name in self._members
+
+    @property
+    def idle(self) -> bool:
+        """Whether it neither runs nor has nodes assigned."""
+        return not (self._arrays or self._desired)
+
+    def take(self) -> list[Addressed]:
+        """Return the commands so far, and start with none again."""
+        self._collect()
+        commands, self._commands = self._commands, []
+        return commands
+
+    # ── events ────────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, requests: Iterable[TrainingRequest], now: float) -> None:
+        """Add trainings; they wait until an array has room for them."""
+        self._response.now = now
+        for request in requests:
+            response = MemberResponse(request.name, now, self._answering)
+            member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
+            self._members[member.name] = member
+            self._arrays.queue.append(member)
+        self._log(record.CohortJoined(self.name, [request.name for request in requests]))
+        self._trainer.update(self._members.values())
+
+    def cancel(self, name: str, now: float) -> None:
+        """End a member, with its state saved."""
+        self._response.now = now
+        member = self._members[name]
+        if member.goal is MemberGoal.CANCEL:
+            return
+        member.goal = MemberGoal.CANCEL
+        member.response.log(record.TrainingCancelled(name))
+        self._dismiss(member)
+
+    def handle(self, event: Event, registry: SlotRegistry, now: float) -> None:  # noqa: C901 - a case for each event
+        """Handle an event; `take` returns the resulting commands.
+
+        Parameters
+        ----------
+        event
+            The event.
+        registry
+            The connected slots; only read.
+        now
+            Seconds.
+        """
+        self._registry, self._response.now = registry, now
+        match event:
+            case on.TimePassed():
+                self._tick()
+            case on.Assigned():
+                if not self._holds:
+                    if not self._desired:
+                        self._stands_since = now
+                    self._desired = event.nodes
+            case on.MemberReported():
+                self._member_reported(event)
+            case on.MemberOver():
+                self._member_over(event)
+            case on.Reported(report=ArraySized() as sized):
+                if (array := self._arrays.of_run(event.slot, event.run)) is not None:
+                    self._sized(array, sized)
+            case on.RunOver():
+                self._run_over(event)
+            case on.SlotLost():
+                self._slot_lost(event)
+            case on.Failed():
+                self._fail(event.error)
+            case on.StoragePostponed():
+                for member in self._members.values():
+                    member.response.log(record.TrainingWaits(member.name, event.condition, event.until))
+            case on.StorageBack():
+                self._try_again()
+
+    # ── time ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _tick(self) -> None:
+        leaving = self._registry.closing(self._desired | {array.node for array in self._arrays})
+        wanted = frozenset() if self._holds or self.over else self._desired - leaving
+        for array in self._arrays:
+            if array.deadline is not None and self._response.now > array.deadline:
+                self._do(do.Kill(array.slot, "it did not exit in time"))
+            for member in array.members.values():
+                member.explain_stall(array, self._response.now)
+        if wanted and len(self._members) <= len(wanted):
+            self._use_all_nodes()
+        count = sum(member.goal is MemberGoal.TRAIN for member in self._members.values())
+        self._arrays.place(self._free(wanted), wanted=wanted, leaving=leaving, members=count)
+        if self._members:
+            self._trainer.update(self._members.values())
+        self._explain_stall()
+
+    def _explain_stall(self) -> None:
+        """Record why no array runs; why a member is in none of those that run follows from their number."""
+        if self._arrays or self.over or self._holds:
+            self._stands_since = self._response.now
+        reason = waiting_reason(self._desired, 1, self._response.now - self._stands_since)
+        if reason != self._stall:
+            self._stall = reason
+            self._log(record.CohortStalled(self.name, reason))
+
+    def _use_all_nodes(self) -> None:
+        """Let members train alone on whole nodes if each can have one or more, and could use more than one slot."""
+        for member in list(self._members.values()):
+            if self._slots_per_node > 1 or member.request.max_nodes > 1:
+                self._leave(member, "")
+
+    def _free(self, nodes: Iterable[str]) -> list[Slot]:
+        """Return the idle slots of these nodes."""
+        slots = [self._registry.complete_slots([node]) or [] for node in sorted(nodes)]
+        return [slot for each in slots for slot in each if slot.busy is None and not slot.leaving]
+
+    # ── reports ───────────────────────────────────────────────────────────────────────────────────
+
+    def _member_reported(self, event: on.MemberReported) -> None:
+        array = self._arrays.of_run(event.slot, event.run)
+        if array is None or (member := array.members.get(event.member)) is None:
+            return
+        if not array.trains:
+            array.trains = True
+            self._trainer.started(self._response.now - array.started)
+            if not self._holds:  # else it was sent before the directory failed
+                self._do(do.ForgetStorage())
+        self._take_progress(array, member, event.progress)
+        self._check_structure(array, member)
+        if event.progress.rate is not None:
+            self._trainer.measured_rate(len(array.members), event.progress.rate)
+
+    def _check_structure(self, array: RunningArray, member: CohortMember) -> None:
+        """Let a member leave that cannot be fused at all, or not with the others."""
+        self._structure = self._structure or member.structure
+        if not member.structure:
+            reason = "" if member.tracker.latest is None else member.tracker.latest.not_fused
+            self._leave(member, reason or _UNSUPPORTED)
+        elif member.structure != self._structure and member.goal is MemberGoal.TRAIN:
+            member.goal = MemberGoal.REGROUP
+            self._arrays.release(array, member.name)
+
+    def _take_progress(self, array: RunningArray, member: CohortMember, progress: Progress) -> None:
+        if member.began is None:
+            member.began = self._response.now
+            started = record.FragmentStarted(member.name, array.run, [array.node], False, 0.0, array.name)  # noqa: FBT003
+            member.response.log(started)
+            if progress.resumed_from is not None:
+                member.response.log(record.FragmentResumed(member.name, progress.resumed_from, progress.slot_seconds))
+        member.tracker.take(progress, self._response.now)
+
+    def _sized(self, array: RunningArray, sized: ArraySized) -> None:
+        if sized.reason and not sized.fused:
+            if all(member.goal is not MemberGoal.REGROUP for member in array.members.values()):
+                self._refuse(sized.reason)  # else those that differ leave
+            return
+        array.size = sized.size
+        if sized.reason:  # the array was too large
+            self._arrays.limit_to(sized.size)
+            return
+        if sized.gain_size > 1:  # else nothing was timed
+            self._trainer.measured_gain(sized.gain_size, sized.gain)
+        if sized.decided and sized.fused:
+            if sized.gain > self._gain:  # else another array has found a better size
+                self._arrays.size, self._gain = sized.size, sized.gain
+            self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
+
+    def _refuse(self, reason: str) -> None:
+        """Let all members train alone."""
+        self._refusal = reason
+        for member in list(self._members.values()):
+            self._leave(member, reason)
+
+    def _leave(self, member: CohortMember, reason: str) -> None:
+        """Let a member train alone, once it has left its array."""
+        if member.goal is MemberGoal.TRAIN:
+            member.goal, member.alone_because = MemberGoal.ALONE, reason
+            self._dismiss(member)
+
+    def _dismiss(self, member: CohortMember) -> None:
+        """Make a member leave its array, or the queue."""
+        array = self._arrays.with_member(member.name)
+        if array is not None:
+            self._arrays.release(array, member.name)
+        else:
+            self._back(member)
+
+    # ── the ends ──────────────────────────────────────────────────────────────────────────────────
+
+    def _member_over(self, event: on.MemberOver) -> None:
+        array = self._arrays.of_run(event.slot, event.run)
+        if array is None or (member := array.members.get(event.member)) is None:
+            return
+        end = event.end
+        if isinstance(end, RunFinished) or (isinstance(end, RunPaused) and end.reason is not PauseReason.LEFT):
+            self._take_progress(array, member, end.progress)
+        self._part(array, member, failure=False)
+        match end:
+            case RunFinished():
+                member.tracker.finish()
+                member.response.do(do.Resolve(event.payload, event.stored))
+                self._forget(member)
+            case RunFailed():
+                self._failed(array, member, end, event.payload)
+            case StorageFailed():
+                self._back(member)
+                self._hold(end.condition)
+            case RunPaused() | PeersFailed():
+                self._back(member)
+
+    def _failed(self, array: RunningArray, member: CohortMember, end: RunFailed, payload: bytes) -> None:
+        """Fail a member, unless the array may be the cause: then it is repeated alone, from its checkpoint."""
+        if not array.shared or end.reason.startswith(_OWN_ERRORS) or member.goal is MemberGoal.CANCEL:
+            member.response.do(do.Fail(payload))
+            self._forget(member)
+            return
+        member.goal, member.alone_because = MemberGoal.ALONE, f"it failed in an array, {end.reason}"
+        self._back(member)
+
+    def _run_over(self, event: on.RunOver) -> None:
+        array = self._arrays.of_run(event.slot, event.run)
+        if array is None:
+            return
+        self._do(do.Release(event.slot))
+        self._end(array, failure=False)
+        for member in list(array.members.values()):
+            self._part(array, member, failure=False)
+            if isinstance(event.end, RunFailed) and member.goal is MemberGoal.TRAIN:
+                member.goal, member.alone_because = MemberGoal.ALONE, event.end.reason
+            self._back(member)
+
+    def _slot_lost(self, event: on.SlotLost) -> None:
+        array = self._arrays.in_slot(event.slot)
+        if array is None:
+            return
+        self._end(array, failure=True)
+        if event.crash:
+            self._do(do.CountRestart())
+        for member in list(array.members.values()):
+            self._part(array, member, failure=True)
+            if event.crash:
+                member.crashes += 1
+            if member.crashes >= _MOST_CRASHES and member.goal is MemberGoal.TRAIN:
+                member.goal = MemberGoal.ALONE
+                member.alone_because = f"{member.crashes} arrays crashed in which it trained, the last: {event.reason}"
+            self._back(member)
+
+    def _end(self, array: RunningArray, *, failure: bool) -> None:
+        self._arrays.remove(array)
+        seconds = max(0.0, self._response.now - array.started)
+        self._log(record.ArrayEnded(self.name, array.name, array.node, failure, seconds))
+
+    def _part(self, array: RunningArray, member: CohortMember, *, failure: bool) -> None:
+        """Take a member out of its array."""
+        del array.members[member.name]
+        array.releasing.discard(member.name)
+        member.note_stall("")
+        if member.began is not None:
+            seconds = max(0.0, self._response.now - member.began)
+            counted = member.tracker.counted_seconds
+            member.response.log(
+                record.FragmentEnded(member.name, array.run, [array.node], failure, seconds, array.name, counted)
+            )
+            member.began = None
+
+    def _back(self, member: CohortMember) -> None:
+        """Do what a member that is in no array is to do next."""
+        queue = self._arrays.queue
+        if member in queue:
+            queue.remove(member)
+        match member.goal:
+            case MemberGoal.TRAIN:
+                begun = sum(each.tracker.latest is not None for each in queue)
+                queue.insert(begun if member.tracker.latest is not None else len(queue), member)
+            case MemberGoal.REGROUP:
+                member.response.do(do.JoinCohort(member.structure))
+                self._forget(member)
+            case MemberGoal.ALONE:
+                member.response.do(do.TrainAlone(member.alone_because))
+                self._forget(member)
+            case MemberGoal.CANCEL:
+                member.response.do(do.Fail(TrainingCancelled(f"training {member.name!r} was cancelled")))
+                self._forget(member)
+
+    def _forget(self, member: CohortMember) -> None:
+        self._collect()  # its last commands
+        del self._members[member.name]
+        if not self._members:
+            self._trainer.finish()
+            for array in self._arrays:
+                self._arrays.pause(array)
+
+    def _fail(self, error: Exception) -> None:
+        for member in list(self._members.values()):
+            array = self._arrays.with_member(member.name)
+            if array is not None:
+                self._part(array, member, failure=False)
+            if member in self._arrays.queue:
+                self._arrays.queue.remove(member)
+            member.response.do(do.Fail(unshared(error)))
+            self._forget(member)
+        for array in self._arrays:
+            array.deadline = self._response.now + self._limits.peer_timeout
+
+    # ── the checkpoint directory ──────────────────────────────────────────────────────────────────
+
+    def _hold(self, condition: str) -> None:
+        """Take the cohort off its nodes: it cannot start or continue without the checkpoint directory."""
+        if self._holds or self.over:
+            return
+        self._holds, self._desired = True, frozenset()
+        self._trainer.withhold()
+        self._do(do.AwaitStorage(condition))
+
+    def _try_again(self) -> None:
+        if self._holds and not self.over:
+            self._holds = False
+            for member in self._members.values():
+                member.response.log(record.TrainingTriesAgain(member.name))
+            self._trainer.submit(self._members.values())
+
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────
+
+    def _collect(self) -> None:
+        """Take the commands so far: those to slots in order, which a member's follow."""
+        self._commands += [(None, command) for command in self._response.take()]
+        for response in self._answering:
+            self._commands += [(response.name, command) for command in response.take()]
+        self._answering.clear()
+
+    def _log(self, entry: record.Record) -> None:
+        self._response.log(entry)
+
+    def _do(self, command: Command) -> None:
+        self._response.do(command)

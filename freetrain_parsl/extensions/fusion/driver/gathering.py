@@ -1,0 +1,113 @@
+"""Gathering trainings that may run fused: a sweep is submitted one training after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from datetime import datetime, timedelta
+
+    from freetrain_parsl.executor.jobs.request import Fusion, Training, TrainingRequest
+    from freetrain_parsl.planning.curves.scaling import ScalingCurve
+    from freetrain_parsl.planning.model import CostsInSeconds
+
+__all__ = ["CohortKey", "Gathering", "cohort_key"]
+
+_QUIET = 0.5  # seconds without another training of the same key
+_LONGEST = 3.0  # seconds
+
+
+@dataclass(frozen=True)
+class CohortKey:
+    """Equal for trainings that may be in one cohort.
+
+    Parameters
+    ----------
+    fusion, priority, deadline, costs, scaling, max_nodes, node_kinds
+        As in `TrainingRequest`.
+    structure
+        That of the trainings, once it is known that they differ from those that have the rest in common.
+    """
+
+    fusion: Fusion
+    priority: float
+    deadline: datetime | timedelta | None
+    costs: CostsInSeconds | None
+    scaling: ScalingCurve
+    max_nodes: int
+    node_kinds: tuple[str, ...] = ()
+    structure: str = ""
+
+
+def cohort_key(request: TrainingRequest) -> CohortKey | None:
+    """Return the key of a training: what its planner's trainer cannot have twice; ``None`` if it trains alone.
+
+    A training that needs several nodes at the same time, or has a scaling curve for each kind of node, trains alone.
+    """
+    if request.fusion is None or request.min_nodes > 1 or request.scaling_by_kind:
+        return None
+    return CohortKey(
+        request.fusion,
+        request.priority,
+        request.deadline,
+        request.costs,
+        request.scaling,
+        request.max_nodes,
+        request.node_kinds,
+    )
+
+
+@dataclass
+class _Group:
+    first: float
+    last: float
+    trainings: dict[Future[Any], Training] = field(default_factory=dict)
+
+
+class Gathering:
+    """Trainings that were submitted a moment ago, by key."""
+
+    def __init__(self) -> None:
+        self._groups: dict[CohortKey, _Group] = {}
+        self._keys: dict[Future[Any], CohortKey] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._groups)
+
+    def add(self, key: CohortKey, training: Training, now: float) -> None:
+        """Add a training."""
+        group = self._groups.setdefault(key, _Group(now, now))
+        group.last = now
+        group.trainings[training.future] = training
+        self._keys[training.future] = key
+
+    def take(self, future: Future[Any]) -> Training | None:
+        """Take the training with this future, if it is here."""
+        if (key := self._keys.pop(future, None)) is None:
+            return None
+        group = self._groups[key]
+        training = group.trainings.pop(future)
+        if not group.trainings:
+            del self._groups[key]
+        return training
+
+    def take_all(self) -> list[Training]:
+        """Take all trainings."""
+        trainings = [training for group in self._groups.values() for training in group.trainings.values()]
+        self._groups.clear()
+        self._keys.clear()
+        return trainings
+
+    def ready(self, now: float) -> list[tuple[CohortKey, list[Training]]]:
+        """Take the trainings to which no further ones have been added for a moment."""
+        keys = [
+            key for key, group in self._groups.items() if now - group.last >= _QUIET or now - group.first >= _LONGEST
+        ]
+        ready = [(key, list(self._groups.pop(key).trainings.values())) for key in keys]
+        for _, trainings in ready:
+            for training in trainings:
+                del self._keys[training.future]
+        return ready

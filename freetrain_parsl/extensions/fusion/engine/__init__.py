@@ -1,0 +1,1 @@
+"""The fused step: members meet, one computes for all."""

@@ -1,0 +1,581 @@
+"""The work of the meetings of an array: fused forward and backward passes, and optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.engine.ambient import autocast_state
+from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
+from freetrain_parsl.extensions.fusion.engine.attribute_watch import AttributeWatch
+from freetrain_parsl.extensions.fusion.engine.call_graph import CallGraph
+from freetrain_parsl.extensions.fusion.engine.intercept import original_forward
+from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
+from freetrain_parsl.extensions.fusion.engine.member_streams import MemberStreams
+from freetrain_parsl.extensions.fusion.forward.differences import compare
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.verification import verify
+from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
+from freetrain_parsl.extensions.fusion.slot.shared_batches import DataSource, SharedBatches, same_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from freetrain_parsl.extensions.fusion.engine.lockstep import Strand
+    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+    from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
+    from freetrain_parsl.training.mailbox import Clock
+
+__all__ = ["UNFUSED", "ArrayMember", "FusionEngine"]
+
+logger = logging.getLogger(__name__)
+
+UNFUSED: Final = object()
+"""Result of a meeting that was not held for all members: the member does the work alone."""
+
+_VERIFIED_CALLS = (0, 4)  # of each kind: at first trainings with one seed have equal parameters
+
+_JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
+
+
+class ArrayMember:
+    """One training in the engine.
+
+    Parameters
+    ----------
+    name
+        The training's name.
+    objects
+        Its models and optimizers.
+    """
+
+    def __init__(self, name: str, objects: MemberObjects) -> None:
+        self.name = name
+        self.objects = objects
+
+
+class _Call(NamedTuple):
+    """A call of a participant's model."""
+
+    participant: ArrayMember
+    number: int
+    leaves: list[Any]
+    spec: Any
+    has_kwargs: bool
+
+
+class _Loss(NamedTuple):
+    """A participant's loss, for a backward pass or a step; ``None``: its gradients are there."""
+
+    participant: ArrayMember
+    loss: torch.Tensor | None
+
+
+class FusionEngine:
+    """Fuses the forward passes, backward passes and steps of the participants that train in the lockstep.
+
+    Parameters
+    ----------
+    lockstep
+        Runs the participants.
+    sizing
+        Decides whether fusing pays; ``None``: fuse in any case.
+    resized
+        Called when the sizing has changed the number of members, or decided.
+    stepped
+        Called between the steps of all participants; may add strands to the lockstep.
+    refused
+        Called with the reason when the participants cannot be fused, or if that does not pay.
+    clock
+        Clock for the times of steps, in seconds; ``None``: on a CPU with one thread, of processor time, which does not
+        depend on what else runs there.
+    """
+
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        sizing: ArraySizing | None = None,
+        resized: Callable[[], None] = lambda: None,
+        stepped: Callable[[], None] = lambda: None,
+        refused: Callable[[str], None] = lambda _reason: None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._sizing = sizing
+        self._resized = resized
+        self._stepped = stepped
+        self._refused = refused
+        self._clock = clock
+        self._last_step: float | None = None  # when all participants made a step
+        self.reason = ""
+        """Why the participants are not fused; empty while they are, or before the first attempt."""
+        self.fused_steps = 0
+        """Number of steps that were made for all participants at once."""
+        self._lockstep = lockstep
+        self._participants: list[ArrayMember] = []
+        self._members: list[ArrayMember] = []  # of the array, in the order of its rows
+        self._array: Array | None = None
+        self._optimizers: list[RowOptimizer] = []
+        self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
+        self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
+        self._sources: list[tuple[DataSource, SharedBatches]] = []
+        self._attributes = AttributeWatch()
+        self._graph = CallGraph()
+        self._open: set[ArrayMember] = set()  # those in a batch with outputs of a fused forward pass
+
+    @property
+    def current_strand(self) -> Strand | None:
+        """The strand that runs; ``None`` during the work for several."""
+        return self._lockstep.current
+
+    @property
+    def participants(self) -> int:
+        """Number of those that train."""
+        return len(self._participants)
+
+    def shared_batches(self, source: DataSource) -> SharedBatches | None:
+        """Return the batches of this source, or of one that certainly is the same."""
+        if not source.can_be_shared:
+            return None
+        for known, batches in self._sources:
+            if same_source(known, source):
+                return batches
+        batches = SharedBatches()
+        self._sources.append((source, batches))
+        return batches
+
+    # ── called by the participants ────────────────────────────────────────────────────────────────
+
+    def join(self, participant: ArrayMember) -> None:
+        """Take part from the next step on; wait until all that have begun so far are ready, too."""
+        self._participants.append(participant)
+        self._last_step = None
+        self.reason = ""
+        self._wait_for_the_others()
+
+    def _wait_for_the_others(self) -> None:
+        self._lockstep.meet(Meeting(_JOIN, "join", lambda _strands: None))
+
+    def leave(self, participant: ArrayMember) -> None:
+        """Take part no longer; its models and optimizers are ordinary again, after this step of the others."""
+        self._last_step = None
+        self._open.discard(participant)
+        if participant in self._participants:
+            self._participants.remove(participant)
+            too_slow = self._sizing is not None and self._sizing.decided and not self._sizing.fused
+            if len(self._participants) > 1 and not too_slow:
+                self.reason = ""  # it may have been the one that differs
+        if participant in self._members:
+            self._dissolve()
+
+    def end_batch(self, participant: ArrayMember) -> None:
+        """Note that a participant computes no more gradients from its outputs so far."""
+        self._open.discard(participant)
+        if self._members != self._participants or self.reason:
+            self._dissolve()
+
+    def forward(
+        self, participant: ArrayMember, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of a participant's model for training, or `UNFUSED`."""
+        if self._is_alone():
+            return UNFUSED
+        leaves, spec = _flat((args, kwargs)) if kwargs else _flat(args)
+        kind = ("forward", number, model.training, autocast_state(), spec, tuple(map(_kind_of, leaves)))
+        call = _Call(participant, number, leaves, spec, bool(kwargs))
+        return self._lockstep.meet(Meeting(_FORWARD, kind, self._forward, call))
+
+    def backward(self, participant: ArrayMember, loss: torch.Tensor) -> None:
+        """Add the gradients of a loss to a participant's ``.grad``."""
+        if self._is_alone() and participant not in self._open:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            return
+        self._check_batches()
+        self._lockstep.meet(Meeting(_BACKWARD, "backward", self._backward, _Loss(participant, loss)))
+
+    def step(self, participant: ArrayMember, loss: torch.Tensor | None, numbers: tuple[int, ...]) -> bool:
+        """Compute the gradients of a loss, if given, and step some of a participant's optimizers, by number.
+
+        Returns
+        -------
+        clean
+            Whether the participant's parameters have no gradients afterwards.
+        """
+        if self._is_alone() and participant not in self._open:
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            for number in numbers:
+                participant.objects.optimizers[number].step()
+            self._stepped()
+            if len(self._participants) > 1:
+                self._lockstep.meet(Meeting(_STEP, "turn", lambda _strands: None))  # else one would run to its end
+            elif self._lockstep.has_new:
+                self._wait_for_the_others()
+            return False
+        self._check_batches()
+        kind = ("step", loss is not None, numbers)
+        return bool(self._lockstep.meet(Meeting(_STEP, kind, partial(self._step, numbers), _Loss(participant, loss))))
+
+    def _check_batches(self) -> None:
+        """Check that no member has changed a batch that others have, too.
+
+        Raises
+        ------
+        CannotFuse
+            One has.
+        """
+        if any(batches.spoiled for _, batches in self._sources):
+            raise CannotFuse("one of the trainings changes its batch in place, after others have got the same batch")
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch, in this context, what the members' functions do to their models, and backward passes of their own."""
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if self.current_strand is not None and self._open:
+                raise CannotFuse("a training calls backward() itself instead of session.backward()")
+            original(*args, **kwargs)
+
+        torch.autograd.backward = backward
+        try:
+            with self._attributes.active():
+                yield
+        finally:
+            torch.autograd.backward = original
+
+    def _dissolve(self) -> None:
+        """Make the models and optimizers of all members ordinary again, unless gradients will still reach the array."""
+        if self._array is None or self._open:
+            return
+        for optimizer in self._optimizers:
+            optimizer.release()
+        self._array.dissolve()
+        for member in self._members:
+            _own_states(member.objects.optimizers)
+        self._array, self._optimizers, self._members = None, [], []
+
+    # ── the work ──────────────────────────────────────────────────────────────────────────────────
+
+    def _is_alone(self) -> bool:
+        return len(self._participants) < 2 or bool(self.reason)
+
+    def _pays(self) -> bool:
+        return self._sizing is None or self._sizing.fuses(len(self._participants))
+
+    def _form(self) -> bool:
+        """Stack the participants, unless they are; return whether they can be fused."""
+        if self._array is not None and self._members == self._participants and self._still_fits():
+            return True
+        self._dissolve()
+        if self.reason or self._array is not None:
+            return False
+        try:
+            objects = [member.objects for member in self._participants]
+            _check_optimizers(objects)
+            self._differing = [compare(models) for models in zip(*(each.models for each in objects), strict=True)]
+        except CannotFuse as error:
+            self._refuse(error)
+            return False
+        self._members = list(self._participants)
+        self._attributes.watch([model for member in self._members for model in member.objects.models])
+        self._array = Array([member.objects for member in self._members])
+        self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].objects.optimizers))]
+        return True
+
+    def _row_optimizer(self, number: int) -> RowOptimizer:
+        assert self._array is not None
+        return row_optimizer(
+            [member.objects.optimizers[number] for member in self._members],
+            [segment for segment in self._array.segments if segment.place[0] == number and segment.trainable],
+        )
+
+    def _still_fits(self) -> bool:
+        """Take what user code has changed in the members' models; return false if they must be stacked anew."""
+        assert self._array is not None
+        self._attributes.look_for_hooks([model for member in self._members for model in member.objects.models])
+        if self._attributes.changed:
+            try:
+                differing = [compare(models) for models in zip(*(m.objects.models for m in self._members), strict=True)]
+            except CannotFuse as error:
+                self._refuse(error)
+                return False
+            if _values(differing) != _values(self._differing) or not self._array.has_all_parameters():
+                self._calls.clear()
+                return False
+            self._attributes.changed = False
+        with torch.no_grad():
+            return self._array.take_assigned_parameters(any_layout=False)
+
+    def _check_optimizers_are_known(self, numbers: tuple[int, ...]) -> None:
+        """Take the states and options of optimizers that user code has changed."""
+        for number in numbers:
+            if not self._optimizers[number].is_current():
+                if not self._has_parameters_of(number):
+                    raise CannotFuse("parameters or parameter groups were added to an optimizer, or removed")
+                self._optimizers[number].discard()
+                self._optimizers[number] = self._row_optimizer(number)
+
+    def _has_parameters_of(self, number: int) -> bool:
+        """Return whether an optimizer of all members has the parameters that it had when the array was formed."""
+        assert self._array is not None
+        segments = [segment for segment in self._array.segments if segment.place[0] == number]
+        return all(
+            sorted(
+                (place, id(parameter))
+                for place, group in enumerate(member.objects.optimizers[number].param_groups)
+                for parameter in group["params"]
+            )
+            == sorted((segment.place[1], id(parameter)) for segment in segments for parameter in segment.members[row])
+            for row, member in enumerate(self._members)
+        )
+
+    def _refuse(self, error: CannotFuse) -> None:
+        self._dissolve()
+        self.reason = str(error)
+        logger.warning("%d trainings go on one by one: %s", len(self._participants), error)
+        self._refused(self.reason)
+
+    def _is_everyone(self, strands: Sequence[Strand]) -> bool:
+        return self._array is not None and {strand.item.participant for strand in strands} == set(self._members)
+
+    def _in_rows(self, strands: Sequence[Strand]) -> list[Strand]:
+        return sorted(strands, key=lambda strand: self._members.index(strand.item.participant))
+
+    def _forward(self, strands: Sequence[Strand]) -> None:
+        with self._attributes.paused():
+            self._fused_forward(strands)
+
+    def _fused_forward(self, strands: Sequence[Strand]) -> None:
+        for strand in strands:
+            strand.result = UNFUSED
+        if self._is_alone() or not self._pays():  # the others may have left
+            return
+        if {strand.item.participant for strand in strands} != set(self._participants) or not self._form():
+            return
+        meeting = strands[0].meeting
+        assert self._array is not None
+        assert meeting is not None
+        strands = self._in_rows(strands)
+        calls: list[_Call] = [strand.item for strand in strands]
+        kind = meeting.kind, self._array.kind
+        number = calls[0].number
+        self._array.take_assigned_buffers()
+        models = [member.objects.models[number] for member in self._members]
+        functions = [partial(original_forward(model), model) for model in models]
+        stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
+        arguments = _whole(stacked, calls[0].spec)
+        args, kwargs = arguments if calls[0].has_kwargs else (arguments, {})
+        state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
+        streams = MemberStreams([strand.ambient for strand in strands])
+        strands[0].ambient.restore_modes()
+        try:
+            if self._calls[kind] in _VERIFIED_CALLS:
+                _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
+            with _kept(state[1].values()):
+                output = fused_call(
+                    models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
+                )
+        except CannotFuse as error:
+            self._refuse(error)
+            return
+        except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
+            self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
+            return
+        streams.close()
+        self._calls[kind] += 1
+        self._open = set(self._members)
+        leaves, shape = _flat((output,))
+        inputs = [argument.tensor for argument in stacked if isinstance(argument, Stacked)]
+        rows = [
+            self._graph.rows(leaf, inputs) if isinstance(leaf, torch.Tensor) else [leaf] * len(strands)
+            for leaf in leaves
+        ]
+        for row, strand in enumerate(strands):
+            (strand.result,) = _whole([each[row] for each in rows], shape)
+
+    def _stacked(self, values: tuple[Any, ...]) -> Any:
+        """Return an argument of all members: tensors stacked, unless all have the same one."""
+        first = values[0]
+        if not isinstance(first, torch.Tensor) or all(_is_same(value, first) for value in values):
+            return first
+        return Stacked(self._graph.stack(values))
+
+    def _backward(self, strands: Sequence[Strand]) -> None:
+        self._compute([strand.item for strand in strands])
+        if self._is_everyone(strands):
+            assert self._array is not None
+            self._array.show_gradients()
+
+    def _step(self, numbers: tuple[int, ...], strands: Sequence[Strand]) -> None:
+        losses: list[_Loss] = [strand.item for strand in strands]
+        array = self._array if self._is_everyone(strands) else None
+        if losses[0].loss is not None:
+            self._compute(losses)
+        elif array is not None:
+            array.take_gradients()
+        if array is not None:
+            with torch.no_grad():
+                array.take_assigned_parameters()
+            self._check_optimizers_are_known(numbers)
+        uniform = all(self._optimizers[number].uniform for number in numbers) if array is not None else False
+        if array is not None and uniform and array.is_complete(numbers):
+            for number in numbers:
+                if isinstance(self._optimizers[number], OwnOptimizers):
+                    array.show_gradients()
+                self._optimizers[number].step()
+            self.fused_steps += 1
+        else:
+            if array is not None:
+                array.show_gradients()
+            self._step_one_by_one([loss.participant for loss in losses], numbers)
+        if len(strands) == len(self._participants):
+            self._time_step()
+            self._stepped()
+        for strand in strands:
+            strand.result = array is not None
+        if self._array is not None:
+            self._array.drop_gradients()
+
+    def _time_step(self) -> None:
+        """Count a step of all participants in the sizing of the array."""
+        sizing = self._sizing
+        if sizing is None or sizing.decided:
+            return
+        if self._clock is None:
+            of_processor = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._clock = time.process_time if of_processor else time.perf_counter
+        now = self._clock()
+        if self._last_step is not None and len(self._participants) == sizing.size:
+            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
+            before = (sizing.size, sizing.fused, sizing.decided)
+            if sizing.count(now - self._last_step, memory) and not sizing.fused:
+                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
+            if (sizing.size, sizing.fused, sizing.decided) != before:
+                if not sizing.fused:
+                    self._dissolve()  # or their optimizers would still step fused
+                self._resized()
+        self._last_step = now
+
+    def _step_one_by_one(self, participants: Sequence[ArrayMember], numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            fused = self._optimizers[number] if self._array is not None else None
+            if fused is not None:
+                fused.hand_over()
+            for participant in participants:
+                participant.objects.optimizers[number].step()
+            if fused is not None:
+                fused.take_over()
+
+    def _compute(self, losses: Sequence[_Loss]) -> None:
+        """Compute the gradients of some participants: in the array's rows if they are all of its members."""
+        members = {loss.participant for loss in losses}
+        # What some members compute later may need parts of this graph; those who are gone need none.
+        some = not set(self._participants) <= members
+        numbers = [self._members.index(member) for member in members if member in self._members]
+        given = [loss.loss for loss in losses if loss.loss is not None]
+        reached = self._graph.backward(given, numbers, retain_graph=some)
+        if self._array is None:
+            return
+        if members == set(self._members):
+            self._array.collect(reached)
+        else:
+            self._array.collect_rows(numbers, reached)
+
+
+def _verify(*call: Any, **options: Any) -> None:
+    """Raise `CannotFuse` with what `verify` has found."""
+    reason = verify(*call, **options)
+    if reason is not None:
+        raise CannotFuse(reason)
+
+
+@contextmanager
+def _kept(buffers: Collection[torch.Tensor]) -> Iterator[None]:
+    """Restore buffers after an error."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        raise
+
+
+def _flat(tree: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """Return leaves and structure of nested containers; at once for a tuple of tensors."""
+    if all(isinstance(item, torch.Tensor) for item in tree):
+        return list(tree), None
+    return pytree.tree_flatten(tree)
+
+
+def _whole(leaves: list[Any], spec: Any) -> Any:
+    """Return the nested containers of `_flat`."""
+    return tuple(leaves) if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
+def _kind_of(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    return leaf if leaf.__hash__ else type(leaf)
+
+
+def _values(differing: Sequence[dict[str, PerMember]]) -> list[dict[str, list[float]]]:
+    return [{path: list(each.values) for path, each in model.items()} for model in differing]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same numbers in memory, as of a batch that trainings share."""
+    if one is other:
+        return True
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and not (one.requires_grad or other.requires_grad)
+    )
+
+
+def _check_optimizers(members: Sequence[MemberObjects]) -> None:
+    """Check that the members have the same optimizers over the same parameters.
+
+    Raises
+    ------
+    CannotFuse
+        They have not, or a parameter is listed more than once: each time, it is stepped.
+    """
+    first = members[0]
+    for member in members:
+        listed = [id(p) for optimizer in member.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(set(listed)) < len(listed):
+            raise CannotFuse("a parameter is in two optimizers, or twice in one")
+    for other in members[1:]:
+        if len(other.models) != len(first.models):
+            raise CannotFuse(f"the trainings have {len(first.models)} and {len(other.models)} models")
+        if [type(optimizer) for optimizer in other.optimizers] != [type(optimizer) for optimizer in first.optimizers]:
+            names = [" and ".join(type(o).__name__ for o in member.optimizers) for member in (first, other)]
+            raise CannotFuse(f"the trainings have different optimizers: {names[0]}, {names[1]}")
+        shapes = [[(place, p.shape, p.dtype, p.requires_grad) for place, p in m.parameters()] for m in (first, other)]
+        if shapes[0] != shapes[1]:
+            raise CannotFuse("the trainings have different parameters, or other parameter groups in their optimizers")
+
+
+def _own_states(optimizers: Sequence[Optimizer]) -> None:
+    """Give the states of optimizers memory of their own."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.clone()

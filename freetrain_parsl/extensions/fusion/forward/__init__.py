@@ -1,0 +1,1 @@
+"""The fused forward pass, and its checks."""

@@ -1,0 +1,291 @@
+"""What differs between the models of several trainings: only numbers may, everything else must be equal."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.engine.memory_layout import MemoryLayout
+from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+from freetrain_parsl.training.step.bypass import BypassCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+_BY_VALUE = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, np.dtype, enum.Enum),
+)
+_BY_IDENTITY = (types.BuiltinFunctionType, types.ModuleType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_TENSORS = ("_parameters", "_buffers", "_modules")  # compared as tensors and modules
+_HOOKS_WITHOUT_EFFECT = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_DETAILS_OF_CLASSES = {
+    *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"),
+    *("__abstractmethods__", "_abc_impl", "__annotations__", "__annotate__", "__annotate_func__"),
+    *("__annotations_cache__", "__parameters__", "__orig_bases__"),
+}
+
+
+def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[str, PerMember]:
+    """Compare the models of several trainings.
+
+    Parameters
+    ----------
+    models
+        One per training.
+    ignored
+        Attributes of the models themselves that are not compared.
+
+    Returns
+    -------
+    dict of str to PerMember
+        Path of an attribute -> the numbers of the trainings, for dropout probabilities that differ.
+
+    Raises
+    ------
+    CannotFuse
+        If the models differ in anything else, or have attributes that cannot be compared.
+    """
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]  # torch's own
+        raise CannotFuse("there is a hook of all modules")
+    parts = [dict(model.named_modules()) for model in models]
+    first = parts[0]
+    for other in parts[1:]:
+        _equal("modules", [list(first), list(other)])
+    for path, module in first.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CannotFuse(f"{path or 'the model'} is compiled by torch.jit")
+        kinds = [type(each[path]) for each in parts]
+        if not all(
+            _Comparison(models[0], model).equal(kinds[0], kind) for model, kind in zip(models, kinds, strict=True)
+        ):
+            names = ", ".join(kind.__name__ for kind in kinds)
+            raise CannotFuse(f"{path or 'the model'} is of a different class in each of the trainings: {names}")
+    _compare_tensors(models)
+    differing: dict[str, PerMember] = {}
+    comparisons = [_Comparison(models[0], model) for model in models]
+    for path in first:
+        attributes = [_attributes(each[path], () if path else ignored) for each in parts]
+        _equal(f"{path or 'the model'}: attributes", [sorted(each) for each in attributes])
+        for name in attributes[0]:
+            full = f"{path}.{name}".lstrip(".")
+            values = [each[name] for each in attributes]
+            if _may_differ(first[path], name) and all(type(value) in (int, float) for value in values):
+                if len(set(values)) > 1:
+                    differing[full] = PerMember(values)
+            else:
+                _compare_values(full, values, comparisons)
+    return differing
+
+
+def _equal(what: str, values: Sequence[list[Any]]) -> None:
+    for value in values[1:]:
+        if value != values[0]:
+            extra = [item for item in [*values[0], *value] if (item in values[0]) != (item in value)]
+            raise CannotFuse(f"{what} differ between the trainings: {', '.join(map(str, extra)) or 'their order'}")
+
+
+def _compare_values(path: str, values: list[Any], comparisons: list[_Comparison]) -> None:
+    try:
+        equal = [comparison.equal(values[0], value) for comparison, value in zip(comparisons, values, strict=True)]
+    except _Incomparable as error:
+        raise CannotFuse(f"{path} cannot be compared between the trainings: {error}") from None
+    if not all(equal):
+        raise CannotFuse(f"{path} differs between the trainings: {', '.join(map(_brief, values))}")
+
+
+def _brief(value: Any) -> str:
+    text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return text if len(text) <= 40 else text[:39] + "…"  # the message is one line
+
+
+def _may_differ(module: nn.Module, name: str) -> bool:
+    """Return whether a number is a dropout probability: operators get the numbers of all members then."""
+    return "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+
+
+def _attributes(module: nn.Module, ignored: Collection[str]) -> dict[str, Any]:
+    left_out = {*_TENSORS, *_HOOKS_WITHOUT_EFFECT, *ignored}
+    if isinstance(module, nn.RNNBase):  # other references to its parameters
+        left_out |= {"_flat_weights", "_flat_weight_refs"}
+    attributes = {name: value for name, value in vars(module).items() if name not in left_out}
+    for name, value in attributes.items():  # hooks are numbered over all modules: only their order counts
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and hasattr(value, "values"):
+            attributes[name] = list(value.values())
+    return attributes
+
+
+def _compare_tensors(models: Sequence[nn.Module]) -> None:
+    described = [_described(model) for model in models]
+    for other in described[1:]:
+        _equal("parameters and buffers", [list(described[0]), list(other)])
+    for name in described[0]:
+        descriptions = [each[name] for each in described]
+        if any(description != descriptions[0] for description in descriptions[1:]):
+            raise CannotFuse(f"{name} differs between the trainings: {'; '.join(descriptions)}")
+    owned = [{id(parameter) for parameter in model.parameters() if parameter.requires_grad} for model in models]
+    if len(set().union(*owned)) < sum(map(len, owned)):
+        raise CannotFuse("trainings share a parameter that they all train")
+
+
+def _described(model: nn.Module) -> dict[str, str]:
+    """Return, for each name of a parameter or buffer, what must be equal; a tied one is the other's name."""
+    names: dict[int, str] = {}
+    described = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        if id(tensor) in names:
+            described[name] = f"the same as {names[id(tensor)]}"
+            continue
+        names[id(tensor)] = name
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
+            raise CannotFuse(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
+        accumulated = (tensor._post_accumulate_grad_hooks or {}).values()
+        if tensor._backward_hooks or not all(map(BypassCheck.is_own_hook, accumulated)):
+            raise CannotFuse(f"{name} has a hook on its gradient")
+        trained = "trained" if tensor.requires_grad else "not trained"
+        layout = MemoryLayout(tensor)
+        memory = "" if layout.is_plain else f", in memory with the dimensions {layout.order}"
+        described[name] = f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {trained}{memory}"
+    return described
+
+
+class _Incomparable(Exception):
+    """A value that has no meaning of equality; the message describes it."""
+
+
+class _Comparison:
+    """Comparison of values of two models.
+
+    Parameters
+    ----------
+    one, other
+        The models.
+    """
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        self._paths = [_paths(one), _paths(other)]
+        self._under_way: set[tuple[int, int]] = set()
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Return whether two values are equal; a cycle of references is if everything else in it is."""
+        pair = id(one), id(other)
+        if pair in self._under_way:
+            return True
+        self._under_way.add(pair)
+        try:
+            return self._equal(one, other)
+        finally:
+            self._under_way.discard(pair)
+
+    def _equal(self, one: Any, other: Any) -> bool:  # noqa: C901  # one line for each kind of value
+        if type(one) is not type(other) and not self.equal(type(one), type(other)):
+            return False
+        if isinstance(one, (nn.Module, torch.Tensor)):
+            return self._equal_parts(one, other)
+        if isinstance(one, _BY_VALUE):
+            return bool(one == other) or (one != one and other != other)  # NaN
+        if isinstance(one, type):
+            return one is other or self._equal_classes(one, other)
+        if isinstance(one, types.FunctionType):
+            return self._equal_functions(one, other)
+        if isinstance(one, _BY_IDENTITY):
+            return one is other or self._equal_bound(one, other)
+        if isinstance(one, types.MethodType):
+            return self.equal(one.__func__, other.__func__) and self.equal(one.__self__, other.__self__)
+        if isinstance(one, functools.partial):
+            parts = [(value.func, value.args, value.keywords) for value in (one, other)]
+            return self.equal(*parts)
+        if isinstance(one, (tuple, list)):
+            return len(one) == len(other) and all(map(self.equal, one, other))
+        if isinstance(one, dict):
+            return self._equal_mappings(one, other)
+        if isinstance(one, (set, frozenset)):
+            return all(isinstance(item, _BY_VALUE) for item in one | other) and bool(one == other)
+        if isinstance(one, np.ndarray) and one.dtype != object:
+            return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+        return self._equal_objects(one, other)
+
+    def _equal_mappings(self, one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+        return one.keys() == other.keys() and all(self.equal(value, other[key]) for key, value in one.items())
+
+    def _equal_parts(self, one: Any, other: Any) -> bool:
+        """Compare a module or tensor: one of the model by its path, another tensor by value."""
+        paths = [paths.get(id(value)) for paths, value in zip(self._paths, (one, other), strict=True)]
+        if isinstance(one, torch.Tensor):
+            if paths != [None, None]:
+                raise _Incomparable(f"it refers to the parameter or buffer {paths[0] or paths[1]}")
+            if one.requires_grad or other.requires_grad:
+                raise _Incomparable("it is a tensor with a gradient, but no parameter")
+            alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+            return alike and torch.equal(one, other)
+        if None in paths:
+            raise _Incomparable(f"a {type(one).__name__} that is no submodule")
+        return paths[0] == paths[1]
+
+    def _equal_classes(self, one: type, other: type) -> bool:
+        """Compare classes: each training may have defined its own from the same code."""
+        if (one.__module__, one.__qualname__) != (other.__module__, other.__qualname__):
+            return False
+        own = [
+            {key: value for key, value in vars(kind).items() if key not in _DETAILS_OF_CLASSES} for kind in (one, other)
+        ]
+        return self.equal(one.__bases__, other.__bases__) and self._equal_mappings(*own)
+
+    def _equal_functions(self, one: types.FunctionType, other: types.FunctionType) -> bool:
+        if one is other and not one.__closure__:
+            return True
+        parts = [(f.__defaults__, f.__kwdefaults__) for f in (one, other)]
+        if one.__code__ != other.__code__ or one.__globals__ is not other.__globals__ or not self.equal(*parts):
+            return False
+        cells = [f.__closure__ or () for f in (one, other)]
+        return all(map(self._equal_cells, *cells))
+
+    def _equal_cells(self, one: types.CellType, other: types.CellType) -> bool:
+        if one is other:
+            return True
+        contents = one.cell_contents, other.cell_contents
+        if isinstance(contents[0], (list, dict, set)) and contents[0] is not contents[1]:
+            raise _Incomparable("a function that uses a list or dict of its training")
+        return self.equal(*contents)
+
+    def _equal_bound(self, one: Any, other: Any) -> bool:
+        owners = getattr(one, "__self__", None), getattr(other, "__self__", None)
+        return one.__name__ == other.__name__ and None not in owners and self.equal(*owners)
+
+    def _equal_objects(self, one: Any, other: Any) -> bool:
+        """Compare objects of classes in Python, such as configurations, by their attributes."""
+        if isinstance(one, (staticmethod, classmethod)):
+            return self.equal(one.__func__, other.__func__)
+        if isinstance(one, property):
+            parts = [(value.fget, value.fset, value.fdel) for value in (one, other)]
+            return self.equal(*parts)
+        kinds = type(one).__mro__[:-1]
+        in_python = all(kind.__flags__ & _HEAP_TYPE and "__slots__" not in vars(kind) for kind in kinds)
+        if not hasattr(one, "__dict__") or not (in_python or isinstance(one, types.SimpleNamespace)):
+            if one is other:
+                return True
+            raise _Incomparable(f"it is a {type(one).__name__}")
+        return self._equal_mappings(vars(one), vars(other))
+
+
+_HEAP_TYPE = 1 << 9  # flag of classes that are not defined in C, with few exceptions
+
+
+def _paths(model: nn.Module) -> dict[int, str]:
+    """Return identity -> path of all modules, parameters and buffers."""
+    return {
+        id(part): path for path, part in [*model.named_modules(), *model.named_parameters(), *model.named_buffers()]
+    }

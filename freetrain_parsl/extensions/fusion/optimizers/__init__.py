@@ -1,0 +1,1 @@
+"""Optimizers over the rows of all members."""

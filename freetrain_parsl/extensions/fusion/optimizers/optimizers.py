@@ -1,0 +1,135 @@
+"""Optimizer steps of all members of an array at once, on rows instead of single parameters.
+
+Three ways, the first that is possible: SGD, Adam and AdamW for all rows, each with the hyperparameters of its member;
+for torch's other elementwise optimizers, one hidden optimizer of the same class for each member, whose parameters are
+the member's whole rows; otherwise each member's own optimizer. The members' optimizers keep their parameter groups,
+which schedulers change, and their states: views of the rows' states.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import optim
+
+from freetrain_parsl.extensions.fusion.optimizers.formula_optimizers import AdamKernels, FormulaOptimizer, has_kernels
+from freetrain_parsl.extensions.fusion.optimizers.formulas import FORMULAS, AdamFormula
+from freetrain_parsl.extensions.fusion.optimizers.hidden_optimizers import HiddenOptimizers
+from freetrain_parsl.extensions.fusion.optimizers.optimizer_watch import has_own_steps, is_constant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
+    from freetrain_parsl.extensions.fusion.engine.array import Segment
+
+__all__ = ["RowOptimizer", "row_optimizer"]
+
+_ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.Adadelta, optim.Adamax,
+    optim.RAdam, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+_UNUSUAL = ("maximize", "amsgrad", "differentiable", "capturable")
+_SWITCHES = ("nesterov", "decoupled_weight_decay", "fused")
+"""Options by which the formula or its states differ."""
+_FORMULA_TYPES = (torch.float32, torch.float64)
+"""Others would round numbers that differ between the members, such as 0.999 to 1; torch's optimizers do not."""
+
+
+class RowOptimizer(Protocol):
+    """Makes the steps of one optimizer of all members."""
+
+    uniform: bool
+    """Whether all parameters of a member have made the same steps, so that `step` can be used."""
+
+    def is_current(self) -> bool:
+        """Return whether the members' optimizers have the states and options that this one knows."""
+
+    def step(self) -> None:
+        """Make a step of all members, on complete gradients of their rows; `is_current` has returned true."""
+
+    def hand_over(self) -> None:
+        """Give the members' optimizers their states, before they are used or saved."""
+
+    def take_over(self) -> None:
+        """Take the states of the members' optimizers."""
+
+    def release(self) -> None:
+        """Give the members' optimizers their states for good."""
+
+    def discard(self) -> None:
+        """Leave the members' optimizers as they are: user code has changed them, and another one takes their states."""
+
+
+def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) -> RowOptimizer:
+    """Return the fastest way to step these optimizers, one for each member.
+
+    Parameters
+    ----------
+    optimizers
+        Of the same class, with the same parameter groups.
+    segments
+        The segments of their trainable parameters.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    plain = (
+        type(optimizers[0]) in _ELEMENTWISE
+        and not any(_has_changeable(group) for group in groups)
+        and not any(has_own_steps(optimizer) for optimizer in optimizers)
+    )
+    if not plain or not segments:  # all parameters can be frozen
+        return OwnOptimizers(optimizers)
+    formula = FORMULAS.get(type(optimizers[0]))
+    usual = not any(group.get(name) for group in groups for name in _UNUSUAL)
+    alike = all(len({group.get(name) for group in each}) == 1 for each in _by_place(optimizers) for name in _SWITCHES)
+    precise = all(segment.rows.dtype in _FORMULA_TYPES for segment in segments)
+    if formula is not None and usual and alike and precise:
+        if isinstance(formula, AdamFormula) and has_kernels(segments):
+            return AdamKernels(optimizers, segments, formula)
+        return FormulaOptimizer(optimizers, segments, formula)
+    if any(group.get("differentiable") or group.get("capturable") for group in groups):
+        return OwnOptimizers(optimizers)
+    return HiddenOptimizers(optimizers, segments)
+
+
+class OwnOptimizers:
+    """Each member's own optimizer; for those that are not elementwise, or not torch's."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    uniform = True
+
+    def is_current(self) -> bool:
+        """See `RowOptimizer`: nothing is kept elsewhere."""
+        return True
+
+    def step(self) -> None:
+        """See `RowOptimizer`; needs the gradients in the parameters' ``.grad``."""
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def hand_over(self) -> None:
+        """See `RowOptimizer`: they have them."""
+
+    def take_over(self) -> None:
+        """See `RowOptimizer`: they have them."""
+
+    def release(self) -> None:
+        """See `RowOptimizer`: they have them."""
+
+    def discard(self) -> None:
+        """See `RowOptimizer`."""
+
+
+def _by_place(optimizers: Sequence[Optimizer]) -> list[tuple[dict[str, Any], ...]]:
+    """Return, for each place of a parameter group, those of all members."""
+    return list(zip(*(optimizer.param_groups for optimizer in optimizers), strict=True))
+
+
+def _has_changeable(group: dict[str, Any]) -> bool:
+    """Return whether an option is a tensor or the like; lists of numbers are read in each step."""
+    options = [tuple(value) if isinstance(value, list) else value for name, value in group.items() if name != "params"]
+    return not all(map(is_constant, options))

@@ -1,0 +1,1 @@
+"""An array in a slot."""

@@ -1,0 +1,275 @@
+"""An array's run in a slot: translates the driver's messages for its members, and their reports for the driver.
+
+The main thread is in `ArrayRun.perform`; `ArrayRun.handle` is called by the channel's thread meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.errors import CannotFuse, CheckpointError, TrainingError
+from freetrain_parsl.executor.logs.lines import FIRST
+from freetrain_parsl.executor.payloads.payloads import unpack_training
+from freetrain_parsl.executor.slot.output import flush_streams
+from freetrain_parsl.executor.slot.result import deposit, serialize_result
+from freetrain_parsl.executor.slot.run_end import end_by, print_exception
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
+from freetrain_parsl.protocol.messages import (
+    AddMember,
+    ChangeBatch,
+    ChangeGroup,
+    MemberEnded,
+    MemberReport,
+    Output,
+    PauseRun,
+    ReleaseMember,
+    RunEnded,
+    RunReport,
+    StoreReply,
+    Values,
+)
+from freetrain_parsl.protocol.options import digest_of
+from freetrain_parsl.protocol.reports import (
+    ArraySized,
+    Logged,
+    PauseReason,
+    Progress,
+    RunFailed,
+    RunFinished,
+    RunPaused,
+)
+from freetrain_parsl.training.mailbox import Finished, Paused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from freetrain_parsl.executor.payloads.value_files import ValueFiles
+    from freetrain_parsl.executor.slot.output import OutputCapture
+    from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
+    from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.protocol.reports import Report, RunEnd
+
+__all__ = ["ArrayRun"]
+
+_MOST_MEMBERS = 1024
+_REPORTS_PER_SECOND = 8.0  # of all members
+_LONGEST_WAIT = 60.0  # seconds, for the first members
+
+
+class ArrayRun:
+    """The execution of one `StartArray` command.
+
+    Parameters
+    ----------
+    command
+        The command.
+    send
+        Sends a message to the driver; may be called from any thread.
+    files
+        As in `TrainingRun`.
+    """
+
+    def __init__(
+        self, command: StartArray, *, send: Callable[[ToDriver], None], files: ValueFiles | None = None
+    ) -> None:
+        self.mailbox: ArrayMailbox = ArrayMailbox()
+        self.number = command.run
+        self.output: OutputCapture | None = None
+        """Takes what the members print, while the array runs."""
+        self.fused_steps = 0
+        """Number of steps that were made for several members at once, after the end."""
+        self._command = command
+        self._send = send
+        self._files = files
+        self._training = command.training
+        self._missing = set(command.members)
+        self._complete = threading.Event()
+        self._options: SessionOptions | None = None  # of the first member
+        self._sizing: ArraySizing | None = None
+        self._too_large = False
+        self._dtype: torch.dtype | None = None  # that the import of the members' modules has set
+        self._reported: dict[str, tuple[float, int | None]] = {}  # time and step of the checkpoint
+
+    @property
+    def expendable(self) -> bool:
+        """Whether no work would be lost if this process ended now."""
+        return not self.mailbox.underway
+
+    def handle(self, message: ToRun) -> bool:
+        """Handle a message from the driver; return false if it is for another run."""
+        match message:
+            case StoreReply() | ChangeGroup() | ChangeBatch():
+                return False
+            case _ if message.run != self.number:
+                return False
+            case AddMember():
+                self._options = self._options or message.options
+                self.mailbox.add(Member(message.options, partial(self._load, message.payload)))
+                self._missing.discard(message.options.name)
+                if not self._missing:
+                    self._complete.set()
+            case ReleaseMember():
+                self.mailbox.release(message.member)
+            case PauseRun():
+                self.mailbox.end()
+                self._complete.set()
+        return True
+
+    def close(self) -> None:
+        """Wait for nothing more: the driver has failed, or the run is over."""
+        self._complete.set()
+
+    source = ""
+    """Whose output it is before a member has its first turn: nobody's."""
+
+    def deliver(self, member: str, lines: bytes) -> None:
+        """Pass on what a member has printed; what precedes the first member's turn goes where slots print."""
+        if member:
+            self._send(Output(member, FIRST, lines))
+        else:
+            sys.stderr.write(lines.decode(errors="replace"))
+
+    # The main thread.
+
+    def _load(self, payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Return a member's function with its arguments.
+
+        Its modules are imported with the first member. A default dtype that they set is that of each member.
+        """
+        import torch
+
+        before = torch.get_default_dtype()
+        loaded = unpack_training(payload)
+        if torch.get_default_dtype() != before:
+            self._dtype = torch.get_default_dtype()
+        elif self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
+        return loaded
+
+    def perform(self) -> RunEnded:
+        """Run the array until all members have ended; return the message that reports it."""
+        self._complete.wait(_LONGEST_WAIT)
+        end: RunEnd = RunPaused(PauseReason.REQUESTED)
+        payload = b""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 - of the engine; the members' own are theirs
+            end, payload = end_by(error)
+        return RunEnded(self._training, self.number, end, payload)
+
+    def _run(self) -> None:
+        import torch
+
+        from freetrain_parsl.extensions.fusion.slot.run import run_members
+        from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
+
+        memory = math.inf
+        if torch.cuda.is_available():
+            memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        size = self._command.size
+        if size is None and (known := self._known_size()) is not None:
+            size = known.size
+            self._send_size(ArraySized(size, fused=True, gain=known.gain, gain_size=size, decided=True))
+        self._sizing = ArraySizing(self._command.limit or _MOST_MEMBERS, size, memory=memory)
+        engine = run_members(
+            (),
+            self.mailbox,
+            report=self._report,
+            ended=self._ended,
+            sizing=self._sizing,
+            resized=self._resized,
+            refused=self._refused,
+            turn=self._attribute,
+        )
+        self.fused_steps = engine.fused_steps
+
+    def _attribute(self, member: str) -> None:
+        if self.output is not None:
+            self.output.attribute(member)
+
+    def _report(self, member: str, report: Report) -> None:
+        if isinstance(report, Logged):
+            self._send(Values(member, report.rows))
+            return
+        if not isinstance(report, Progress):
+            return  # of a change of the group, which a member of an array has to itself
+        now, checkpoint = time.monotonic(), report.checkpoint_step
+        before, known = self._reported.get(member, (-math.inf, None))
+        if now - before < len(self._reported) / _REPORTS_PER_SECOND and checkpoint == known:
+            return
+        self._reported[member] = now, checkpoint
+        self._send(MemberReport(self._training, self.number, member, report))
+
+    def _ended(self, member: str, ended: Finished | Paused | BaseException) -> None:
+        self._reported.pop(member, None)
+        end: RunEnd
+        payload, stored = b"", None
+        if isinstance(ended, Finished):
+            end = RunFinished(ended.progress)
+            try:
+                payload, stored = deposit(serialize_result(member, ended.value), self._files)
+            except (TrainingError, CheckpointError) as error:
+                end, payload = end_by(error)
+        elif isinstance(ended, Paused):
+            end = RunPaused(ended.reason, ended.progress)
+        elif isinstance(ended, CannotFuse):  # it was found too late to go on one by one: from the checkpoints, alone
+            end = RunPaused(PauseReason.LEFT)
+            self._refused(str(ended))
+        elif self._is_too_large(ended):  # it goes on from its checkpoint, in a smaller array
+            end = RunPaused(PauseReason.LEFT)
+        else:
+            end, payload = end_by(ended)
+            if isinstance(end, RunFailed):
+                print_exception(ended)
+        if self.output is not None:
+            flush_streams()
+            self.output.flush()
+        self._send(MemberEnded(self._training, self.number, member, end, payload, stored))
+
+    def _is_too_large(self, error: BaseException) -> bool:
+        """Return whether an array, and not one of its members, has run out of memory; the next one is half as large."""
+        import torch
+
+        sizing = self._sizing
+        if not isinstance(error, torch.OutOfMemoryError) or sizing is None or not sizing.fused or sizing.size < 2:
+            return False
+        if not self._too_large:
+            self._too_large = True
+            reason = f"{sizing.size} members need more memory than the device has"
+            self._send_size(ArraySized(sizing.size // 2, fused=True, decided=True, reason=reason))
+        return True
+
+    def _resized(self, sizing: ArraySizing) -> None:
+        self._send_size(ArraySized(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided))
+        if sizing.decided and sizing.fused and self._options is not None:
+            write_array_size(self._options.checkpoint_root, self._key(), MeasuredSize(sizing.size, sizing.gain))
+
+    def _known_size(self) -> MeasuredSize | None:
+        """Return the size that an earlier array of this function has found on such a device."""
+        return None if self._options is None else read_array_size(self._options.checkpoint_root, self._key())
+
+    def _key(self) -> str:
+        import torch
+
+        assert self._options is not None
+        device = f"{platform.machine()} with {torch.get_num_threads()} threads"
+        if torch.cuda.is_available():
+            device = torch.cuda.get_device_name()
+        code = self._options.code
+        return digest_of(["" if code is None else code.identity, device])  # whatever the arguments of its members
+
+    def _send_size(self, sized: ArraySized) -> None:
+        self._send(RunReport(self._training, self.number, sized))
+
+    def _refused(self, reason: str) -> None:
+        self._send_size(ArraySized(1, decided=True, reason=reason))

@@ -1,0 +1,164 @@
+"""Batches that several trainings in one process fetch once: those with the same data in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import Subset, TensorDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from freetrain_parsl.training.data.order import Batch, Order
+
+__all__ = ["DataSource", "DatasetWatch", "SharedBatches", "same_source"]
+
+_KEPT = 2  # batches: that of the trainings that are ahead, and that of those behind
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What determines the batches of a loader.
+
+    Parameters
+    ----------
+    dataset, sampler, collate_fn, num_workers, seed_samples
+        As for ``session.loader``.
+    order
+        The order.
+    """
+
+    dataset: Any
+    order: Order
+    sampler: Any
+    collate_fn: Any
+    num_workers: int
+    seed_samples: bool
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether its batches can be fetched for several trainings: they are in one piece, in an order of our own."""
+        return self.sampler is None and self.order.micro_batch is None and self.order.shards is None
+
+
+def same_source(one: DataSource, other: DataSource) -> bool:
+    """Return whether two sources certainly yield the same batches."""
+    return (
+        one.order == other.order
+        and one.collate_fn == other.collate_fn
+        and one.num_workers == other.num_workers
+        and one.seed_samples == other.seed_samples
+        and _same_dataset(one.dataset, other.dataset)
+    )
+
+
+def _same_dataset(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) is TensorDataset:
+        return len(one.tensors) == len(other.tensors) and all(
+            mine.dtype == its.dtype and mine.device == its.device and (mine is its or torch.equal(mine, its))
+            for mine, its in zip(one.tensors, other.tensors, strict=True)
+        )
+    if type(one) is Subset:
+        return list(one.indices) == list(other.indices) and _same_dataset(one.dataset, other.dataset)
+    return False
+
+
+class DatasetWatch:
+    """Notes that user code has replaced or changed the tensors of a dataset, which was equal to another one before.
+
+    Parameters
+    ----------
+    dataset
+        The dataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._known = list(_tensors_of(dataset))
+        self._marks = _marks(self._known)
+
+    def is_same(self) -> bool:
+        """Return whether the dataset has the tensors that it had at first, unchanged."""
+        now = _tensors_of(self._dataset)
+        return len(now) == len(self._known) and all(map(is_, now, self._known)) and _marks(now) == self._marks
+
+
+def _tensors_of(dataset: Any) -> Sequence[Any]:
+    """Return the tensors of a dataset that `_same_dataset` compares."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset.tensors if type(dataset) is TensorDataset else ()
+
+
+def _marks(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return where tensors are in memory, and their versions, as far as they have these."""
+    return [
+        (
+            tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_nested else 0,
+            0 if tensor.is_inference() else tensor._version,
+        )
+        for tensor in tensors
+    ]
+
+
+class SharedBatches:
+    """The current batches of one source.
+
+    Each training gets the same tensors, until one changes them in place: from then on each gets copies.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[int, int], tuple[Batch, Any, list[torch.Tensor], list[int]]] = {}
+        self._copying = False
+
+    def get(self, epoch: int, position: int, fetch: Callable[[], tuple[Batch, Any]]) -> tuple[Batch, Any]:
+        """Return the batch at a position of an epoch; `fetch` it unless a training has done so.
+
+        Parameters
+        ----------
+        epoch, position
+            Where the batch begins.
+        fetch
+            Returns the batch and its data.
+        """
+        place = (epoch, position)
+        known = self._batches.get(place)
+        if known is not None and not self._copying and _versions(known[2]) != known[3]:
+            self._copying = True
+            known = None
+        if known is None:
+            batch, data = fetch()
+            tensors = _tensors(data)
+            known = batch, data, tensors, _versions(tensors)
+            self._batches[place] = known
+            while len(self._batches) > _KEPT:
+                del self._batches[next(iter(self._batches))]
+        batch, data, _, _ = known
+        # Tensors of its own on the same memory: gradients and flags are each training's.
+        make = torch.clone if self._copying else torch.Tensor.detach
+        if type(data) in (list, tuple) and all(isinstance(leaf, torch.Tensor) for leaf in data):
+            return batch, type(data)(map(make, data))
+        return batch, pytree.tree_map_only(torch.Tensor, make, data)
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether a training has changed, in place, a batch that others have, too."""
+        return not self._copying and any(_versions(tensors) != known for _, _, tensors, known in self._batches.values())
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+def _tensors(data: Any) -> list[torch.Tensor]:
+    if isinstance(data, (list, tuple)) and all(isinstance(leaf, torch.Tensor) for leaf in data):
+        return list(data)
+    return [leaf for leaf in pytree.tree_leaves(data) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,1 @@
+"""Globus: checkpoints on its collections, campaigns through its Compute, several sites."""

@@ -1,0 +1,125 @@
+"""What the user's machine and the site say to each other: JSON documents, checked where they arrive."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from freetrain_parsl.errors import InvalidInput, RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "RemoteStatus", "check_run_name", "field_of", "plain_text"]
+
+T = TypeVar("T")
+
+LOG_BYTES = 200_000
+"""Most bytes of a log in one answer."""
+
+FUNCTION = "freetrain_remote"
+FUNCTION_SOURCE = f"""
+def {FUNCTION}(request):
+    try:
+        from freetrain_parsl.extensions.globus.remote.verbs import answer
+    except ImportError as error:
+        import sys
+        return {{
+            "error": f"freetrain-parsl cannot be used in the endpoint's Python {{sys.version.split()[0]}}, "
+            f"{{sys.executable}}: {{error}}; install there the version that is installed here",
+            "usage": False,
+        }}
+    return answer(request)
+"""
+"""The function that is registered with Globus Compute; everything else is installed at the site."""
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OVER = ("finished", "stopped", "interrupted", "failed", "died")
+
+
+@dataclass(frozen=True)
+class RemoteStatus:
+    """State of a campaign at a site.
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    state
+        ``starting``, ``running``, ``stopping``; or over: ``finished``, ``stopped``, ``interrupted``, ``failed`` (the
+        driver could not start, or trainings failed), ``died`` (it was killed, or its host rebooted).
+    host
+        Login node of the driver.
+    directory
+        Directory of the run at the site.
+    message
+        What the user should know, such as why it failed; one line.
+    summary
+        As of ``freetrain status --json``; ``None`` before the driver has started.
+    """
+
+    run: str
+    state: str
+    host: str
+    directory: str
+    message: str = ""
+    summary: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def over(self) -> bool:
+        """Whether no driver runs, or will run without a `resume`."""
+        return self.state in _OVER
+
+    def as_json(self) -> dict[str, Any]:
+        """Describe it for a message and for ``--json``."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> RemoteStatus:
+        """Read it from a message.
+
+        Raises
+        ------
+        RemoteError
+            The site sent something else.
+        """
+        run, state, host, directory, message = (
+            field_of(document, name, str) for name in ("run", "state", "host", "directory", "message")
+        )
+        summary = None if document.get("summary") is None else field_of(document, "summary", dict)
+        if summary is not None:
+            field_of(summary, "trainings", list)
+        return cls(run, state, host, directory, plain_text(message), summary)
+
+
+def field_of(answer: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...]) -> T:
+    """Return a field of a site's answer.
+
+    Raises
+    ------
+    RemoteError
+        It is missing, or of another type.
+    """
+    value = answer.get(name)
+    if not isinstance(value, kind):
+        raise RemoteError("the site sent an unexpected answer; is another version of freetrain-parsl there?")
+    return value
+
+
+def plain_text(text: object, longest: int = 2000) -> str:
+    """Return a site's text as it may be shown on a terminal and stored: no control characters, not too long."""
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in str(text)[:longest])
+
+
+def check_run_name(name: object) -> str:
+    """Return the name of a run.
+
+    Raises
+    ------
+    InvalidInput
+        It is none.
+    """
+    if not (isinstance(name, str) and _RUN_NAME.fullmatch(name)):
+        raise InvalidInput(f"{str(name)[:80]!r} is not the name of a run, such as digits-1a2b3c4d")
+    return name

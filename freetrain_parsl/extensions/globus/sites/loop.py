@@ -1,0 +1,312 @@
+"""The loop around the coordinator: the calls to the sites, signals, and what is stored before it is acted upon."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.campaign.lock import BEAT
+from freetrain_parsl.errors import FreeTrainError, PlanningError, RemoteError, UsageError
+from freetrain_parsl.extensions.globus.remote.bounded import HUNG
+from freetrain_parsl.extensions.globus.remote.messages import RemoteStatus
+from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts
+from freetrain_parsl.extensions.globus.sites.coordinator_file import CoordinatorFile
+from freetrain_parsl.extensions.globus.sites.state import Ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from freetrain_parsl.campaign.store import RunStore
+    from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
+    from freetrain_parsl.extensions.globus.sites.places import SitePlace
+    from freetrain_parsl.extensions.globus.sites.state import SiteCall
+
+    Show = Callable[[Coordinator, float], None]
+
+__all__ = ["CalledSite", "SitesLoop"]
+
+_PERIOD = 0.25  # seconds between polls of answers and signals
+_CALL_TIMEOUT = 120.0  # seconds
+_STOP_WAIT = 45.0  # seconds for which a site waits for its driver to end
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a call."""
+
+    call: SiteCall
+    answer: Mapping[str, Any] | None
+    error: FreeTrainError | None
+
+
+class _Caller:
+    """Makes the calls to one site, one after the other, in a thread that does not keep the process alive."""
+
+    def __init__(self, name: str, place: SitePlace, outcomes: SimpleQueue[tuple[_Caller, _Outcome]]) -> None:
+        self.busy: SiteCall | None = None
+        self.since = 0.0
+        self._place = place
+        self._outcomes = outcomes
+        self._calls: SimpleQueue[tuple[SiteCall, Mapping[str, Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, name=f"freetrain-site-{name}", daemon=True).start()
+
+    def submit(self, call: SiteCall, request: Mapping[str, Any]) -> None:
+        self.busy, self.since = call, time.monotonic()
+        self._calls.put((call, request))
+
+    def _run(self) -> None:
+        while True:
+            call, request = self._calls.get()
+            try:
+                outcome = _Outcome(call, self._place.call(request, _CALL_TIMEOUT), None)
+            except FreeTrainError as error:
+                outcome = _Outcome(call, None, error)
+            # The SDK's errors of tokens and sockets are many; none of them may end the campaign.
+            except Exception as error:  # noqa: BLE001 - see above
+                outcome = _Outcome(call, None, RemoteError(f"{type(error).__name__}: {error}"))
+            self._outcomes.put((self, outcome))
+
+
+@dataclass(frozen=True)
+class CalledSite:
+    """A site, as the loop calls it.
+
+    Parameters
+    ----------
+    request
+        The campaign, as it is sent there.
+    where
+        File and line of the list of sites, for messages.
+    make_place
+        Makes the place where its calls go.
+    """
+
+    request: Mapping[str, Any]
+    where: str
+    make_place: Callable[[], SitePlace]
+
+
+@dataclass
+class SitesLoop:
+    """One process's loop.
+
+    Parameters
+    ----------
+    store
+        The state of the run.
+    sites
+        By name.
+    coordinator
+        Decides what each site is asked.
+    driver
+        Number of this process in the store.
+    caught
+        Signals, as they arrive.
+    report, show
+        See `SitesRun.drive`.
+    clock
+        Seconds since the epoch.
+    unstopped
+        Sites that were asked to stop and may have left trainings or jobs -> why.
+    """
+
+    store: RunStore
+    sites: Mapping[str, CalledSite]
+    coordinator: Coordinator
+    driver: int
+    caught: list[int]
+    report: Callable[[str], None]
+    show: Show
+    clock: Callable[[], float] = time.time
+    unstopped: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._outcomes: SimpleQueue[tuple[_Caller, _Outcome]] = SimpleQueue()
+        self._callers = {name: self._caller(name) for name in self.coordinator.sites}
+        self._calls: list[SiteCall] = []  # to be made once the state is stored
+        self._unwritable = False
+        self._saved: tuple[dict[str, Any], list[tuple[str, bool]]] = ({}, [])
+        self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
+
+    def _caller(self, name: str) -> _Caller:
+        return _Caller(name, self.sites[name].make_place(), self._outcomes)
+
+    def run(self, *, stop: bool) -> str:
+        """Coordinate until all has ended; see `SitesRun.drive`."""
+        coordinator, store = self.coordinator, self.store
+        begin = time.monotonic()
+        next_beat, how, heard = begin, "finished", 0
+        if stop:
+            how = "stopped"
+            coordinator.stop()
+        while True:
+            self._take_outcomes()
+            self._calls += coordinator.due(self.clock())
+            with self._writing():
+                self._save()
+                for call in self._calls:
+                    self._callers[call.site].submit(call, self._request(call))
+                self._calls.clear()
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + BEAT
+                    self._beat()
+                    for name in store.cancellations():
+                        coordinator.cancel(name)
+                    if store.stop_requested() and not coordinator.stopping:
+                        how = "stopped"
+                        self._stop()
+            self.show(coordinator, time.monotonic() - begin)
+            if coordinator.is_done and not self._unwritable:
+                self._report_not_stopped()
+                with self._writing():
+                    self._save()
+                    self._beat()
+                if not self._unwritable:
+                    return how
+            if len(self.caught) > heard:
+                if signal.SIGHUP in self.caught or coordinator.stopping:
+                    return "detached"
+                heard, how = len(self.caught), "interrupted"
+                self._stop()
+            time.sleep(_PERIOD)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Go on if the run directory cannot be written for now, e.g. because the disk is full; nothing is sent then."""
+        try:
+            yield
+        except (OSError, sqlite3.OperationalError) as error:
+            if not self._unwritable:
+                self.report(f"the state of the run cannot be written to {self.store.directory}: {error}; retrying")
+            self._unwritable = True
+        else:
+            self._unwritable = False
+
+    def _stop(self) -> None:
+        self.report(
+            "stopping: the sites save their trainings and end their drivers; Ctrl-C again leaves them as they are"
+        )
+        self.coordinator.stop()
+
+    def _report_not_stopped(self) -> None:
+        for site in self.coordinator.sites.values():
+            if self.coordinator.stopping and site.silent and site.facts is not None:
+                self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
+                self.unstopped[site.name] = "it does not answer, and its trainings may go on"
+
+    # Calls.
+
+    def _request(self, call: SiteCall) -> Mapping[str, Any]:
+        prepared = self.sites[call.site].request
+        match call.ask:
+            case Ask.PREPARE:
+                return prepared
+            case Ask.STOP:
+                return {"verb": "stop", "run": prepared["run"], "wait": _STOP_WAIT}
+        return {
+            "verb": "look",
+            "run": prepared["run"],
+            "order": call.order,
+            "trainings": list(call.trainings),
+            "plan": call.ask is Ask.LOOK,
+            "start": call.start,
+            "retry": self.coordinator.attempts,
+        }
+
+    def _take_outcomes(self) -> None:
+        while True:
+            try:
+                caller, outcome = self._outcomes.get_nowait()
+            except Empty:
+                break
+            if self._callers[outcome.call.site] is caller:  # otherwise it was given up
+                caller.busy = None
+                self._take(outcome)
+        for name, caller in self._callers.items():
+            if caller.busy is not None and time.monotonic() - caller.since > HUNG:
+                self._callers[name] = self._caller(name)
+                self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.clock())
+
+    def _take(self, outcome: _Outcome) -> None:
+        call, coordinator, now = outcome.call, self.coordinator, self.clock()
+        try:
+            if outcome.answer is None:
+                raise outcome.error or RemoteError("no answer")
+            match call.ask:
+                case Ask.PREPARE:
+                    coordinator.on_prepared(call.site, SiteFacts.parse(outcome.answer), now)
+                case Ask.STOP:
+                    status = RemoteStatus.parse(outcome.answer)
+                    if status.state == "died":
+                        self.report(
+                            f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
+                            "batch jobs may be left until the run continues"
+                        )
+                        self.unstopped[call.site] = "its driver had died, and its jobs may be left"
+                    coordinator.on_stopped(call.site, over=status.over, now=now)
+                case _:
+                    coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
+        except UsageError as error:
+            if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
+                raise type(error)(f"{self.sites[call.site].where}: site {call.site}: {error}") from None
+            coordinator.on_silence(call.site, str(error), now)
+        except PlanningError as error:
+            self.report(f"no decision this time: {error}")
+        except FreeTrainError as error:  # whatever a call raises, the other sites go on
+            coordinator.on_silence(call.site, str(error), now)
+
+    def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:
+        """Return an answer if it is about this run, with the home and the lease as before."""
+        run, facts = self.sites[call.site].request["run"], self.coordinator.sites[call.site].facts
+        if answer.run != run:
+            raise RemoteError(f"the site sent an answer about another run, {answer.run[:100]!r} instead of {run!r}")
+        if facts is not None and answer.facts != facts:
+            raise RemoteError(
+                f"its home is now {answer.facts.home} with a lease of {answer.facts.lease:.0f} s, it was {facts.home} "
+                f"with {facts.lease:.0f} s; undo that at the site: all sites need the same"
+            )
+        return answer
+
+    # State.
+
+    def _save(self) -> None:
+        """Store what a later coordinator must know, and the results; before it is acted upon."""
+        store, coordinator = self.store, self.coordinator
+        for name, item in coordinator.trainings.items():
+            if item.ended is None or name in self._stored:
+                continue
+            match item.ended.state:
+                case "finished":
+                    remark = "; ".join(filter(None, [f"at {item.ended_at}", item.ended.remark]))
+                    store.finish(name, item.ended.result, remark)
+                case "failed":
+                    store.fail(name, f"at {item.ended_at}: {item.ended.error}", final=True)
+                case _:
+                    store.cancel(name)
+            self._stored.add(name)
+        document = coordinator.as_json()
+        shown = [(site.silent, site.answer is None) for site in coordinator.sites.values()]
+        if (document, shown) != self._saved:
+            lines = list(coordinator.lines(self.clock()))
+            CoordinatorFile(document, lines).write(self.store.directory)
+            self._saved = (document, shown)
+
+    def _beat(self) -> None:
+        states: dict[str, tuple[str, float | None, Sequence[str]]] = {}
+        remarks = {}
+        for name, item in self.coordinator.trainings.items():
+            if item.ended is not None:
+                continue
+            site = None if item.site is None else self.coordinator.sites[item.site]
+            at_site = None if site is None else site.trainings.get(name)
+            states[name] = ("waiting", None, ()) if at_site is None else (at_site.state, at_site.share, at_site.nodes)
+            remarks[name] = "; ".join(
+                filter(None, [f"at {item.site}" if item.site else "", at_site.remark if at_site else "", item.reason])
+            )
+        self.store.beat(self.driver, states, remarks)

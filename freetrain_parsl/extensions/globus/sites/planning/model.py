@@ -1,0 +1,333 @@
+"""The situation of several sites, and a plan for their trainings: frozen, validated values. Times are seconds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidSettings, PlanningError
+from freetrain_parsl.settings_checks import check_duration
+
+if TYPE_CHECKING:
+    from freetrain_parsl.planning.model import Trainer
+
+__all__ = [
+    "Offer",
+    "SiteChoice",
+    "SitePlan",
+    "SiteTraining",
+    "SiteView",
+    "SitesPlanner",
+    "SitesQuestion",
+    "SitesSettings",
+    "TransferRate",
+    "Verb",
+    "offers_of_plan",
+]
+
+
+class Verb(str, Enum):
+    """What a training does until the next look."""
+
+    STAY = "stay"
+    """It stays at its site."""
+    MOVE = "move"
+    """It pauses at its site, if it runs there, and goes on at another one from its newest checkpoint."""
+    START = "start"
+    """It has no site, and starts or goes on at one."""
+    WAIT = "wait"
+    """No nodes are expected for it. It waits at its site, or at none."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Nodes that trainings could use at a site.
+
+    Parameters
+    ----------
+    nodes
+        How many, or how many are expected on average.
+    seconds
+        For how long from now; infinity if they are expected to last, or to be replaced by others.
+    """
+
+    nodes: float
+    seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.nodes < math.inf and self.seconds >= 0):
+            raise PlanningError(f"an offer needs zero or more nodes and seconds, got {self.nodes} and {self.seconds}")
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """A site as it was last seen.
+
+    Parameters
+    ----------
+    name
+        Its name, which is also that of its collection in `SiteTraining.checkpoints` and `SitesQuestion.transfers`.
+    offers
+        All nodes that our trainings hold there or could obtain.
+    answers
+        Whether it answered this time. A site that did not gets no trainings.
+    start
+        Seconds until a training that is new there, with its state, has nodes: the call, and the start of a driver.
+    """
+
+    name: str
+    offers: tuple[Offer, ...] = ()
+    answers: bool = True
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start) and self.start >= 0):
+            raise PlanningError(f"site {self.name!r}: a start must take zero or more seconds, got {self.start}")
+
+    def mean_nodes(self, seconds: float) -> float:
+        """Return the mean number of nodes that it offers in the next `seconds`; none if it does not answer."""
+        if not self.answers:
+            return 0.0
+        return sum(offer.nodes * min(offer.seconds, seconds) for offer in self.offers) / seconds
+
+
+@dataclass(frozen=True)
+class TransferRate:
+    """How fast state is transferred from one collection to another.
+
+    Parameters
+    ----------
+    bytes_per_second
+        Measured throughput.
+    latency
+        Seconds until a transfer starts and is noticed to have ended.
+    """
+
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0:
+            raise PlanningError(f"a transfer rate must be positive, got {self.bytes_per_second} bytes per second")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise PlanningError(f"the latency of a transfer must be zero or more seconds, got {self.latency}")
+
+    def seconds(self, size: float) -> float:
+        """Return how long `size` bytes take; nothing takes no time."""
+        return self.latency + size / self.bytes_per_second if size else 0.0
+
+
+@dataclass(frozen=True)
+class SiteTraining:
+    """A training that is not done.
+
+    Parameters
+    ----------
+    trainer
+        The training as the planner of a site sees it.
+    state_bytes
+        Size of its checkpoint.
+    checkpoints
+        The collections that hold its newest whole checkpoint; empty if it has saved none.
+    site
+        The site that owns it, where its state is or arrives; ``None`` if none does.
+    nodes
+        Its nodes there now.
+    lease_until
+        When that site's ownership ends if it does not answer, seconds.
+    arrives
+        When its state will be at its site, seconds, if it is being transferred.
+    """
+
+    trainer: Trainer
+    state_bytes: float = 0.0
+    checkpoints: frozenset[str] = frozenset()
+    site: str | None = None
+    nodes: int = 0
+    lease_until: float = -math.inf
+    arrives: float = -math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.state_bytes) and self.state_bytes >= 0):
+            raise PlanningError(f"training {self.name!r}: its state must be zero or more bytes, got {self.state_bytes}")
+        if self.nodes < 0 or (self.nodes and self.site is None):
+            raise PlanningError(f"training {self.name!r}: {self.nodes} nodes at site {self.site!r} are impossible")
+
+    @property
+    def name(self) -> str:
+        """Name of the training."""
+        return self.trainer.name
+
+
+@dataclass(frozen=True)
+class SitesQuestion:
+    """All that a decision depends on.
+
+    Parameters
+    ----------
+    now
+        Seconds, on the clock of the leases and arrivals.
+    horizon
+        Seconds until the next look.
+    sites
+        All sites.
+    trainings
+        All trainings that are not done.
+    transfers
+        (from collection, to site) -> measured rate. Without a rate there is no transfer.
+
+    Raises
+    ------
+    PlanningError
+        Names are not unique, a training's site does not exist, or there is no time until the next look.
+    """
+
+    now: float
+    horizon: float
+    sites: tuple[SiteView, ...]
+    trainings: tuple[SiteTraining, ...]
+    transfers: Mapping[tuple[str, str], TransferRate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.now) and math.isfinite(self.horizon) and self.horizon > 0):
+            raise PlanningError(
+                f"sites: a finite time and a positive horizon are needed, got {self.now}, {self.horizon}"
+            )
+        for kind, names in (
+            ("sites", Counter(site.name for site in self.sites)),
+            ("trainings", Counter(training.name for training in self.trainings)),
+        ):
+            if twice := [name for name, number in names.items() if number > 1]:
+                raise PlanningError(f"sites: two {kind} have the same name {twice[0]!r}")
+        known = {site.name for site in self.sites}
+        for training in self.trainings:
+            if training.site is not None and training.site not in known:
+                raise PlanningError(f"training {training.name!r} is at an unknown site {training.site!r}")
+
+
+@dataclass(frozen=True)
+class SiteChoice:
+    """The decision for one training.
+
+    Parameters
+    ----------
+    training
+        Its name.
+    verb
+        What it does.
+    site
+        Its site from now on; ``None`` if it waits at none.
+    nodes
+        Number of nodes that it is expected to have there.
+    value
+        What that is worth until the next look, less the cost of the change: units of the objective × seconds.
+    source, transfer_seconds, transfer_bytes
+        The collection from which its state is transferred, for how long, and its size; ``None``: nothing is.
+    reason
+        Why, in one sentence.
+    """
+
+    training: str
+    verb: Verb
+    site: str | None
+    nodes: int
+    value: float
+    reason: str
+    source: str | None = None
+    transfer_seconds: float = 0.0
+    transfer_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """The decisions for all trainings, in order of submission.
+
+    Parameters
+    ----------
+    choices
+        One for each training.
+    objective
+        Total value in the model, with the hysteresis.
+    bound
+        Upper bound on it.
+    proven_optimal
+        Whether no better plan exists in the model.
+    solve_seconds
+        Wall time of the decision.
+    """
+
+    choices: tuple[SiteChoice, ...]
+    objective: float
+    bound: float
+    proven_optimal: bool
+    solve_seconds: float = 0.0
+
+    def at(self, site: str) -> tuple[str, ...]:
+        """Return the trainings of a site."""
+        return tuple(choice.training for choice in self.choices if choice.site == site)
+
+
+SitesPlanner = Callable[[SitesQuestion], SitePlan]
+"""Question -> plan; `freetrain_parsl.extensions.globus.sites.planning.suite` has its contract."""
+
+
+@dataclass(frozen=True)
+class SitesSettings:
+    """How trainings are moved between sites.
+
+    Parameters
+    ----------
+    look
+        Time between two decisions.
+    hysteresis
+        A move must gain what it costs and this multiple of it more until the next look.
+    time_limit
+        After this time the best plan so far is used.
+
+    Raises
+    ------
+    InvalidSettings
+        A value is out of range.
+    """
+
+    look: timedelta = timedelta(minutes=10)
+    hysteresis: float = 0.5
+    time_limit: timedelta = timedelta(seconds=1)
+
+    def __post_init__(self) -> None:
+        check_duration("SitesSettings: look", self.look)
+        check_duration("SitesSettings: time_limit", self.time_limit)
+        if not (math.isfinite(self.hysteresis) and self.hysteresis >= 0):
+            raise InvalidSettings(f"SitesSettings: hysteresis must be zero or more, got {self.hysteresis!r}")
+
+
+def offers_of_plan(figures: Mapping[str, object]) -> tuple[Offer, ...]:
+    """Return the offers in what ``freetrain plan --json`` prints: the blocks that would be submitted.
+
+    Nodes that our blocks hold already are in no plan; a driver adds them.
+
+    Raises
+    ------
+    PlanningError
+        It is not a plan.
+    """
+    blocks = figures.get("blocks")
+    if not isinstance(blocks, Sequence):
+        raise PlanningError("not a plan as 'freetrain plan --json' prints it: it has no list 'blocks'")
+    offers = []
+    for number, block in enumerate(blocks):
+        nodes, seconds = (block.get(key) if isinstance(block, Mapping) else None for key in ("nodes", "walltime"))
+        if not (isinstance(nodes, int) and isinstance(seconds, (int, float))):
+            raise PlanningError(
+                f"not a plan as 'freetrain plan --json' prints it: block {number} needs nodes, walltime"
+            )
+        try:
+            offers.append(Offer(float(nodes), float(seconds)))
+        except OverflowError:
+            raise PlanningError(f"block {number} of the plan has more nodes or seconds than there can be") from None
+    return tuple(offers)

@@ -1,0 +1,1 @@
+"""The mover, which carries whole checkpoints between collections."""

@@ -1,0 +1,234 @@
+"""The mover's directory in the checkpoint directory: what leaves for home, and what has arrived from there.
+
+::
+
+    <root>/.freetrain-mover/out/<training>/<generation>/step-…/        files of a checkpoint (hard links), no manifest
+                            out/<training>/<generation>/step-….json    its manifest
+                            in/<training>/<generation>/step-…/         a checkpoint as it arrives
+                            generations/<training>                     generation of the checkpoints of this site
+
+Hard links keep the files of a checkpoint until they are copied, although the training removes old checkpoints. Files of
+checkpoints are never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from freetrain_parsl.errors import DamagedCheckpoint
+from freetrain_parsl.extensions.globus.storage.mover.carrier import Parcel, step_of
+from freetrain_parsl.extensions.globus.storage.names import generation_name
+from freetrain_parsl.storage.atomic_files import replace_text, sync_directory
+from freetrain_parsl.storage.entry import MANIFEST, Entry
+from freetrain_parsl.storage.ownership import check_tree, make_private
+from freetrain_parsl.storage.posix import CheckpointDirectory
+from freetrain_parsl.storage.problems import storage_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["EXCHANGE", "MoverDirectory"]
+
+EXCHANGE = ".freetrain-mover"
+
+_LARGEST_MANIFEST = 256 * 2**20  # bytes; it is read whole
+_DEEPEST = 20  # directories in one another
+
+_NUMBER = re.compile(r"[0-9]{1,10}")
+
+
+class MoverDirectory:
+    """The mover's directory of one checkpoint directory.
+
+    Parameters
+    ----------
+    root
+        The checkpoint directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._path = root / EXCHANGE
+
+    def probe(self) -> str:
+        """Create a directory with a new name, which must appear on the collection; return its name.
+
+        Raises
+        ------
+        CheckpointError
+            The file system operation failed.
+        """
+        name = f"probe-{secrets.token_hex(8)}"
+        try:
+            make_private(self._path / name)
+        except OSError as error:
+            raise storage_error(f"cannot write in {self._path}", self._root, error) from error
+        return name
+
+    def end_probe(self, name: str) -> None:
+        """Remove it."""
+        with contextlib.suppress(OSError):
+            (self._path / name).rmdir()
+
+    # Checkpoints of this site.
+
+    def newest(self, training: str) -> Entry | None:
+        """Return the newest checkpoint of a training here whose files are there with their sizes."""
+        for entry in CheckpointDirectory(self._root, unquote(training)).entries():
+            with contextlib.suppress(DamagedCheckpoint):
+                entry.check_sizes()
+                return entry
+        return None
+
+    def generation(self, training: str) -> int:
+        """Return the generation of the checkpoints here; 0 if none has been claimed."""
+        try:
+            text = (self._path / "generations" / training).read_text(encoding="ascii").strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return 0
+        except OSError as error:
+            raise storage_error(f"cannot read {self._path}", self._root, error) from error
+        return int(text) if _NUMBER.fullmatch(text) else 0
+
+    def set_generation(self, training: str, generation: int) -> None:
+        """Record the generation of the checkpoints here."""
+        directory = self._path / "generations"
+        try:
+            make_private(directory)
+            replace_text(directory / training, f"{generation}\n")
+        except OSError as error:
+            raise storage_error(f"cannot write in {directory}", self._root, error) from error
+
+    # What leaves.
+
+    def pack(self, training: str, generation: int, entry: Entry) -> Parcel:
+        """Put the files of a checkpoint aside for copying.
+
+        Raises
+        ------
+        CheckpointError
+            It has been removed or is damaged, or the file system operation failed.
+        """
+        manifest = entry.check_sizes()
+        target = self.outgoing(Parcel(training, generation, entry.path.name))
+        try:
+            shutil.rmtree(target, ignore_errors=True)
+            make_private(target)
+            for name in manifest["files"]:
+                make_private((target / name).parent)
+                _link(entry.path / name, target / name)
+            _link(entry.path / MANIFEST, target.with_name(f"{target.name}.json"))
+        except FileNotFoundError as error:
+            raise DamagedCheckpoint(f"{entry.path} was removed before it could be copied") from error
+        except OSError as error:
+            raise storage_error(f"cannot write in {target}", self._root, error) from error
+        return Parcel(training, generation, entry.path.name, int(manifest["bytes"]))
+
+    def sizes(self, parcel: Parcel) -> dict[str, int]:
+        """Return the files of a packed checkpoint, its manifest among them, and their bytes; empty if there is none."""
+        packed = self.outgoing(parcel)
+        try:
+            found = {
+                path.relative_to(packed).as_posix(): path.stat().st_size for path in packed.rglob("*") if path.is_file()
+            }
+            return found | {MANIFEST: packed.with_name(f"{packed.name}.json").stat().st_size}
+        except FileNotFoundError:  # of an earlier version, or removed by the user
+            return {}
+        except OSError as error:
+            raise storage_error(f"cannot read {packed}", self._root, error) from error
+
+    def outgoing(self, parcel: Parcel) -> Path:
+        """Return the directory of a packed checkpoint."""
+        return self._path / "out" / parcel.training / generation_name(parcel.generation) / parcel.name
+
+    def keep_only(self, parcels: Iterable[Parcel]) -> None:
+        """Remove all packed checkpoints but these."""
+        kept = {self.outgoing(parcel) for parcel in parcels}
+        for path in (self._path / "out").glob("*/*/*"):
+            if path not in kept and path.with_name(path.name.removesuffix(".json")) not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def forget_arrivals(self) -> None:
+        """Remove what an earlier driver was fetching."""
+        shutil.rmtree(self._path / "in", ignore_errors=True)
+
+    # What arrives.
+
+    def arriving(self, parcel: Parcel) -> Path:
+        """Return the directory to which a checkpoint is copied."""
+        return self._path / "in" / parcel.training / generation_name(parcel.generation) / parcel.name
+
+    def expect(self, parcel: Parcel) -> None:
+        """Prepare for a checkpoint that will be copied here."""
+        path = self.arriving(parcel)
+        shutil.rmtree(path, ignore_errors=True)
+        try:
+            make_private(path.parent)
+        except OSError as error:
+            raise storage_error(f"cannot write in {path.parent}", self._root, error) from error
+
+    def accept(self, parcel: Parcel) -> None:
+        """Verify a checkpoint that has arrived, byte by byte, and make it the newest of its training.
+
+        Raises
+        ------
+        CheckpointError
+            It is damaged, of another version, or the file system operation failed.
+        """
+        path = self.arriving(parcel)
+        try:
+            _check_kinds(path)
+            _make_private_tree(path)
+            check_tree(path)
+            if (path / MANIFEST).stat().st_size > _LARGEST_MANIFEST:
+                raise DamagedCheckpoint(f"{path} has not arrived: {MANIFEST} is larger than any manifest")
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} has not arrived: {error.strerror}") from error
+        directory = CheckpointDirectory(self._root, unquote(parcel.training))
+        step, revision = step_of(parcel.name)
+        Entry(step, revision, path).verify()
+        directory.open()
+        try:
+            directory.adopt(path, directory.entry(step, revision))
+        finally:
+            directory.close()
+
+
+def _check_kinds(path: Path, depth: int = 0) -> None:
+    """Refuse what is neither a directory nor a regular file: opening a FIFO blocks, a link leads elsewhere."""
+    kind = path.lstat().st_mode
+    if stat.S_ISDIR(kind) and depth < _DEEPEST:
+        for child in path.iterdir():
+            _check_kinds(child, depth + 1)
+    elif not stat.S_ISREG(kind):
+        raise DamagedCheckpoint(f"{path} has arrived, which is no file of a checkpoint; it is not used")
+
+
+def _make_private_tree(path: Path) -> None:
+    """Take away the permissions that the collection's umask gave to others, and make the files durable."""
+    for folder, _, files in os.walk(path):
+        Path(folder).chmod(0o700)
+        for name in files:
+            file = Path(folder, name)
+            file.chmod(0o600)
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        sync_directory(Path(folder))
+    if not path.is_dir():
+        raise FileNotFoundError(2, "no such directory")
+
+
+def _link(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except PermissionError:  # a file system without hard links
+        shutil.copy2(source, target)

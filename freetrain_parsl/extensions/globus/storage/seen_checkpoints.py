@@ -1,0 +1,88 @@
+"""The newest checkpoint of each training that home has listed: a later listing may leave it out. Pure."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.extensions.globus.storage.ownership import WATCH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from freetrain_parsl.extensions.globus.storage.mover.carried_training import CarriedTraining
+    from freetrain_parsl.extensions.globus.storage.mover.carrier import Parcel
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["SeenCheckpoints"]
+
+
+@dataclass
+class SeenCheckpoints:
+    """What is known to have been whole at home.
+
+    Parameters
+    ----------
+    lease
+        Seconds. What has been neither listed nor fetched for so long is gone.
+    longest
+        Seconds between two searches, at most.
+    newest
+        Training -> its newest checkpoint; also if it has arrived damaged, as the next copy may not be.
+    """
+
+    lease: float
+    longest: float
+    newest: dict[str, Parcel] = field(default_factory=dict)
+
+    def under_way(self, parcels: Iterable[Parcel]) -> None:
+        """Note what an earlier driver of the run was sending: it is listed soon, and may be lost here."""
+        for parcel in parcels:
+            known = self.newest.get(parcel.training)
+            if known is None or parcel.order > known.order:
+                self.newest[parcel.training] = parcel
+
+    def candidates(
+        self, item: CarriedTraining, later: list[Parcel], best: tuple[int, int, int] | None, now: float
+    ) -> list[Parcel] | None:
+        """Return the checkpoints to fetch after a search, oldest first.
+
+        Parameters
+        ----------
+        item
+            The training. It is searched for again later if that is necessary, with the reason.
+        later
+            Those that home lists and that are later than those here, oldest first.
+        best
+            Order of the newest one here; ``None`` if there is none.
+        now
+            Seconds.
+
+        Returns
+        -------
+        candidates
+            Possibly none, so that those here are the newest; ``None``: search again.
+        """
+        known = self.newest.get(item.name)
+        last = later[-1].order if later else best
+        if known is None or (last is not None and known.order <= last):
+            if later:
+                self.newest[item.name], item.waits_since = later[-1], None
+            elif best is None and item.lineage < item.generation - 1 and not self._has_waited(item, WATCH, now):
+                item.reason = "another site has owned it, and home lists no checkpoint of it; home is listed again"
+                return None
+            return later
+        if not self._has_waited(item, 1.0, now):
+            item.reason = f"home has listed {known.name} of generation {known.generation}, and does not list it now"
+            return [*later, known]  # it may be there all the same
+        logger.warning("training %s: %s of generation %d is no longer at home", item.name, known.name, known.generation)
+        del self.newest[item.name]
+        return later
+
+    def _has_waited(self, item: CarriedTraining, leases: float, now: float) -> bool:
+        """Return whether something has been missing for so long; search again later if it has not."""
+        item.waits_since = now if item.waits_since is None else item.waits_since
+        item.search_at = now + min(leases * self.lease / 4, self.longest)
+        return now - item.waits_since >= leases * self.lease

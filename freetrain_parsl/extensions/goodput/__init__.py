@@ -1,0 +1,1 @@
+"""Goodput: throughput times statistical efficiency as a curve, objectives and policies for it."""

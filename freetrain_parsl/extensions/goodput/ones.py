@@ -1,0 +1,202 @@
+"""The operators of ONES (SC 2021) on any objective, for pools in which placement couples trainers."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from freetrain_parsl.extensions.goodput.evolution.layouts import Layout, LayoutBreeder, Row
+from freetrain_parsl.extensions.goodput.evolution.search import evolve
+from freetrain_parsl.extensions.goodput.placed import PlacedValues
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.objectives.base import Moment, ObjectiveLike, resolve_objective
+from freetrain_parsl.planning.placement import current_counts, keep_to_whole_hosts, place
+from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.solvers.counts import CountSolution, maximise_counts
+from freetrain_parsl.settings_checks import check_count, check_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["OnesPolicy"]
+
+_PROVEN = 1e-9  # relative distance from the bound that counts as zero
+
+
+class OnesPolicy(Policy):
+    """Evolves layouts of trainers on hosts, beginning with the exact counts.
+
+    Where nodes are machines of their own, the count model is exact, and this policy returns its optimum. Where they
+    share hosts, the optimum of the counts bounds the value of any layout, if a trainer is fastest on the fewest hosts.
+    A layout of these counts that reaches the bound is optimal. Otherwise the layouts of the counts and the current one
+    are the first population of an evolutionary search, with the operators of ONES: the result is never worth less than
+    any of these.
+
+    Parameters
+    ----------
+    objective, horizon
+        As in `MilpPolicy`.
+    population
+        Layouts that survive a generation. ONES has 16; with fewer, more generations take as long and find more.
+    generations
+        Most generations of a decision; zero for the best of the first population: exact counts, placed.
+    patience
+        Stop after so many generations without a better layout.
+    warm_start
+        Whether the exact counts are in the first population; without, the search shows what it finds on its own.
+    seed
+        Seed of the search.
+    time_limit
+        Of the exact counts, as in `MilpPolicy`.
+    """
+
+    name = "ones"
+
+    def __init__(
+        self,
+        objective: ObjectiveLike = "speedup",
+        *,
+        horizon: timedelta | None = None,
+        population: int = 8,
+        generations: int = 30,
+        patience: int = 8,
+        warm_start: bool = True,
+        seed: int = 0,
+        time_limit: timedelta = timedelta(seconds=1),
+    ) -> None:
+        if horizon is not None:
+            check_duration("policy 'ones': horizon", horizon)
+        check_duration("policy 'ones': time_limit", time_limit)
+        check_count("policy 'ones': population", population, least=2)  # parents of a crossover
+        check_count("policy 'ones': generations", generations, least=0)
+        check_count("policy 'ones': patience", patience)
+        self._objective = resolve_objective(objective)
+        self._horizon = None if horizon is None else horizon.total_seconds()
+        self._population, self._generations, self._patience = population, generations, patience
+        self._warm_start, self._seed = warm_start, seed
+        self._time_limit = time_limit.total_seconds()
+
+    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+        """Decide the allocation; see `Policy.allocate`."""
+        started = time.perf_counter()
+        ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
+        if not ranked or not len(pool):
+            return Decision({}, 0.0, proven_optimal=True, bound=0.0)
+        moment = Moment(ranked, current_counts(ranked, pool, current), len(pool), now)
+        problem = _Problem(pool, current, moment, PlacedValues(self._objective, moment, self._horizon or pool.horizon))
+        exact, starts = problem.exact(self._time_limit)
+        if not self._warm_start:
+            starts = starts[:1]
+        best = max(starts, key=problem.breeder.score)
+        bound = exact.bound
+        if problem.breeder.score(best) < bound - _PROVEN * abs(bound):
+            best = evolve(
+                starts,
+                problem.breeder.breed,
+                problem.breeder.score,
+                size=self._population,
+                generations=self._generations,
+                patience=self._patience,
+                seed=self._seed,
+            )
+        value = problem.breeder.score(best)
+        return Decision(
+            problem.allocation(best),
+            value,
+            proven_optimal=abs(bound - value) <= _PROVEN * abs(bound),
+            bound=max(bound, value),
+            solve_seconds=time.perf_counter() - started,
+        )
+
+
+class _Problem:
+    """One decision, as the search sees it: hosts and trainers are numbers.
+
+    A pool whose nodes are machines of their own is one host: its nodes are alike.
+    """
+
+    def __init__(self, pool: Pool, current: Allocation, moment: Moment, values: PlacedValues) -> None:
+        self._pool, self._current, self._moment, self._values = pool, current, moment, values
+        self._shared = pool.nodes_per_host > 1
+        hosts = {name: (node.host or name) if self._shared else "" for name, node in pool.items()}
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
+        self._host_of = {name: numbers[host] for name, host in hosts.items()}
+        sizes = [0] * len(numbers)
+        for number in self._host_of.values():
+            sizes[number] += 1
+        self._now = self._layout(current)
+        self._held = [_nodes(row) for row in self._now]
+        self._known: dict[tuple[int, Row], float] = {}
+        bounds = [(trainer.min_nodes, min(trainer.max_nodes, len(pool))) for trainer in moment.trainers]
+        self.breeder = LayoutBreeder(sizes, bounds, self._value)
+
+    def exact(self, time_limit: float) -> tuple[CountSolution, list[Layout]]:
+        """Return the optimum of the counts, and layouts to start with: the current one, and those of exact counts."""
+        tables = np.stack([self._values.table(number) for number in range(len(self._moment.trainers))])
+        keeping = tuple(
+            row if np.isfinite(tables[number, sum(nodes for _, nodes in row)]) else ()
+            for number, row in enumerate(self._now)
+        )
+        kept = np.array([sum(nodes for _, nodes in row) for row in keeping], dtype=np.int64)
+        exact = maximise_counts(tables, kept, time_limit=time_limit)
+        starts = [keeping, self._placed(exact)]
+        if self._shared:
+            whole = tables.copy()
+            keep_to_whole_hosts(whole, self._pool.nodes_per_host)
+            kept = np.where(np.isfinite(whole[np.arange(len(whole)), kept]), kept, 0)
+            starts.append(self._placed(maximise_counts(whole, kept, time_limit=time_limit)))
+        return exact, starts
+
+    def allocation(self, layout: Layout) -> Allocation:
+        """Choose the nodes: trainers keep those that they have on a host."""
+        if not self._shared:
+            counts = {self._moment.trainers[number].name: _nodes(row) for number, row in enumerate(layout)}
+            return place(counts, self._pool, self._current)
+        chosen: dict[str, list[str]] = {}
+        wanted: dict[str, dict[int, int]] = {}
+        taken: set[str] = set()
+        for trainer, row in zip(self._moment.trainers, layout, strict=True):
+            wanted[trainer.name] = dict(row)
+            for node in sorted(self._current.get(trainer.name, ())):
+                host = self._host_of.get(node, -1)
+                if wanted[trainer.name].get(host, 0):
+                    wanted[trainer.name][host] -= 1
+                    chosen.setdefault(trainer.name, []).append(node)
+                    taken.add(node)
+        free: dict[int, list[str]] = {}
+        for node in reversed(list(self._pool)):
+            if node not in taken:
+                free.setdefault(self._host_of[node], []).append(node)
+        for name, missing in wanted.items():
+            for host, nodes in missing.items():
+                chosen.setdefault(name, []).extend(free[host].pop() for _ in range(nodes))
+        return {name: frozenset(nodes) for name, nodes in chosen.items() if nodes}
+
+    def _value(self, number: int, row: Row) -> float:
+        key = number, row
+        if key not in self._known:
+            placement = tuple(sorted((nodes for _, nodes in row), reverse=True))
+            moved = bool(row) and row != self._now[number] and sum(placement) == self._held[number]
+            self._known[key] = self._values.value(number, placement, moved=moved)
+        return self._known[key]
+
+    def _placed(self, solution: CountSolution) -> Layout:
+        counts = {t.name: int(count) for t, count in zip(self._moment.trainers, solution.counts, strict=True)}
+        return self._layout(place(counts, self._pool, self._current))
+
+    def _layout(self, allocation: Allocation) -> Layout:
+        rows = []
+        for trainer in self._moment.trainers:
+            on: dict[int, int] = {}
+            for node in allocation.get(trainer.name, ()):
+                if node in self._host_of:
+                    on[self._host_of[node]] = on.get(self._host_of[node], 0) + 1
+            rows.append(tuple(sorted(on.items())))
+        return tuple(rows)
+
+
+def _nodes(row: Row) -> int:
+    return sum(nodes for _, nodes in row)

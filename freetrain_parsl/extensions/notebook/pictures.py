@@ -1,0 +1,129 @@
+"""The pictures of a run: its nodes over time, and its curves, from the journals of all its drivers."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.executor.journal import read_journal
+from freetrain_parsl.extensions.notebook.values import Picture
+from freetrain_parsl.report.projection.node_states import NodeState
+from freetrain_parsl.report.projection.run import RunState
+from freetrain_parsl.report.run_reader import DAMAGED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["curves_picture", "stays_of", "timeline_picture"]
+
+_MOST_NODES = 64  # rows of a picture, unless we had more
+_OTHERS = "job of others, or down; nodes that were never idle are not known"
+_NO_MATPLOTLIB = "for a picture: pip install 'freetrain-parsl[report]'"
+
+
+def curves_picture(seen: Mapping[str, Any], title: str) -> Picture:
+    """Draw loss and metrics against steps; without matplotlib, only describe them.
+
+    Parameters
+    ----------
+    seen
+        The run, as of `RunView.since`.
+    title
+        Title of the picture.
+    """
+    curves = seen["curves"]
+    if not curves:
+        return Picture(f"{title}: no loss and no metric yet")
+    text = f"{title}: {', '.join(dict.fromkeys(curve['name'] for curve in curves))} against steps"
+    try:
+        from freetrain_parsl.report.curves import draw_curves
+
+        return _drawn(text, lambda path: draw_curves(curves, seen["trainings"]["name"], path, title=title))
+    except ImportError:
+        return Picture(f"{text}; {_NO_MATPLOTLIB}")
+
+
+def timeline_picture(journals: Sequence[Path], seen: Mapping[str, Any], title: str) -> Picture:
+    """Draw a run; without matplotlib, only describe it.
+
+    Parameters
+    ----------
+    journals
+        Of its drivers, the first one first.
+    seen
+        The run, as of `RunView.since`: what the nodes were over time.
+    title
+        Title of the picture.
+    """
+    whole = RunState()
+    for path in journals:
+        try:
+            run = _read(path)
+        except (OSError, sqlite3.Error, *DAMAGED) as error:
+            return Picture(f"{title}: the journal {path} cannot be read: {error}")
+        whole.trainings |= run.trainings
+        whole.fragments += run.fragments
+        whole.checkpoints += run.checkpoints
+        whole.node_kinds |= run.node_kinds
+    stays = stays_of(seen)
+    if not stays:
+        return Picture(f"{title}: no node has been used yet")
+    used = {node for each in whole.fragments for node in each.nodes}
+    text = f"{title}: {len(whole.fragments)} fragments on {len(used)} nodes"
+    try:
+        from freetrain_parsl.report.timeline import draw_timeline
+
+        return _drawn(text, lambda path: draw_timeline(whole, stays, path, title=title, others=_OTHERS))
+    except ImportError:
+        return Picture(f"{text}; {_NO_MATPLOTLIB}")
+
+
+def _read(journal: Path) -> RunState:
+    """Return what a driver did; what has no end lasts until its last entry."""
+    run = RunState()
+    last = 0.0
+    for _, entry in read_journal(journal):
+        last = entry.time
+        run.take(last, entry.record)
+    run.end_driver(last)
+    return run
+
+
+def _drawn(text: str, draw: Callable[[Path], object]) -> Picture:
+    with tempfile.TemporaryDirectory(prefix="freetrain-") as directory:
+        path = Path(directory) / "picture.png"
+        draw(path)
+        return Picture(text, path.read_bytes())
+
+
+def stays_of(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return how long nodes were in blocks of ours and in jobs of others, as `draw_timeline` takes it.
+
+    Of many nodes that we never had, the last ones are left out.
+
+    Parameters
+    ----------
+    seen
+        The run, as of `RunView.since`.
+    """
+    names, spans = seen.get("nodes", {}).get("name", []), seen.get("spans", {})
+    origin = seen["run"]["origin"]
+    kinds = {NodeState.OURS: "preemptible", NodeState.OTHERS: "main"}
+    stays = [
+        {
+            "node": names[node],
+            "kind": kinds[NodeState(state)],
+            "start": origin + begin,
+            "end": origin + (seen["run"]["now"] if end is None else end),
+        }
+        for node, state, begin, end in zip(
+            *(spans.get(key, []) for key in ("node", "state", "begin", "end")), strict=True
+        )
+        if state in kinds
+    ]
+    ours = {stay["node"] for stay in stays if stay["kind"] == "preemptible"}
+    others = sorted({stay["node"] for stay in stays} - ours)
+    shown = ours | set(others[: max(0, _MOST_NODES - len(ours))])
+    return [stay for stay in stays if stay["node"] in shown] if ours else []

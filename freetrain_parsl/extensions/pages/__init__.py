@@ -1,0 +1,1 @@
+"""Shared parts of the pages: run view, markup, charts, time axis."""

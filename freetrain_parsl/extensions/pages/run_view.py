@@ -1,0 +1,417 @@
+"""A run as its page shows it: folded from the journal's records, and passed on as changes since a version.
+
+The state is in tables (`extensions.pages.changes`): arrays of plain values by column, in JSON. A reader that has
+version n gets the rows that have changed since; one that has nothing gets all of them. Times are in seconds since
+``origin``, which is in seconds since the epoch. ``pages/web/run_view.js`` applies the changes and draws.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.extensions.pages.changes import CurvePoints, Rows
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.projection.counted_steps import CountedSteps
+from freetrain_parsl.report.projection.incidents import Incidents
+from freetrain_parsl.report.projection.node_states import NodeStates, WindowHistory, short_hosts
+from freetrain_parsl.report.projection.node_time import NodeTime, NodeTimeFold
+from freetrain_parsl.report.projection.run import RunState
+from freetrain_parsl.report.sentences import IncidentLevel, actions_in_words, cause_in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from freetrain_parsl.report.projection.blocks import BlockHistory
+    from freetrain_parsl.report.projection.run import TrainingState
+
+__all__ = ["FORMAT", "RunView"]
+
+FORMAT = 1
+"""Number of the format of the changes."""
+
+_MOST_SHOWN = 3000  # decisions, incidents, windows: the newest ones
+_MOST_SILENT = 10.0  # seconds after which the time is stated even if nothing happens
+_TABLES = {
+    "nodes": ("name", "kind"),
+    "spans": ("node", "state", "begin", "end"),
+    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane", "array"),
+    "trainings": (
+        "name", "state", "min_nodes", "max_nodes", "submitted", "ended", "nodes", "hosts", "fragments", "rescales",
+        "failures", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
+    ),
+    "decisions": ("time", "cause", "actions", "policy", "value", "proven", "milliseconds"),
+    "windows": ("opens", "closes", "ended", "nodes", "names", "kind", "used", "blocks"),
+    "blocks": ("name", "job", "nodes", "walltime", "requested", "started", "ended", "reason"),
+    "incidents": ("time", "level", "subject", "text"),
+    "notices": ("time", "subject", "text"),
+    "requests": ("begin", "command", "count"),
+}  # fmt: skip
+_BOUNDED = ("decisions", "windows", "incidents", "notices")
+
+
+class RunView:
+    """The view of a run, over all its drivers, one after the other.
+
+    Parameters
+    ----------
+    name
+        Name of the run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._version = 1  # a reader that has 0 has nothing
+        self._origin: float | None = None
+        self._now = 0.0
+        self._driver_now = 0.0
+        """Time of the present driver; earlier than ``_now`` if the wall clock was set back before it began."""
+        self._last_record = 0.0
+        """Time of the last record of the present driver."""
+        self._stated_now = 0.0
+        self._state = RunState()
+        self._ended: str | None = None
+        self._problem = ""
+        self._reading = False
+        self._policy = ""
+        self._tables = {
+            table: Rows(columns, lambda: self._version, _MOST_SHOWN if table in _BOUNDED else None)
+            for table, columns in _TABLES.items()
+        }
+        self._curves = CurvePoints(lambda: self._version)
+        self._node_states = NodeStates(self._tables["nodes"], self._tables["spans"], self._relative)
+        self._windows = WindowHistory(self._tables["windows"], self._relative)
+        self._node_time = NodeTimeFold()
+        self._earlier = NodeTime()
+        """Node time of earlier drivers."""
+        self._counted = CountedSteps()
+        self._training_rows: dict[str, int] = {}
+        self._block_rows: dict[str, int] = {}
+        self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
+        self._incidents = Incidents()
+        self._touched: set[str] = set()  # trainings whose rows are to be written
+        self._solves: list[record.Decision] = []
+
+    # What happened.
+
+    def take(self, entries: Iterable[tuple[float, record.Record | None]]) -> None:
+        """Take records of the present driver's journal, each with its time, seconds since the epoch."""
+        self._version += 1
+        self._ended = None
+        for time, entry in entries:
+            self._origin = time if self._origin is None else self._origin
+            self._last_record = max(self._last_record, time)
+            self._driver_now = max(self._driver_now, time)
+            self._now = max(self._now, time)
+            self._state.take(time, entry)
+            self._node_time.take(time, entry)
+            self._counted.take(entry)
+            if entry is not None:
+                self._take(time, entry)
+        self._write_trainings()
+
+    def take_progress(self, reports: Mapping[str, dict[str, Any]], time: float = 0.0) -> None:
+        """Take the last progress report of each training, the newest one of `time`, seconds since the epoch."""
+        self._version += 1
+        if self._origin is not None and time > self._last_record:  # the driver still ran then, if it was killed
+            self._last_record = time
+            self._driver_now, self._now = max(self._driver_now, time), max(self._now, time)
+            self._node_time.pass_time(time)
+        self._state.take_progress(reports)
+        self._counted.take_progress(reports)
+        self._touched |= self._training_rows.keys()  # remarks depend on other trainings, too
+        for name, report in reports.items():
+            row, loss = self._training_rows.get(name), report.get("loss")
+            if row is not None and loss is not None and self._state.trainings[name].state == "finished":
+                self._curves.end(row, "loss", report["step"], loss)
+        self._write_trainings()
+
+    def pass_time(self, now: float) -> None:
+        """Note the time while a driver runs, by the wall clock, seconds since the epoch."""
+        now -= self._node_time.lead
+        if self._origin is not None and now > self._driver_now:
+            self._driver_now = now
+            self._now = max(self._now, now)
+            if now - self._stated_now >= _MOST_SILENT:
+                self._version, self._stated_now = self._version + 1, now
+
+    def begin_driver(self) -> None:
+        """Note that a driver runs: the records that follow are of its journal."""
+        self._version += 1
+        self._ended = None
+        self._block_rows = {}
+
+    def end_driver(self, time: float | None, how: str) -> None:
+        """Note that the driver ended.
+
+        Parameters
+        ----------
+        time
+            When, by the wall clock, seconds since the epoch; ``None``, of a killed one: when it wrote its last record.
+        how
+            In one word: finished, stopped, interrupted, failed or killed; ended, if that is unknown.
+        """
+        self._version += 1
+        end = self._last_record if time is None else max(self._last_record, time - self._node_time.lead)
+        end = end or self._now  # the journal has no record
+        self._now = max(self._now, end)
+        self._ended = how
+        if time is None:
+            running = (name for name, one in self._state.trainings.items() if one.state == "running")
+            self._incidents.driver_was_killed(running)
+        for block in self._state.blocks.end_driver(end, f"the driver {_ENDS[how]}"):
+            self._write_block(block)
+        self._state.end_driver(end)
+        self._node_states.end_driver(end)
+        self._windows.end_driver(end)
+        driver = self._node_time.finish(None if time is None else end)
+        self._earlier.add(driver)
+        self._counted.end_driver(driver.slot_seconds)
+        self._node_time = NodeTimeFold()
+        self._driver_now = self._last_record = self._stated_now = 0.0
+        for name in self._training_rows:
+            self._touch_fragment(name)
+        self._touched |= self._training_rows.keys()
+        self._write_trainings()
+
+    def report_problem(self, text: str) -> None:
+        """State why the journal cannot be read, in one line; empty: it can."""
+        if text != self._problem:
+            self._version += 1
+            self._problem = text
+
+    def report_reading(self, reading: bool) -> None:  # noqa: FBT001 - the only parameter
+        """State whether there are records that are known, but have not been taken yet."""
+        if reading != self._reading:
+            self._version += 1
+            self._reading = reading
+
+    # What a reader gets.
+
+    @property
+    def failures(self) -> int:
+        """Number of failures so far, see `Incidents`."""
+        return self._incidents.failures
+
+    @property
+    def version(self) -> int:
+        """Number of changes so far."""
+        return self._version
+
+    def since(self, version: int = 0) -> dict[str, Any]:
+        """Return what has changed after a version; 0: everything.
+
+        Returns
+        -------
+        delta
+            A JSON object: ``format``, ``version``, ``reset`` (whether it is everything), ``run`` (all of it, it is
+            small), ``curves``, and of each table that has changed the rows, see
+            `freetrain_parsl.extensions.pages.changes.Rows.since`.
+        """
+        found = {name: rows.since(version) for name, rows in self._tables.items()}
+        return {
+            "format": FORMAT,
+            "version": self._version,
+            "reset": version == 0,
+            "run": self._summary(),
+            "curves": self._curves.since(version),
+            **{name: changed for name, changed in found.items() if changed is not None},
+        }
+
+    def _summary(self) -> dict[str, Any]:
+        account = NodeTime()
+        account.add(self._earlier)
+        present = self._node_time.so_far(self._driver_now) if self._ended is None else NodeTime()
+        account.add(present)
+        failed = self._state.failed_starts if self._ended is None else None
+        return {
+            "name": self._name,
+            "policy": self._policy,
+            "origin": self._origin,
+            "now": None if self._origin is None else self._relative(self._now),
+            "ended": self._ended,
+            "reading": self._reading,
+            "problem": self._problem,
+            "reasons": self._state.obstacles(self._now) if self._ended is None else [],
+            "starts_failed": "" if failed is None else failed.sentence(self._now),
+            "training_nodes": len({node for each in self._state.trainings.values() for node in each.nodes}),
+            "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,
+            "node_seconds": {phase.value: round(seconds) for phase, seconds in account.phases.items()},
+            "useful_node_seconds": round(self._counted.total(present.slot_seconds) / account.slots_per_node),
+            "returned_node_seconds": round(account.returned),
+            "cut_short_node_seconds": round(account.cut_short),
+            "blocks": {"requested": account.requested, "started": account.started, "yielded": account.yielded},
+            "closing_notices": account.closing_notices,
+            "failures": self._incidents.failures,
+        }
+
+    # Records.
+
+    def _relative(self, time: float) -> float:
+        assert self._origin is not None, "there is a record"
+        return round(time - self._origin, 1)
+
+    def _take(self, time: float, entry: record.Record) -> None:
+        match entry:
+            case record.Decision():
+                self._solves.append(entry)
+            case record.PlannerStep():
+                self._on_step(time, entry)
+            case record.NodeJoined(subject=node):
+                self._node_states.on_block_started(time, entry.block, [node])
+                if entry.node_kind:
+                    self._node_states.is_kind(node, entry.node_kind)
+            case record.PlannerStarted():
+                self._policy = entry.policy
+            case record.BatchRequests():
+                self._on_requests(time, entry)
+            case _:
+                self._on_block_record(time, entry)
+        if entry.subject in self._state.trainings:
+            self._on_training_record(entry)
+        if (incident := self._incidents.take(entry)) is not None:
+            level, text = incident
+            if level is IncidentLevel.NOTICE:
+                self._tables["notices"].add(self._relative(time), entry.subject, text)
+            else:
+                self._tables["incidents"].add(self._relative(time), int(level), entry.subject, text)
+
+    def _on_step(self, time: float, step: record.PlannerStep) -> None:
+        for event in step.events:
+            if event["type"] == "windows_seen":
+                windows: Sequence[Mapping[str, Any]] | None = event.get("windows")
+                idle = None if windows is None else [node for window in windows for node in window["nodes"]]
+                self._node_states.on_survey(time, idle)
+                if windows is not None:
+                    self._windows.on_survey(time, windows)
+        solves, self._solves = self._solves, []
+        if not step.actions and not solves:
+            return
+        decided = next(
+            (solve for solve in reversed(solves) if solve.subject == "assign"), solves[-1] if solves else None
+        )
+        value = (None, None) if decided is None else (float(f"{decided.objective:.6g}"), decided.proven)
+        self._tables["decisions"].add(
+            self._relative(time),
+            cause_in_words(step.events),
+            actions_in_words(step.actions) or "no change",
+            self._policy if decided is None else decided.policy,
+            *value,
+            round(1000 * sum(solve.seconds for solve in solves), 1),
+        )
+
+    def _on_block_record(self, time: float, entry: record.Record) -> None:
+        match entry:
+            case record.BlockStarted(subject=name, nodes=nodes):
+                since = entry.since
+                if since is not None and self._origin is not None:
+                    since = max(since, self._origin)
+                self._node_states.on_block_started(time, name, nodes, since)
+                self._windows.on_block_started(name, nodes)
+            case record.BlockEnded(subject=name):
+                self._node_states.on_block_ended(time, name)
+        if self._state.changed_block is not None:
+            self._write_block(self._state.changed_block)
+
+    def _write_block(self, block: BlockHistory) -> None:
+        rows, now = self._tables["blocks"], self._relative
+        started, ended = (None if time is None else now(time) for time in (block.started, block.ended))
+        row = self._block_rows.get(block.name)
+        if row is None:
+            self._block_rows[block.name] = rows.add(
+                block.name, block.job, block.nodes, block.walltime, now(block.requested), started, ended, block.reason
+            )
+        else:
+            rows.change(row, job=block.job, nodes=block.nodes, started=started, ended=ended, reason=block.reason)
+
+    def _on_requests(self, time: float, entry: record.BatchRequests) -> None:
+        begin = self._relative(time) - round(entry.seconds, 1)
+        for command, count in sorted(entry.counts.items()):
+            self._tables["requests"].add(round(begin, 1), command, count)
+
+    # Trainings.
+
+    def _on_training_record(self, entry: record.Record) -> None:
+        name = entry.subject
+        self._touched.add(name)
+        if name not in self._training_rows:
+            self._training_rows[name] = self._tables["trainings"].add(*[None] * len(_TABLES["trainings"]))
+        match entry:
+            case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded():
+                self._touch_fragment(name)
+                self._failures[name] = self._failures.get(name, 0) + (
+                    isinstance(entry, record.FragmentEnded) and entry.failure
+                )
+            case record.ValuesSampled():
+                for key, value in entry.values.items():
+                    self._curves.add(self._training_rows[name], key, entry.step, value)
+
+    def _touch_fragment(self, training: str) -> None:
+        """Write the row of a training's last fragment."""
+        rows = self._tables["fragments"]
+        index = self._state.last_fragment(training)
+        if index is None:
+            return
+        fragment = self._state.fragments[index]
+        end = None if fragment.end is None else self._relative(fragment.end)
+        if index < rows.count:
+            rows.change(index, end=end, failure=int(fragment.failure), resumed=fragment.resumed_from)
+            return
+        nodes = _runs(sorted(self._node_states.number(node) for node in fragment.nodes))
+        begin = self._relative(fragment.start)
+        rows.add(
+            self._training_rows[training], nodes, begin, end, int(fragment.failure), None, fragment.lane, fragment.array
+        )
+
+    def _write_trainings(self) -> None:
+        for name in self._touched & self._training_rows.keys():
+            self._tables["trainings"].change(self._training_rows[name], **self._training(self._state.trainings[name]))
+        self._touched.clear()
+
+    def _training(self, training: TrainingState) -> dict[str, Any]:
+        progress = training.progress
+        loss, rate = progress.get("loss"), progress.get("rate")
+        share = training.share_done
+        return {
+            "name": training.name,
+            "state": training.state,
+            "min_nodes": training.min_nodes,
+            "max_nodes": training.max_nodes,
+            "submitted": self._relative(training.submitted),
+            "ended": None if training.ended is None else self._relative(training.ended),
+            "nodes": len(training.nodes),
+            "hosts": short_hosts(training.nodes),
+            "fragments": training.fragments,
+            "rescales": training.rescales,
+            "failures": self._failures.get(training.name, 0),
+            "checkpoints": training.checkpoints,
+            "share": 1.0 if training.state == "finished" else None if share is None else round(share, 4),
+            "samples": progress.get("samples", 0),
+            "total": progress.get("samples_total"),
+            "step": progress.get("step", 0),
+            "epoch": progress.get("epoch", 0),
+            "loss": None if loss is None else float(f"{loss:.5g}"),
+            "rate": None if rate is None else float(f"{rate:.4g}"),
+            "remark": training.remark(),
+            "error": training.error.strip().partition("\n")[0][:400],
+        }
+
+
+_ENDS = {
+    "finished": "finished",
+    "stopped": "was stopped",
+    "interrupted": "was interrupted",
+    "failed": "failed",
+    "killed": "was killed",
+    "ended": "has ended",
+}
+
+
+def _runs(numbers: Sequence[int]) -> list[int]:
+    """Return ascending numbers as pairs: the first of a run of successive ones, and its length."""
+    runs: list[int] = []
+    for number in numbers:
+        if runs and number == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [number, 1]
+    return runs

@@ -1,0 +1,217 @@
+"""Comparison of policies on the same log and trainers, with all results in one dictionary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl import __version__
+from freetrain_parsl.extensions.replay.holes import refuse_forecasts
+from freetrain_parsl.extensions.replay.ideal import BestRates
+from freetrain_parsl.extensions.replay.metrics import Yardstick, log_figures, policy_figures
+from freetrain_parsl.extensions.replay.page.wording import best_first, count
+from freetrain_parsl.extensions.replay.simulation import Knowledge, ReplaySettings, replay
+from freetrain_parsl.extensions.replay.what_if import Case, what_if
+from freetrain_parsl.planning import planner
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
+from freetrain_parsl.planning.policies import POLICIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from freetrain_parsl.extensions.replay.holes import HoleLog
+    from freetrain_parsl.extensions.replay.trainers import TrainerSet
+    from freetrain_parsl.planning.policies import Policy
+
+__all__ = ["Contestant", "OnProgress", "compare", "entry_of", "progress_of", "refuse_missing_forecasts", "top_level"]
+
+OnProgress = Callable[[str, float], None]
+"""(current activity, share of it that is done): called from time to time."""
+
+_NOT_AT_TOP = ("trainers", "series", "solve_histogram")
+"""Keys of a policy that are not copied to the top level of a result: they are long, or have another meaning there."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A policy and its knowledge of closings.
+
+    Parameters
+    ----------
+    policy
+        Its name in `POLICIES`.
+    knowledge
+        What it knows about closings.
+    objective
+        What it maximises: a name in `OBJECTIVES` or `CONTEXTUAL`.
+    horizon
+        How far it looks ahead, seconds; ``None`` for adaptive.
+    """
+
+    policy: str
+    knowledge: Knowledge = Knowledge.NONE
+    objective: str = "speedup"
+    horizon: float | None = None
+
+    def make(self) -> Policy:
+        """Make the policy.
+
+        Raises
+        ------
+        InvalidSettings
+            The policy rejects the objective or the horizon.
+        """
+        kind: Callable[..., Policy] = POLICIES[self.policy]
+        return kind(self.objective, horizon=None if self.horizon is None else timedelta(seconds=self.horizon))
+
+
+def compare(
+    log: HoleLog,
+    trainers: TrainerSet,
+    contestants: Sequence[Contestant],
+    settings: ReplaySettings | None = None,
+    *,
+    price_per_node_hour: float | None = None,
+    with_what_if: bool = False,
+    on_progress: OnProgress = lambda _doing, _share: None,
+) -> dict[str, Any]:
+    """Replay a log for each policy.
+
+    Parameters
+    ----------
+    log
+        The holes.
+    trainers
+        The trainers; their objective determines the value of samples, whatever the policies maximise.
+    contestants
+        The policies.
+    settings
+        How to replay; `knowledge` is taken from each contestant.
+    price_per_node_hour
+        Price in any currency.
+    with_what_if
+        Repeat the best attainable replay with other costs of rescales and starts; see `what_if`.
+    on_progress
+        Called with the progress.
+
+    Returns
+    -------
+    dict
+        Plain values, as written by ``freetrain replay --json``. With a single contestant, most of its figures are also
+        at the top level.
+
+    Raises
+    ------
+    InvalidSettings
+        Forecasts are requested from a log that has none.
+    InvalidInput
+        No node of the log is ever idle.
+    """
+    settings = settings or ReplaySettings()
+    refuse_missing_forecasts(log, contestants)
+    on_progress("oracle", 0.0)
+    kinds = sorted(set(log.kinds.values()))
+    rates = BestRates(trainers.trainers, OBJECTIVES[trainers.objective], kinds or [""])
+    yardstick = Yardstick.of(rates, log, concurrent=settings.concurrent)
+    on_progress("oracle", 1.0)
+
+    def run(one: Contestant) -> dict[str, Any]:
+        report = progress_of(one, log, on_progress)
+        outcome = replay(log, rates, one.make(), replace(settings, knowledge=one.knowledge), report)
+        report(log.end)
+        return policy_figures(outcome, yardstick, price_per_node_hour=price_per_node_hour)
+
+    entries = [entry_of(one, partial(run, one)) for one in contestants]
+    more = {}
+    if with_what_if:
+        best = contestants[entries.index(best_first(entries)[0])]
+        case = Case(log, rates, best.make, replace(settings, knowledge=best.knowledge))
+        progress = partial(on_progress, "what if changes cost less or more")
+        more["what_if"] = what_if(case, yardstick.dedicated, on_progress=progress)
+    return {
+        "version": __version__,
+        "log": log_figures(log),
+        "trainers": {"spec": trainers.name, "count": len(trainers.trainers), "objective": trainers.objective},
+        "notes": _notes(trainers, yardstick.nodes, settings.concurrent),
+        "dedicated_nodes": yardstick.nodes,
+        "idle_by_kind": log.mean_idle_by_kind() if kinds else {},
+        "cost": settings.cost.value,
+        "curves": settings.curves.value,
+        "concurrent": settings.concurrent,
+        "blocks_start_in": None if settings.blocks is None else settings.blocks.planner.startup.total_seconds(),
+        "nodes_per_block": None if settings.blocks is None else settings.blocks.planner.max_nodes_per_block,
+        **top_level(entries),
+        "policies": entries,
+        **more,
+    }
+
+
+def entry_of(contestant: Contestant, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a contestant's entry: its settings, the figures that `run` returns, and why a decision was refused."""
+    with _first_refusal() as refusal:
+        figures = run()
+    return {
+        "policy": contestant.policy,
+        "knowledge": contestant.knowledge.value,
+        "objective": contestant.objective,
+        "horizon": "adaptive" if contestant.horizon is None else contestant.horizon,
+        **figures,
+        "first_refusal": refusal.reason,
+    }
+
+
+def top_level(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a single policy that are also at the top level of a result."""
+    return {key: value for key, value in entries[0].items() if key not in _NOT_AT_TOP} if len(entries) == 1 else {}
+
+
+def refuse_missing_forecasts(log: HoleLog, contestants: Sequence[Contestant]) -> None:
+    """Raise `InvalidSettings` if a contestant needs forecasts and the log has none."""
+    if not log.has_forecasts and any(one.knowledge is Knowledge.ESTIMATED for one in contestants):
+        raise refuse_forecasts(log.name)
+
+
+def _notes(trainers: TrainerSet, mean_idle: float, concurrent: int | None) -> list[str]:
+    """Describe what limits the result, and the remedy."""
+    sizes = sorted((trainer.max_nodes for trainer in trainers.trainers), reverse=True)[:concurrent]
+    if sum(sizes) >= mean_idle:
+        return []
+    several = f"{len(sizes)} trainers" if len(sizes) > 1 else "one trainer"
+    each = f" of at most {count(sizes[0])} nodes" if len(sizes) > 1 and sizes[0] == sizes[-1] else ""
+    at_once = " at a time" if concurrent is not None and concurrent < len(trainers.trainers) else ""
+    used = f"{several}{at_once}{each} can use at most {count(sum(sizes))} of the {count(mean_idle)} nodes"
+    return [f"{used} that are idle on average; add trainers, or let them use more nodes"]
+
+
+def progress_of(one: Contestant, log: HoleLog, on_progress: OnProgress) -> Callable[[float], None]:
+    """Return a callback that reports the time reached on the log's clock as a share of the contestant's replay."""
+    doing = f"{one.policy}, closings {one.knowledge.value}"
+    return lambda time: on_progress(doing, (time - log.start) / (log.end - log.start))
+
+
+class _FirstRefusal(logging.Handler):
+    """Stores why the planner first rejected a decision."""
+
+    reason: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.reason is None and record.exc_info is not None:
+            self.reason = str(record.exc_info[1])
+
+
+@contextmanager
+def _first_refusal() -> Iterator[_FirstRefusal]:
+    """Collect the planner's log records of policy errors: in a replay there may be thousands."""
+    logger, handler = logging.getLogger(planner.__name__), _FirstRefusal()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate

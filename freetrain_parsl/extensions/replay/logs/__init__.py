@@ -1,0 +1,1 @@
+"""Logs of clusters, read for a replay."""

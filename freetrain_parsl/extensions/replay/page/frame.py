@@ -1,0 +1,215 @@
+"""The report of a replay: one HTML page without scripts, fonts or other external resources."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.extensions.pages.dates import TimeAxis, period
+from freetrain_parsl.extensions.pages.markup import document, element, page
+from freetrain_parsl.extensions.replay.page.comparison import comparison
+from freetrain_parsl.extensions.replay.page.details import policy_by_policy
+from freetrain_parsl.extensions.replay.page.sites import site_parts
+from freetrain_parsl.extensions.replay.page.sweeps import sweep_parts
+from freetrain_parsl.extensions.replay.page.what_if import what_if_table
+from freetrain_parsl.extensions.replay.page.wording import (
+    WORDS,
+    best_first,
+    count,
+    dedicated_nodes,
+    describe,
+    duration,
+    is_attainable,
+    losses_met,
+    milliseconds,
+    most_finished,
+    percent,
+)
+from freetrain_parsl.report.output import write_output
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from xml.etree.ElementTree import Element
+
+__all__ = ["write_page"]
+
+
+def write_page(result: Mapping[str, Any], path: Path) -> None:
+    """Write the report of a replay as one self-contained HTML file.
+
+    Parameters
+    ----------
+    result
+        The replay's figures, as written by ``freetrain replay --json``, with ``series`` and ``solve_histogram``.
+        ``None`` is shown as a dash.
+    path
+        Where to write; see `freetrain_parsl.report.output.write_output`.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+    write_output(path, document(_report(result)))
+
+
+def _report(result: Mapping[str, Any]) -> Element:
+    axis = TimeAxis.of(result["log"])
+    if "sites" in result:
+        return page(
+            f"{result['log']['name']}: what idle nodes of several sites could have trained",
+            *site_parts(result, axis),
+            *_site_reproduction(result),
+        )
+    labelled = _labelled(result["policies"])
+    return page(
+        f"{result['log']['name']}: what idle nodes could have trained",
+        *(
+            sweep_parts(result, most_finished(labelled), axis)
+            if "fusion" in result
+            else _trainer_parts(result, best_first(labelled), axis)
+        ),
+        *_reproduction(result),
+    )
+
+
+def _trainer_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
+    return [
+        *_opening(result, policies),
+        *comparison(policies, axis),
+        *what_if_table(result, policies),
+        *policy_by_policy(policies, axis),
+        *_definitions(policies),
+    ]
+
+
+def _labelled(policies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add to each policy a ``label`` with its differences from the others, and ``shared`` with what they share."""
+    differing = [key for key in ("knowledge", "horizon") if len({entry[key] for entry in policies}) > 1]
+    common = [key for key in ("knowledge", "horizon") if key not in differing]
+    return [
+        {
+            **entry,
+            "label": ", ".join(part for part in (entry["policy"], describe(entry, differing)) if part),
+            "shared": describe(entry, common),
+        }
+        for entry in policies
+    ]
+
+
+def _opening(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -> list[Element]:
+    log, trainers, best = result["log"], result["trainers"], policies[0]
+    span, dates = duration(log["seconds"]), period(log)
+    eyebrow = f"FreeTrain replay of {log['name']}" + (f", {dates}" if dates else "")
+    if not log["mean_idle"]:
+        return [
+            element("p", eyebrow, class_="eyebrow"),
+            element("h1", f"None of the {log['nodes']:,} nodes was idle"),
+            element("p", f"In {span} this log has no idle nodes, so there was nothing to train in.", class_="lede"),
+        ]
+    candidates = sum(map(is_attainable, policies))
+    chosen = f"planned by {best['label']}" + (f", the best of {candidates} plans compared" if candidates > 1 else "")
+    begin = (
+        "Training in them would have done "
+        if is_attainable(best)
+        else "With closing times known, which is an \
+upper bound that no real plan can reach, training in them would have done "
+    )
+    return [
+        element("p", eyebrow, class_="eyebrow"),
+        element("h1", f"Your idle nodes: {log['mean_idle']:,.1f} of {log['nodes']:,} on average"),
+        element(
+            "p",
+            begin,
+            element("strong", percent(best["efficiency"], 0)),
+            f" of what {dedicated_nodes(log['mean_idle'])} do in the same {span}: "
+            f"{_several(trainers['count'], 'training')} ({trainers['spec']}), {chosen}.",
+            class_="lede",
+        ),
+        *(element("p", note, class_="warning") for note in result["notes"]),
+        element("dl", *_cards(log, best), class_="cards"),
+    ]
+
+
+def _cards(log: Mapping[str, Any], best: Mapping[str, Any]) -> list[Element]:
+    hours, cost, times = best["node_hours"], best["idle_cost"], best["jct"]
+    share = hours["used"] / hours["idle"] if hours["idle"] else None
+    cards = [
+        ("Efficiency", percent(best["efficiency"]), "of the same trainings on dedicated nodes"),
+        ("Share of the oracle", percent(best["oracle_ratio"]), "no plan can exceed the oracle's 100 %"),
+        ("Node-hours used", count(hours["used"]), f"of {count(hours['idle'])} idle ({percent(share, 0)})"),
+        ("Median idle nodes", count(log["median_idle"]), "weighted by time"),
+    ]
+    if times["finished"]:
+        cards.append(("Trainings finished", count(times["finished"]), f"on average after {duration(times['mean'])}"))
+    if cost is not None:
+        price = f"of {count(cost['idle'])} idle, at {cost['price_per_node_hour']:g} a node-hour"
+        cards.append(("Value of nodes used", count(cost["used"]), price))
+    if best["solves"]:
+        solve = best["solve_ms"]
+        cards.append(
+            ("Decision time", milliseconds(solve["median"]), f"median; 99 % under {milliseconds(solve['p99'])}")
+        )
+    return [
+        element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
+        for name, value, note in cards
+    ]
+
+
+def _definitions(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
+    words = dict(WORDS)
+    words |= {f"Lost to {loss.name}": loss.meaning for loss in losses_met(policies).values()}
+    pairs = [part for word, meaning in words.items() for part in (element("dt", word), element("dd", meaning))]
+    return [element("h2", "Terms"), element("dl", *pairs, class_="words")]
+
+
+def _reproduction(result: Mapping[str, Any]) -> list[Element]:
+    log = result["log"]
+    skipped = f" {log['skipped']:,} lines of the log could not be read and were skipped." if log["skipped"] else ""
+    if log["masked"]:
+        masked = sum(seconds for _, seconds in log["masked"])
+        skipped += f" {duration(masked)} that look like outages were removed and are excluded from all figures."
+    if log["zero_length"]:
+        skipped += f" {log['zero_length']:,} jobs of less than a second took nodes for an instant."
+    accounting = {
+        "paper": "as published: starting a training costs nothing",
+        "full": "in full: starting a training is charged too",
+    }.get(result["cost"], result["cost"])
+    planning = {
+        "learned": " Policies learned the scaling curves.",
+        "default": " Policies assumed the default scaling curve.",
+    }.get(result["curves"], "")
+    if (start := result["blocks_start_in"]) is not None:
+        planning += f" Nodes were requested as blocks, which train {duration(start)} after their start."
+    return [
+        element("h2", "To reproduce this page"),
+        element("pre", element("code", result["command"])),
+        element(
+            "p",
+            f"FreeTrain {result['version']}. Log: {log['name']}, {log['nodes']:,} nodes, {duration(log['seconds'])}, "
+            f"{log['events']:,} changes of the idle set.{skipped} Trainings: {result['trainers']['spec']}, objective "
+            f"{result['trainers']['objective']}. Costs are charged {accounting}.{planning}",
+            class_="note",
+        ),
+    ]
+
+
+def _site_reproduction(result: Mapping[str, Any]) -> list[Element]:
+    logs = "; ".join(
+        f"{site['site']}: {site['name']}, {site['nodes']:,} nodes, {site['events']:,} changes of the idle set"
+        for site in result["sites"]
+    )
+    return [
+        element("h2", "To reproduce this page"),
+        element("pre", element("code", result["command"])),
+        element(
+            "p",
+            f"FreeTrain {result['version']}. {logs}. Trainings: {result['trainers']['spec']}, objective "
+            f"{result['trainers']['objective']}. Costs: {result['cost']}.",
+            class_="note",
+        ),
+    ]
+
+
+def _several(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"

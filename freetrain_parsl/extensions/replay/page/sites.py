@@ -1,0 +1,181 @@
+"""The page of several sites: what their holes are worth together and alone, and what moved between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.extensions.pages import charts
+from freetrain_parsl.extensions.pages.charts import Series
+from freetrain_parsl.extensions.pages.markup import element, scrolling_table
+from freetrain_parsl.extensions.replay.page.wording import (
+    NO_FIGURE,
+    count,
+    dedicated_nodes,
+    duration,
+    percent,
+    ratio,
+    way_name,
+)
+from freetrain_parsl.report.colours import colour_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from xml.etree.ElementTree import Element
+
+    from freetrain_parsl.extensions.pages.dates import TimeAxis
+
+__all__ = ["site_parts"]
+
+_MEGABYTE = 1e6
+_TERMS = {
+    "Alone": "All trainings at that site, whose planner has its idle nodes only.",
+    "Without moves": "Each training stays at the site where it first had nodes.",
+    "With moves": "Trainings are moved when that is expected to gain more until the next look than it costs: the "
+    "transfer of the state, and a start.",
+    "As one machine": "All idle nodes in one pool, where trainings span sites and nothing is transferred: a reference, "
+    "as no network is that fast.",
+    "Value": "Samples processed, in units of the objective, less the cost of changes.",
+    "Efficiency (U)": "Value divided by that of the same trainings on dedicated nodes: as many as were idle on average "
+    "at all sites together.",
+    "Useful node-hours": "Node-hours held by trainings, less those that changes of their nodes have cost.",
+    "Node-hour": "One node for one hour.",
+}
+
+
+def site_parts(result: Mapping[str, Any], axis: TimeAxis) -> list[Element]:
+    """Build the page's parts, from the heading to the terms.
+
+    Parameters
+    ----------
+    result
+        The replay's figures.
+    axis
+        The time that all logs cover.
+    """
+    terms = [part for word, meaning in _TERMS.items() for part in (element("dt", word), element("dd", meaning))]
+    return [
+        *_opening(result),
+        element("h2", "Together and alone"),
+        _progress(result, axis),
+        _table(result),
+        element("h2", "Moves"),
+        *_moves(result),
+        element("h2", "Terms"),
+        element("dl", *terms, class_="words"),
+    ]
+
+
+def _way(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(way for way in result["ways"] if way["way"] == name)
+    return found
+
+
+def _opening(result: Mapping[str, Any]) -> list[Element]:
+    sites, gain, together = result["sites"], result["gain"], _way(result, "together")
+    idle = " and ".join(f"{site['mean_idle']:,.1f} of {site['nodes']:,} at {site['site']}" for site in sites)
+    return [
+        element("p", f"FreeTrain replay of {', '.join(site['site'] for site in sites)}", class_="eyebrow"),
+        element("h1", f"Your idle nodes: {idle}"),
+        element(
+            "p",
+            "Trainings that follow the holes between sites would have done ",
+            element("strong", ratio(gain["over_best_alone"])),
+            f" what {result['best_alone']} alone does in the same {duration(result['log']['seconds'])}, and "
+            f"{ratio(gain['over_apart'])} what they do without moves: {result['trainers']['count']:,} trainings "
+            f"({result['trainers']['spec']}), planned by {result['policy']}.",
+            class_="lede",
+        ),
+        *(element("p", note, class_="warning") for note in result["notes"]),
+        element("dl", *_cards(result, together), class_="cards"),
+    ]
+
+
+def _cards(result: Mapping[str, Any], together: Mapping[str, Any]) -> list[Element]:
+    moves, gain = together["moves"], result["gain"]
+    dedicated = dedicated_nodes(result["dedicated_nodes"])
+    lost = together["samples_lost"] + together["duplicate_samples"]
+    cards = [
+        ("Efficiency", percent(together["efficiency"]), f"of the same trainings on {dedicated}"),
+        ("Of one machine", percent(gain["of_one_machine"]), "with the nodes of all sites in one pool"),
+        (
+            "Useful node-hours",
+            count(together["useful_node_seconds"] / 3600),
+            f"{ratio(gain['useful_node_seconds'])} of {result['best_alone']} alone",
+        ),
+        ("Moves", count(moves["count"]), f"{count(moves['bytes'] / _MEGABYTE)} MB in {duration(moves['seconds'])}"),
+        ("Samples lost or repeated", count(lost), "when trainings moved"),
+    ]
+    if (cost := together["idle_cost"]) is not None:
+        cards.append(("Value of nodes used", count(cost["used"]), f"at {cost['price_per_node_hour']:g} a node-hour"))
+    return [
+        element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
+        for name, value, note in cards
+    ]
+
+
+def _progress(result: Mapping[str, Any], axis: TimeAxis) -> Element:
+    series = [
+        Series(
+            f"{way_name(way)}: {percent(way['efficiency'])}",
+            colour_of(number),
+            way["series"]["efficiency"],
+            dashed=way["way"] == "one machine",
+        )
+        for number, way in enumerate(result["ways"])
+    ]
+    title = "Efficiency over time"
+    return charts.figure(
+        title,
+        "From the beginning up to each time, relative to dedicated nodes.",
+        charts.lines(title, "; ".join(one.name for one in series), series, axis=axis, low=0.0),
+        charts.legend([(one.name, one.colour) for one in series]),
+    )
+
+
+def _table(result: Mapping[str, Any]) -> Element:
+    ways: Sequence[Mapping[str, Any]] = result["ways"]
+    best = max(way["value"] for way in ways if way["way"] == "alone")
+    rows = [
+        ("Value", [ratio(way["value"] / best if best else None) for way in ways]),
+        ("Efficiency U", [percent(way["efficiency"]) for way in ways]),
+        ("Idle node-hours", [count(way["node_hours"]["idle"]) for way in ways]),
+        ("Node-hours used", [count(way["node_hours"]["used"]) for way in ways]),
+        ("Useful node-hours", [count(way["useful_node_seconds"] / 3600) for way in ways]),
+        ("Lost to rescaling", [percent(way["losses"]["rescale"]) for way in ways]),
+        ("Lost to preemption", [percent(way["losses"]["preemption"]) for way in ways]),
+        ("Lost to starts", [percent(way["losses"]["start"]) for way in ways]),
+        ("Finished", [count(way["jct"]["finished"]) for way in ways]),
+        ("Mean time to finish", [duration(way["jct"]["mean"]) for way in ways]),
+    ]
+    head = element("tr", element("td"), *(element("th", way_name(way), scope="col") for way in ways))
+    body = [
+        element("tr", element("th", name, scope="row"), *(element("td", text) for text in texts))
+        for name, texts in rows
+        if set(texts) != {NO_FIGURE}
+    ]
+    return scrolling_table("Together and alone", element("thead", head), element("tbody", *body))
+
+
+def _moves(result: Mapping[str, Any]) -> list[Element]:
+    links = _way(result, "together")["moves"]["links"]
+    rates = {(one["from"], one["to"]): one for one in result["transfers"]}
+    text = (
+        f"A decision every {duration(result['look'])}. The state of a training has "
+        f"{count(result['state_bytes'] / _MEGABYTE)} MB."
+    )
+    if not links:
+        return [element("p", f"{text} No training was worth a move.")]
+    names = ("From", "To", "MB/s", "Moves", "MB", "Paused for")
+    head = element("tr", *(element("th", name, scope="col") for name in names))
+    body = []
+    for link in links:
+        rate = rates[link["from"], link["to"]]
+        cells = (
+            link["to"],
+            count(rate["bytes_per_second"] / _MEGABYTE),
+            count(link["count"]),
+            count(link["bytes"] / _MEGABYTE),
+            duration(link["seconds"]),
+        )
+        body.append(element("tr", element("th", link["from"], scope="row"), *(element("td", cell) for cell in cells)))
+    return [element("p", text), scrolling_table("Moves", element("thead", head), element("tbody", *body))]

@@ -1,0 +1,193 @@
+"""``freetrain replay --site …``: the options of a replay of several sites, and its output."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.cli.console import Screen
+from freetrain_parsl.cli.options import known_name
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.extensions.globus.sites.planning.model import SitesSettings
+from freetrain_parsl.extensions.replay.logs.logs import open_log
+from freetrain_parsl.extensions.replay.site_terminal import site_heading, site_summary, site_table
+from freetrain_parsl.extensions.replay.sites.comparison import SiteTerms
+from freetrain_parsl.extensions.replay.sites.logs import LogPart, SiteLog
+from freetrain_parsl.extensions.replay.sites.transfer_rates import read_transfer_rates, same_rate
+from freetrain_parsl.screen import say
+
+if TYPE_CHECKING:
+    from freetrain_parsl.extensions.globus.sites.planning.model import TransferRate
+
+__all__ = ["SiteOption", "open_sites", "read_site_options", "refuse_beside_sites", "show_sites", "site_terms"]
+
+_KEYS = ("nodes", "processors-per-node", "partition", "from", "hours")
+_RATE, _STATE = 100.0, 1000.0  # MB/s, MB
+
+
+@dataclass(frozen=True)
+class SiteOption:
+    """A site as given on the command line, ``NAME=LOG[,KEY=VALUE…]``; `after` and `hours` select a part of the log."""
+
+    name: str
+    log: Path
+    nodes: int | None = None
+    processors_per_node: int | None = None
+    partition: str | None = None
+    after: float = 0.0
+    hours: float | None = None
+
+
+def read_site_options(texts: Sequence[str]) -> tuple[SiteOption, ...]:
+    """Parse the values of ``--site``.
+
+    Raises
+    ------
+    InvalidSettings
+        One is malformed, or a name is given twice.
+    """
+    sites = tuple(map(_site_option, texts))
+    names = [site.name for site in sites]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise InvalidSettings(f"--site: two sites are named {min(twice)!r}; give each its own name")
+    return sites
+
+
+def _site_option(text: str) -> SiteOption:
+    name, equals, rest = text.partition("=")
+    log, *items = rest.split(",")
+    if not (equals and log and re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name)):
+        raise InvalidSettings(f"--site {text}: give NAME=LOG, as in --site summit=summit.csv.gz,nodes=1024")
+    values: dict[str, str] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        known_name(f"--site {name}", key, _KEYS)
+        if not (equals and value) or key in values:
+            raise InvalidSettings(f"--site {name}: give {key}=VALUE once, got {text}")
+        values[key] = value
+    return SiteOption(
+        name,
+        Path(log),
+        _whole(name, "nodes", values),
+        _whole(name, "processors-per-node", values),
+        values.get("partition"),
+        _hours(name, "from", values) or 0.0,
+        _hours(name, "hours", values),
+    )
+
+
+def _whole(site: str, key: str, values: Mapping[str, str]) -> int | None:
+    if key not in values:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", values[key]):
+        raise InvalidSettings(f"--site {site}: {key} must be a whole number, got {values[key]!r}")
+    return int(values[key])
+
+
+def _hours(site: str, key: str, values: Mapping[str, str]) -> float | None:
+    if key not in values:
+        return None
+    hours = _number(values[key])
+    if not (math.isfinite(hours) and hours >= 0):
+        raise InvalidSettings(f"--site {site}: {key} must be a number of hours, got {values[key]!r}")
+    return hours
+
+
+def open_sites(options: Sequence[SiteOption], *, lenient: bool, mask_idle_above: float | None) -> tuple[SiteLog, ...]:
+    """Open the logs; see `freetrain_parsl.extensions.replay.logs.logs.open_log`."""
+    sites = []
+    for one in options:
+        log = open_log(
+            one.log,
+            nodes=one.nodes,
+            lenient=lenient,
+            processors_per_node=one.processors_per_node,
+            partition=one.partition,
+            mask_idle_above=mask_idle_above,
+        )
+        if one.after or one.hours is not None:
+            log = LogPart(log, 3600 * one.after, None if one.hours is None else 3600 * one.hours)
+        sites.append(SiteLog(one.name, log))
+    return tuple(sites)
+
+
+def site_terms(
+    options: Sequence[SiteOption], transfers: str | None, state_size: float | None, look: float | None
+) -> SiteTerms:
+    """Return what moves take.
+
+    Parameters
+    ----------
+    options
+        The sites.
+    transfers
+        MB/s between all sites, or the path of a file with rates.
+    state_size
+        MB of every training.
+    look
+        Seconds.
+    """
+    names = [site.name for site in options]
+    size = _STATE if state_size is None else state_size
+    if not (math.isfinite(size) and size >= 0):
+        raise InvalidSettings(f"--state-size must be zero or more MB, got {size:g}")
+    if look is not None and not 1 <= look <= 86_400:
+        raise InvalidSettings(f"--look: must be 1 to 86,400 seconds, got {look:g}")
+    settings = SitesSettings() if look is None else SitesSettings(look=timedelta(seconds=look))
+    return SiteTerms(settings, _rates(names, transfers), size * 1e6)
+
+
+def _rates(names: Sequence[str], transfers: str | None) -> dict[tuple[str, str], TransferRate]:
+    rate = _RATE if transfers is None else _number(transfers)
+    if math.isnan(rate) and transfers is not None:
+        return read_transfer_rates(Path(transfers), names)
+    if not 0 < rate < math.inf:
+        raise InvalidSettings(f"--transfers {transfers}: give a positive number of MB/s, or a file with rates")
+    return same_rate(names, rate)
+
+
+def refuse_beside_sites(given: Mapping[str, object]) -> None:
+    """Reject options that are about one log; `given` are their values, ``None`` or false if absent."""
+    reasons = {
+        "LOG": "give each log with its site, --site NAME=LOG",
+        "--nodes": "give it with its site, --site NAME=LOG,nodes=N",
+        "--processors-per-node": "give it with its site, --site NAME=LOG,processors-per-node=N",
+        "--partition": "give it with its site, --site NAME=LOG,partition=NAME",
+        "--fusion": "sweeps do not work with --site",
+        "--what-if": "does not work with --site; use --rescale-seconds and --start-seconds",
+    }
+    for option, reason in reasons.items():
+        if given[option]:
+            raise InvalidSettings(f"{option}: {reason}")
+
+
+def show_sites(result: Mapping[str, Any]) -> None:
+    """Print the figures."""
+    console = Screen(highlight=False)
+    console.print(site_heading(result))
+    console.print()
+    console.print(site_table(result))
+    console.print()
+    console.print(site_summary(result))
+    for note in result["notes"]:
+        console.print(f"Note: {note}")
+    for way in result["ways"]:
+        if way["refused"]:
+            what = way["site"] or way["way"]
+            say(
+                f"freetrain: warning: policy {result['policy']!r}, {what}: {way['refused']:,} decisions refused, the "
+                "last good allocation was kept",
+                err=True,
+            )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,173 @@
+"""The result of a replay on a terminal: a table and a one-sentence summary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from freetrain_parsl.extensions.pages.dates import period
+from freetrain_parsl.extensions.replay.page.what_if import factor_text, start_text
+from freetrain_parsl.extensions.replay.page.wording import (
+    NO_FIGURE,
+    best_first,
+    count,
+    dedicated_nodes,
+    duration,
+    is_attainable,
+    milliseconds,
+    most_finished,
+    percent,
+    ways,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["heading", "kinds_table", "result_table", "summary", "sweep_summary", "sweep_table", "what_if_table"]
+
+_LOSSES = {
+    "loss_unused": "unused",
+    "loss_split": "split",
+    "loss_rescale": "rescale",
+    "loss_preemption": "preempt",
+    "loss_start": "start",
+}
+"""Key of a policy -> its column. The loss of the oracle is the same for all policies and has its own row."""
+
+
+def heading(result: Mapping[str, Any]) -> str:
+    """Describe the replayed log and trainings."""
+    log, trainers = result["log"], result["trainers"]
+    left_out = f"; malformed lines skipped: {log['skipped']:,}" if log["skipped"] else ""
+    cut = f"; jobs given fewer nodes than recorded: {log['clipped']:,}" if log["clipped"] else ""
+    if log["masked"]:
+        left_out += f"; outages removed: {duration(sum(seconds for _, seconds in log['masked']))}"
+    if log["zero_length"]:
+        cut += f"; jobs of less than a second: {log['zero_length']:,}"
+    dates = f", {text}" if (text := period(log)) else ""
+    terms = f", costs {result['cost']}"
+    if "fusion" in result:
+        terms += f", fusion {result['fusion']['name']}"
+    if result["curves"] != "known":
+        terms += f", curves {result['curves']}"
+    if result["blocks_start_in"] is not None:
+        terms += f", in blocks that train after {result['blocks_start_in']:g} s"
+    return (
+        f"{log['name']}: {log['nodes']:,} nodes, {duration(log['seconds'])}{dates}{left_out}{cut}\n"
+        f"idle: {log['mean_idle']:,.1f} nodes on average, {log['median_idle']:,} in the median, "
+        f"{log['events']:,} changes\n"
+        f"trainings: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}{terms}"
+    )
+
+
+def result_table(result: Mapping[str, Any]) -> Table:
+    """Build the table of the policies and the oracle, at most 80 columns wide."""
+    policies = result["policies"]
+    losses = {key: name for key, name in _LOSSES.items() if name != "start" or any(entry[key] for entry in policies)}
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("policy")
+    table.add_column("closings")
+    table.add_column("U", justify="right")
+    table.add_column("of\noracle", justify="right")
+    for name in losses.values():
+        table.add_column(f"lost:\n{name}", justify="right")
+    table.add_column("median\nsolve", justify="right")
+    for entry in policies:
+        table.add_row(
+            entry["policy"],
+            entry["knowledge"],
+            percent(entry["efficiency"]),
+            percent(entry["oracle_ratio"]),
+            *(percent(entry[key]) for key in losses),
+            milliseconds(entry["solve_ms"]["median"]),
+        )
+    table.add_row("oracle", "", percent(policies[0]["oracle"]), percent(1.0), style="dim")
+    return table
+
+
+def kinds_table(result: Mapping[str, Any]) -> Table:
+    """Build the table of the node-hours that each policy used of each kind of nodes."""
+    hours = {kind: nodes * result["log"]["seconds"] / 3600 for kind, nodes in result["idle_by_kind"].items()}
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("node-hours\nused")
+    table.add_column("closings")
+    for kind, idle in hours.items():
+        table.add_column(f"{kind}, of\n{count(idle)} idle", justify="right")
+    for entry in result["policies"]:
+        used = [entry["used_by_kind"].get(kind, 0.0) for kind in hours]
+        cells = [
+            f"{count(some)} ({percent(some / idle, 0)})" if idle else count(some)
+            for some, idle in zip(used, hours.values(), strict=True)
+        ]
+        table.add_row(entry["policy"], entry["knowledge"], *cells)
+    return table
+
+
+def sweep_table(result: Mapping[str, Any]) -> Table:
+    """Build the table of sweeps, fused and one by one with each policy, at most 80 columns wide."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("policy", "closings", "members\ntrain"):
+        table.add_column(name)
+    for name in ("finished", "all\nwork", "node-hours\nused", "finished per\nnode-hour", "mean time\nto finish"):
+        table.add_column(name, justify="right")
+    for entry in result["policies"]:
+        for way, sweep, times in ways(entry):
+            table.add_row(
+                entry["policy"],
+                entry["knowledge"],
+                way,
+                f"{sweep['finished']:,}",
+                f"{sweep['work']:,.1f}",
+                count(sweep["node_hours"]),
+                NO_FIGURE if (rate := sweep["finished_per_node_hour"]) is None else f"{rate:.3g}",
+                duration(times["mean"]),
+            )
+    return table
+
+
+def sweep_summary(result: Mapping[str, Any]) -> str:
+    """Summarise what fusion gains with the policy that finishes most."""
+    best = most_finished(result["policies"])[0]
+    sweep, hours = best["sweep"], best["node_hours"]
+    closings = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
+    alone = best.get("one_by_one")
+    way = "one by one" if alone is None else f"fused as {result['fusion']['name']}"
+    against = "" if alone is None else f", against {alone['finished']:,} one by one"
+    cost = best["idle_cost"]
+    worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
+    return (
+        f"In {duration(result['log']['seconds'])}, {sweep['finished']:,} of {sweep['members']:,} members would have "
+        f"finished in the idle nodes, {way} with {best['policy']}{closings}{against}, in {count(hours['used'])} of "
+        f"{count(hours['idle'])} idle node-hours{worth}."
+    )
+
+
+def what_if_table(result: Mapping[str, Any]) -> Table:
+    """Build the table of U by the costs of rescales (down) and starts (across), for the policy of the summary."""
+    figures = result["what_if"]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("U by cost of rescales, starts:")
+    for seconds in figures["start_seconds"]:
+        table.add_column(start_text(seconds), justify="right")
+    for factor, shares in zip(figures["rescale_factors"], figures["efficiency"], strict=True):
+        table.add_row(factor_text(factor), *map(percent, shares))
+    return table
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """Summarise the value of the idle nodes with the best attainable policy."""
+    seconds = result["log"]["seconds"]
+    best = best_first(result["policies"])[0]
+    hours, cost, finished = best["node_hours"], best["idle_cost"], best["jct"]["finished"]
+    closings = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
+    share = f" ({percent(hours['used'] / hours['idle'], 0)})" if hours["idle"] else ""
+    used = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours{share}"
+    worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
+    ends = f"; {finished:,} of {result['trainers']['count']:,} trainings finished" if finished else ""
+    dedicated = dedicated_nodes(result["dedicated_nodes"])
+    bound = "" if is_attainable(best) else "Upper bound, because no plan knows future closings: "
+    begin = f"{bound}In {duration(seconds)}, training in the idle nodes with {best['policy']}{closings} would have"
+    if best["efficiency"] is None:
+        return f"{begin} used {used}{worth}{ends}; {dedicated} would train nothing, so U is undefined."
+    return f"{begin} done {percent(best['efficiency'])} of what {dedicated} do, in {used}{worth}{ends}."

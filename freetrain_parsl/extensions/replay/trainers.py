@@ -1,0 +1,144 @@
+"""The trainers of a replay: built-in sets after the BFTrainer paper, and user-defined lists."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.extensions.replay.models import MODELS
+from freetrain_parsl.extensions.replay.trainer_files import numbered, read_trainers
+from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from freetrain_parsl.extensions.replay.models import Model
+
+__all__ = ["TrainerSet", "trainer_set", "with_costs"]
+
+_MAX_NODES = 64
+"""Of each built-in trainer: the range in which the models were measured."""
+
+_HPO = {"shufflenet": replace(MODELS["shufflenet"], costs=CostsInSeconds(up=18.0, down=12.0))}
+"""Costs of all jobs in the paper's hyperparameter search."""
+
+
+@dataclass(frozen=True)
+class TrainerSet:
+    """The trainers of a replay.
+
+    Parameters
+    ----------
+    name
+        As given by the user.
+    trainers
+        `Trainer.submitted` and `Trainer.deadline` are seconds after the log's start.
+    objective
+        Name of the suitable objective in `freetrain_parsl.planning.objectives.base.OBJECTIVES`.
+    sweeps
+        The trainers by sweep, if they are members of sweeps: those of one differ in their names only.
+    """
+
+    name: str
+    trainers: tuple[Trainer, ...]
+    objective: str
+    sweeps: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
+
+
+def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:
+    """Make a built-in set, or read one from a file.
+
+    Parameters
+    ----------
+    spec
+        ``hpo:N``: N ShuffleNets, as in a hyperparameter search; objective throughput. ``mixed:N``: N trainers that
+        cycle through the seven `MODELS`; objective speed-up. Both are endless, on 1 to 64 nodes each, and submitted at
+        the log's start. ``sweep:NxLIST``: a sweep of N members for each trainer of a list; objective throughput.
+        Anything else is the path of a list, see `read_trainers`; its objective is priority if priorities differ, else
+        throughput if all have the same curve, else speed-up.
+    kinds
+        The kinds of nodes for which a list may have curves.
+
+    Raises
+    ------
+    InvalidSettings
+        The set does not exist or would be empty.
+    InvalidInput
+        The file is invalid; the message contains the line.
+    """
+    if match := re.fullmatch(r"(hpo|mixed):(.*)", spec):
+        kind, number = match.groups()
+        if not re.fullmatch(r"[0-9]{1,6}", number) or int(number) == 0:
+            raise InvalidSettings(f"trainers {spec!r}: expected a number after the colon, as in {kind}:10")
+        if kind == "hpo":
+            return TrainerSet(spec, _endless(_HPO, int(number)), "throughput")
+        return TrainerSet(spec, _endless(MODELS, int(number)), "speedup")
+    if spec.startswith("sweep:"):
+        return _sweeps(spec)
+    path = Path(spec)
+    if path.suffix.lower() not in (".yaml", ".yml", ".csv"):
+        raise InvalidSettings(
+            f"unknown trainers {spec!r}; give hpo:N, mixed:N, sweep:NxLIST, or the path of a .yaml or .csv list"
+        )
+    trainers = read_trainers(path, MODELS, partial(_of_other_kinds, kinds))
+    objective = "speedup"
+    if len({trainer.priority for trainer in trainers}) > 1:
+        objective = "priority"
+    elif len({(trainer.curve, *trainer.curves.values()) for trainer in trainers}) == 1:
+        objective = "throughput"
+    return TrainerSet(path.name, trainers, objective)
+
+
+def _of_other_kinds(kinds: Collection[str], trainer: Trainer) -> str | None:
+    unknown = [kind for kind in trainer.curves if kind not in kinds]
+    if unknown and not kinds:
+        given = ", ".join(unknown)
+        return f"its curve is for kinds of nodes ({given}); 'freetrain replay --kind NAME=NODES' states which these are"
+    return f"no nodes are of kind {unknown[0]!r}; there are {', '.join(kinds)}" if unknown else None
+
+
+def with_costs(trainers: TrainerSet, up: float, down: float) -> TrainerSet:
+    """Set the seconds that all trainers lose when they grow or shrink; the cost of a start is kept."""
+
+    def changed(items: Iterable[Trainer]) -> tuple[Trainer, ...]:
+        return tuple(replace(item, costs=replace(item.costs, up=up, down=down)) for item in items)
+
+    sweeps = {name: changed(members) for name, members in trainers.sweeps.items()}
+    return replace(trainers, trainers=changed(trainers.trainers), sweeps=sweeps)
+
+
+def _sweeps(spec: str) -> TrainerSet:
+    """Make a sweep of each trainer of a list."""
+    match = re.fullmatch(r"sweep:([0-9]{1,5})x(.+)", spec)
+    if match is None or int(match[1]) == 0:
+        raise InvalidSettings(f"trainers {spec!r}: expected a number and trainers, as in sweep:64xtrainers.yaml")
+    number, inner = int(match[1]), match[2]
+    if inner.startswith("sweep:"):
+        raise InvalidSettings(f"trainers {spec!r}: a sweep cannot be swept; give a list of trainers")
+    sweeps = {}
+    for trainer in trainer_set(inner).trainers:
+        if math.isinf(trainer.work_left):
+            raise InvalidSettings(
+                f"trainers {spec!r}: {trainer.name!r} never ends, so no member of its sweep would; "
+                "give a list with the key 'work'"
+            )
+        sweeps[trainer.name] = tuple(
+            replace(trainer, name=numbered(trainer.name, index, number)) for index in range(number)
+        )
+    members = tuple(member for sweep in sweeps.values() for member in sweep)
+    name = f"sweep:{number}x{Path(inner).name}"
+    return TrainerSet(name, members, "throughput", sweeps)
+
+
+def _endless(models: Mapping[str, Model], count: int) -> tuple[Trainer, ...]:
+    turns = islice(cycle(models.items()), count)
+    return tuple(
+        Trainer(numbered(name, index, count), 1, _MAX_NODES, model.curve, model.costs)
+        for index, (name, model) in enumerate(turns)
+    )

@@ -1,0 +1,1 @@
+"""Sharded models: each process has a part of the state."""

@@ -1,0 +1,1 @@
+"""The stream of jobs of a simulation."""

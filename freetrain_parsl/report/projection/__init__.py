@@ -1,0 +1,1 @@
+"""What the journals of a run say, folded."""

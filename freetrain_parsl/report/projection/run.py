@@ -1,0 +1,502 @@
+"""The state of a run, folded from the journal's entries, during the run or afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from freetrain_parsl.executor.journal import last_record, read_journal, read_kinds, read_progress
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.projection.blocks import BlockFold
+from freetrain_parsl.report.projection.obstacles import Obstacles
+from freetrain_parsl.report.projection.unused_windows import UnusedWindows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from freetrain_parsl.report.projection.blocks import BlockHistory
+
+__all__ = ["NO_NODES_YET", "FailedStarts", "Fragment", "RunState", "TrainingState"]
+
+NO_NODES_YET = "its driver has found no nodes for it yet"
+"""Why a training waits of which nothing is recorded; after less than a minute there is."""
+
+_KINDS_WITH_REASONS = (
+    record.PlannerStarted,
+    record.StartsFailed,
+    record.BlockRequested,
+    record.BlockSubmitted,
+    record.BlockStarted,
+    record.BlockReleased,
+    record.BlockEnded,
+    record.NodeJoined,
+    record.NodeLeft,
+    record.NodeSetAside,
+    record.EnvironmentDiffers,
+    record.TrainingSubmitted,
+    record.TrainingStalled,
+    record.TrainingWaits,
+    record.TrainingTriesAgain,
+    record.TrainingFinished,
+    record.TrainingFailed,
+    record.TrainingCancelled,
+    record.TrainsAlone,
+    record.CodeChanged,
+    record.BatchChanged,
+    record.CohortJoined,
+    record.CohortStalled,
+    record.FragmentStarted,
+    record.FragmentEnded,
+)
+
+
+@dataclass
+class Fragment:
+    """The time that a training spends in one group; times in seconds since the epoch."""
+
+    training: str
+    nodes: tuple[str, ...]
+    start: float
+    end: float | None = None
+    failure: bool = False
+    """Whether it ended because a member failed, not by a pause."""
+    resumed_from: int | None = None
+    """Step of the checkpoint from which it started."""
+    in_place: bool = False
+    """Whether it continues the previous fragment without a checkpoint."""
+    paused: float = 0.0
+    """Seconds without progress before it, if it continues in place."""
+    array: str = ""
+    """The array in which it trains, fused with others."""
+    lane: int = 0
+    """Its place among the members of the array, from 0: free ones are taken first."""
+
+
+@dataclass
+class TrainingState:
+    """The state of a training.
+
+    Parameters
+    ----------
+    state
+        ``waiting``, ``running``, ``finished``, ``failed`` or ``cancelled``.
+    progress
+        Last progress report; see ``protocol.reports.Progress``.
+    error
+        Why it failed or, if it waits for ``freetrain resume``, why it ended.
+    """
+
+    name: str
+    min_nodes: int
+    max_nodes: int
+    submitted: float
+    state: str = "waiting"
+    ended: float | None = None
+    nodes: tuple[str, ...] = ()
+    fragments: int = 0
+    rescales: int = 0
+    resumes: int = 0
+    checkpoints: int = 0
+    progress: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    waits_for: str = ""
+    """Why it gets no nodes: the state of the checkpoint directory."""
+    next_attempt: float = 0.0
+    """Time of the next attempt, seconds since the epoch."""
+    stalled: str = ""
+    """Any other reason for no progress in about a minute."""
+    trained: bool = True
+    """Whether a step was made in this run; otherwise its result is from an earlier run."""
+    code_note: str = ""
+    """Remark for the user on a change of its code."""
+    array: str = ""
+    """The array in which it trains now, fused with others."""
+    fused_with: int = 0
+    """Number of other trainings in this array."""
+    cohort: str = ""
+    """The trainings with which it may run fused."""
+    waits_with_cohort: str = ""
+    """Why it is in no array of its cohort."""
+    nodes_come: str = ""
+    """The nodes that it waits for, while the run has none yet."""
+    nodes_used: bool = False
+    """Whether others train on all nodes of the run."""
+    alone_because: str = ""
+    """Why it is not fused with others, although it may be."""
+    node_kind: str = ""
+    """The kind of its nodes, where there are several kinds."""
+    batch_changes: int = 0
+    """How often its batch size has changed."""
+
+    def submit_again(self, min_nodes: int, max_nodes: int) -> None:
+        """Note that it was submitted again, as by a driver that resumes the run; its progress and its counts stay."""
+        self.min_nodes, self.max_nodes = min_nodes, max_nodes
+        self.state, self.ended, self.trained, self.error = "waiting", None, True, ""
+        self.nodes, self.array, self.cohort = (), "", ""
+        self.waits_for = self.stalled = self.code_note = self.alone_because = ""
+
+    def remark(self, now: float | None = None) -> str:
+        """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
+
+        Of a training that has ended: how its result came about; it waits for nothing.
+
+        Parameters
+        ----------
+        now
+            Seconds since the epoch, to state the time to the next attempt; ``None``: omit it.
+        """
+        if self.state not in ("waiting", "running"):
+            is_old = self.state == "finished" and not self.trained
+            return "result of an earlier run: nothing was trained" if is_old else self.code_note
+        saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
+        if not (self.waits_for or saving):
+            doing = (self._on_kind(), self.batch_remark(), self._fusion_remark())
+            waiting = self.waiting_reason()
+            return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
+        left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
+        head = f"waits: {self.waits_for}" if self.waits_for else f"cannot save: {saving}"
+        return head if now is None else f"{head}, next attempt in {max(0.0, left):.0f} s"
+
+    def waiting_reason(self) -> str:
+        """Return why it waits: the error with which it has ended until it is resumed, or that of its cohort."""
+        if self.state != "waiting":
+            return ""
+        with_cohort = "" if self.alone_because else self.waits_with_cohort
+        used = "waits for a place on the nodes of this run, which others use" if self.nodes_used else ""
+        return self.error.partition("\n")[0] or self.nodes_come or with_cohort or used
+
+    def stall(self) -> str:
+        """Return why it makes no progress, as its driver has said; not what it said before it requested nodes."""
+        return "" if self.state == "waiting" and self.nodes_come else self.stalled
+
+    def _on_kind(self) -> str:
+        return f"on {self.node_kind} nodes" if self.state == "running" and self.node_kind else ""
+
+    def batch_remark(self) -> str:
+        """Describe the batch of a training that runs, if the driver chooses its size."""
+        batch = self.progress.get("batch")
+        if self.state != "running" or not batch:
+            return ""
+        times = "once" if self.batch_changes == 1 else f"{self.batch_changes} times"
+        changed = f", changed {times}" if self.batch_changes else ""
+        if batch["square"] is None:
+            noise = ""
+        elif batch["square"] > 0:
+            noise = f", gradient noise scale {batch['variance'] / batch['square']:.0f}"
+        else:
+            noise = ", gradient lost in its noise"
+        return f"in batches of {batch['size']} (at first {batch['initial']}{changed}){noise}"
+
+    def _fusion_remark(self) -> str:
+        if self.state == "running" and self.array:
+            others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
+            return f"in {self.array} {others}, fused" if self.fused_with else f"in {self.array}, alone"
+        return f"not fused: {self.alone_because}" if self.alone_because else ""
+
+    @property
+    def share_done(self) -> float | None:
+        """Fraction of all samples that is done; ``None`` while the total is unknown."""
+        total = self.progress.get("samples_total")
+        return min(1.0, self.progress["samples"] / total) if total else None
+
+
+@dataclass(frozen=True)
+class FailedStarts:
+    """The last attempts to start a block failed.
+
+    Parameters
+    ----------
+    count, most
+        Consecutive failed attempts; after `most`, no more blocks are submitted.
+    next_attempt
+        Earliest time of the next attempt, seconds since the epoch; ``None``: no further attempt.
+    reason
+        Reason of the last failure.
+    """
+
+    count: int
+    most: int
+    next_attempt: float | None
+    reason: str
+
+    @classmethod
+    def of(cls, entry: record.StartsFailed) -> FailedStarts | None:
+        """Return what a record says; ``None``: a block has started again."""
+        return cls(entry.count, entry.most, entry.next_attempt, entry.reason) if entry.count else None
+
+    def sentence(self, now: float) -> str:
+        """Describe it in one line."""
+        if self.next_attempt is None:
+            when = "nothing is submitted any more"
+        else:
+            when = f"next attempt in {max(0.0, self.next_attempt - now):.0f} s"
+        return f"the last {self.count} of at most {self.most} attempts to start a block failed, {when}; {self.reason}"
+
+
+class RunState:
+    """The content of the journal up to the last entry read.
+
+    Parameters
+    ----------
+    journal
+        Journal file; may not exist yet. ``None``: the entries are passed to `take`.
+    """
+
+    def __init__(self, journal: Path | None = None) -> None:
+        self._journal = journal
+        self._read = 0
+        self._last_fragments: dict[str, int] = {}  # training -> index of its last fragment
+        self.trainings: dict[str, TrainingState] = {}
+        self.fragments: list[Fragment] = []
+        self.checkpoints: list[tuple[float, str]] = []
+        self.windows: list[dict[str, Any]] = []
+        self.gains: dict[str, tuple[int, float]] = {}
+        """Cohort -> size of an array, and its speed relative to one by one."""
+        self.stalled_cohorts: dict[str, str] = {}
+        """Cohort -> why none of its trainings runs."""
+        self.node_kinds: dict[str, str] = {}
+        """Node -> its kind, where there are several kinds."""
+        self.blocks = BlockFold()
+        self.changed_block: BlockHistory | None = None
+        """The block that the last record concerned."""
+        self.failed_starts: FailedStarts | None = None
+        self._unused = UnusedWindows()
+        self._obstacles = Obstacles()
+        self.solve_seconds: list[float] = []
+        self.solves_proven = 0
+
+    @classmethod
+    def with_reasons(cls, journal: Path) -> RunState:
+        """Read only what remarks and `reasons` need: a small part of a long journal.
+
+        Raises
+        ------
+        sqlite3.Error
+            It cannot be read.
+        """
+        run = cls()
+        for entry in read_kinds(journal, _KINDS_WITH_REASONS):
+            run.take(entry.time, entry.record)
+        run.take(0.0, last_record(journal, record.PlannerStep, containing='"windows": '))
+        run.take_progress(read_progress(journal))
+        return run
+
+    def refresh(self) -> RunState:
+        """Read new entries."""
+        if self._journal is not None and self._journal.exists():
+            for number, entry in read_journal(self._journal, self._read):
+                self._read = number
+                self.take(entry.time, entry.record)
+            self.take_progress(read_progress(self._journal))
+        return self
+
+    def take(self, time: float, entry: record.Record | None) -> None:
+        """Take the next record; ``None``, one of another version, is ignored."""
+        self.changed_block = None
+        if entry is None:
+            return
+        self._obstacles.take(time, entry)
+        if (training := self.trainings.get(entry.subject)) is not None:
+            self._on_training_record(training, time, entry)
+        else:
+            self._on_other_record(time, entry)
+
+    def take_progress(self, reports: Mapping[str, dict[str, Any]]) -> None:
+        """Take the last progress report of each training."""
+        for name, progress in reports.items():
+            if name in self.trainings:
+                self.trainings[name].progress = progress
+        self._count_members()
+
+    def last_fragment(self, training: str) -> int | None:
+        """Return the index in `fragments` of a training's last fragment."""
+        return self._last_fragments.get(training)
+
+    def end_driver(self, time: float) -> None:
+        """Note that the driver has ended, also by a kill: nothing runs any more, and nothing waits but for a resume."""
+        self.stalled_cohorts = {}
+        for training in self.trainings.values():
+            if training.state == "running":
+                training.state = "waiting"
+            training.nodes, training.array = (), ""
+            training.waits_for = training.stalled = training.waits_with_cohort = training.alone_because = ""
+            training.nodes_come, training.nodes_used = "", False
+            index = self.last_fragment(training.name)
+            if index is not None and self.fragments[index].end is None:
+                self.fragments[index].end = time
+
+    def reasons(self, now: float) -> list[str]:
+        """Return what keeps waiting trainings from nodes, one line for each reason: failed starts, and `obstacles`.
+
+        Parameters
+        ----------
+        now
+            Seconds since the epoch.
+        """
+        failed = [] if self.failed_starts is None else [self.failed_starts.sentence(now)]
+        return [*failed, *self.obstacles(now)]
+
+    def obstacles(self, now: float) -> list[str]:
+        """Return blocks that are refused, nodes that cannot be used, and why idle nodes are not used.
+
+        One line for each reason; none while no training waits for nodes. `now` is in seconds since the epoch.
+        """
+        if not any(training.state == "waiting" and not training.waits_for for training in self.trainings.values()):
+            return []
+        return [*self._obstacles.reasons(now), *self._unused.reasons(now, self.blocks.pending)]
+
+    def _count_members(self) -> None:
+        sizes = Counter(training.array for training in self.trainings.values())
+        for training in self.trainings.values():
+            training.fused_with = sizes[training.array] - 1 if training.array else 0
+        coming = self.blocks.coming
+        busy = {node for training in self.trainings.values() for node in training.nodes}
+        used = bool(self.blocks.nodes) and busy.issuperset(self.blocks.nodes)
+        training_cohorts = {training.cohort for training in self.trainings.values() if training.array}
+        for training in self.trainings.values():
+            training.nodes_come, training.nodes_used = coming, used
+            if training.cohort in training_cohorts:
+                training.waits_with_cohort = f"waits for a place in an array of {training.cohort}"
+            else:
+                training.waits_with_cohort = self.stalled_cohorts.get(training.cohort, "")
+
+    @property
+    def blocks_requested(self) -> int:
+        """Number of blocks that were requested."""
+        return self.blocks.requested
+
+    @property
+    def blocks_ended(self) -> list[str]:
+        """Why blocks have ended."""
+        return self.blocks.endings
+
+    @property
+    def completed(self) -> int:
+        """Number of finished trainings."""
+        return sum(training.state == "finished" for training in self.trainings.values())
+
+    def _on_other_record(self, time: float, entry: record.Record | None) -> None:
+        match entry:
+            case record.TrainingSubmitted(subject=name):
+                self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
+            case record.PlannerStarted():  # what an earlier driver saw is over
+                self.windows, self.failed_starts, self.stalled_cohorts = [], None, {}
+                self.blocks.nodes = {}
+                self._unused.take(entry)
+                self._obstacles = Obstacles()
+            case record.PlannerStep(events=events):
+                self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
+                self._unused.take(entry)
+            case (
+                record.BlockRequested()
+                | record.BlockSubmitted()
+                | record.BlockStarted()
+                | record.BlockYields()
+                | record.BlockReleased()
+                | record.BlockEnded()
+            ):
+                self.changed_block = self.blocks.take(time, entry)
+            case record.NodeLeft(subject=node):
+                self.blocks.nodes.pop(node, None)
+            case record.NodeJoined(subject=node):
+                self.blocks.nodes[node] = entry.block
+                if entry.node_kind:
+                    self.node_kinds[node] = entry.node_kind
+            case record.StartsFailed():
+                self.failed_starts = FailedStarts.of(entry)
+            case record.CohortJoined() | record.CohortStalled() | record.ArrayMeasured():
+                self._on_cohort_record(entry.subject, entry)
+            case record.Decision():
+                self.solve_seconds.append(entry.seconds)
+                self.solves_proven += entry.proven
+
+    def _on_cohort_record(
+        self, cohort: str, entry: record.CohortJoined | record.CohortStalled | record.ArrayMeasured
+    ) -> None:
+        match entry:
+            case record.CohortJoined():
+                for name in entry.trainings:
+                    if name in self.trainings:
+                        self.trainings[name].cohort = cohort
+            case record.CohortStalled():
+                self.stalled_cohorts[cohort] = entry.reason
+            case record.ArrayMeasured():
+                if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
+                    self.gains[cohort] = (entry.members, entry.gain)
+
+    def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
+        match entry:
+            case record.TrainingSubmitted():
+                training.submit_again(entry.min_nodes, entry.max_nodes)
+            case record.FragmentStarted() | record.FragmentResumed() | record.FragmentEnded() | record.Checkpoint():
+                self._on_fragment_record(training, time, entry)
+            case record.BatchChanged():
+                training.batch_changes += 1
+            case record.CodeChanged():
+                training.code_note = entry.note
+            case record.TrainsAlone():
+                training.alone_because = entry.reason
+            case record.TrainingWaits():
+                training.waits_for, training.next_attempt = entry.reason, entry.until
+            case record.TrainingTriesAgain():
+                training.waits_for = ""
+            case record.TrainingStalled():
+                training.stalled = entry.reason
+            case record.TrainingFinished():
+                training.state, training.ended, training.trained = "finished", time, entry.trained
+            case record.TrainingFailed():
+                training.state = "failed" if entry.final else "waiting"  # for `freetrain resume`
+                training.ended, training.error = time, entry.error
+            case record.TrainingCancelled():
+                training.state, training.ended = "cancelled", time
+
+    def _on_fragment_record(
+        self,
+        training: TrainingState,
+        time: float,
+        entry: record.FragmentStarted | record.FragmentResumed | record.FragmentEnded | record.Checkpoint,
+    ) -> None:
+        index = self.last_fragment(training.name)
+        last = None if index is None else self.fragments[index]
+        match entry:
+            case record.FragmentStarted():
+                nodes = tuple(entry.nodes)
+                training.rescales += last is not None and last.nodes != nodes
+                training.state, training.nodes, training.error = "running", nodes, ""
+                training.fragments += 1
+                training.array = entry.array
+                training.cohort = training.cohort if entry.array else ""
+                training.node_kind = ", ".join(sorted({self.node_kinds.get(node, "") for node in nodes}))
+                fragment = Fragment(
+                    training.name,
+                    nodes,
+                    time,
+                    in_place=entry.in_place,
+                    paused=entry.paused,
+                    array=entry.array,
+                    lane=self._free_lane(entry.array),
+                )
+                self._last_fragments[training.name] = len(self.fragments)
+                self.fragments.append(fragment)
+            case record.FragmentResumed():
+                if last is not None:
+                    last.resumed_from = entry.step
+                    training.resumes += 1
+            case record.FragmentEnded():
+                if last is not None:
+                    last.end, last.failure = time, entry.failure
+                training.nodes, training.array = (), ""
+                if training.state == "running":
+                    training.state = "waiting"
+            case record.Checkpoint():
+                training.checkpoints += 1
+                self.checkpoints.append((time, training.name))
+
+    def _free_lane(self, array: str) -> int:
+        if not array:
+            return 0
+        taken = {fragment.lane for fragment in self.fragments if fragment.array == array and fragment.end is None}
+        return next(lane for lane in count() if lane not in taken)
