@@ -10,7 +10,7 @@ import pytest
 
 from tests.campaign.cluster_shell import BOTH_RUN, EPOCHS, SAMPLES
 from tests.campaign.shell import APP
-from tests.trackers.reading import read_csv
+from tests.executor.values.reading import read_csv
 
 if TYPE_CHECKING:
     from tests.campaign.cluster_shell import ClusterShell

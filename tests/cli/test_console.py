@@ -21,7 +21,7 @@ from freetrain_parsl.report.live import live_view
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.texts import storable
 from tests.cli.test_status import FACTS
-from tests.report.test_run_view import RUN
+from tests.extensions.pages.test_run_view import RUN
 
 NASTY = "lr [/x] [red]\x1b]0;title\x07\x1b[2J\x9b31m\x07\u202eexe\x7f:smile:\nfreetrain: done\r\ud800"
 PLAIN = "lr [/x] [red]"

@@ -40,7 +40,7 @@ class _Drivers:
         self.descendants = psutil.Process(driver.pid).children(recursive=True)
 
     def start(self, manners: str = "good") -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.executor.driver_script"]
+        command = [sys.executable, "-m", "tests.executor.driver.driver_script"]
         self.started.append(
             subprocess.Popen(
                 [*command, self.cluster.name, str(self.directory), str(self.slow), manners],

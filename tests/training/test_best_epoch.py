@@ -17,7 +17,7 @@ from training_crew import run_member
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.best_epoch import BestEpoch, BestEpochs, EpochValue
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
-from tests.training.fusion.sweep_trainings import together
+from tests.extensions.fusion.sweep_trainings import together
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,7 +1,7 @@
 """A thread that is blocked in torch.distributed is detected from another thread.
 
-The collective is a fake that acquires a lock, in a file name inside torch.distributed; `tests.executor.test_sharding`
-uses real collectives.
+The collective is a fake that acquires a lock, in a file name inside torch.distributed; the tests of
+sharding use real collectives.
 """
 
 from __future__ import annotations

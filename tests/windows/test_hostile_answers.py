@@ -18,6 +18,7 @@ from freetrain_parsl.extensions.pbs.values import as_mebibytes, read_answer
 from freetrain_parsl.windows.hostlist import expand_hosts
 from freetrain_parsl.windows.slurm import text_parser as slurm_text
 from freetrain_parsl.windows.slurm.json_parser import parse_json_jobs, parse_json_nodes
+from tests.extensions.pbs.pbs_answers import FIXTURES as PBS_FIXTURES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ SLURM_TEXTS: list[tuple[Callable[[str], object], str]] = [
 
 
 def _pbs(file: str) -> str:
-    return (FIXTURES / "openpbs-23.06.06" / file).read_text()
+    return (PBS_FIXTURES / file).read_text()
 
 
 QUEUES = pbs_parsers.parse_queues(read_answer(_pbs("queues.json"), "qstat"))

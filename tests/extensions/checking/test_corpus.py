@@ -1,0 +1,129 @@
+"""Every broken function is found by name and line; its mended twin holds."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from freetrain_parsl.extensions.checking.report import CheckVerdict
+from freetrain_parsl.extensions.checking.run import Checker, call_of
+from tests.extensions.checking import corpus
+
+if TYPE_CHECKING:
+    from freetrain_parsl.extensions.checking.report import CheckReport, Finding
+
+pytestmark = pytest.mark.slow
+
+
+class Broken(NamedTuple):
+    """A function of the corpus, and what the check must say."""
+
+    function: str
+    kind: str
+    name: str
+    marked: Any = None
+    """What contains the marked line; ``None``: the function."""
+
+
+BROKEN = [
+    Broken("counter", "variable", "it"),
+    Broken("patience", "variable", "best"),
+    Broken("numbered", "variable", "i"),
+    Broken("averaged", "variable", "average"),
+    Broken("global_variable", "variable", "STEPS"),
+    Broken("global_of_a_helper", "variable", "SEEN", corpus.count),
+    Broken("attribute_of_the_model", "variable", "model", corpus.Annealed),
+    Broken("attribute_of_a_trainer", "variable", "self", corpus.Trainer),
+    Broken("closure", "variable", "it"),
+    Broken("own_generator", "variable", "rng"),
+    Broken("iterator", "variable", "numbers"),
+    Broken("python_generator", "variable", "weights"),
+    Broken("hidden", "variable", "h"),
+    Broken("recent", "variable", "losses"),
+    Broken("contrastive", "loss", "cross_entropy"),
+    Broken("penalty", "loss", "norm"),
+    Broken("rank_rate", "replicas", "lr of the optimizer"),
+    Broken("noise", "replicas", "model.weight"),
+    Broken("mean_buffer", "replicas", "model.mean"),
+    Broken("unguarded_gradients", "error", ""),
+    Broken("unseeded", "not repeatable", "model.weight"),
+    Broken("skips_by_own_loss", "hang", ""),
+]
+MENDED = [name.removesuffix("_mended") for name in vars(corpus) if name.endswith("_mended")]
+HOLDS = ["only_printed", "norm_and_dropout", "checks_its_steps", "regression"]
+
+
+def checked(name: str, **arguments: Any) -> CheckReport:
+    return Checker(call_of(getattr(corpus, name), **arguments)).run()
+
+
+def marked_line(thing: Any) -> str:
+    """Return ``file:line`` of the marked line in a function or class; empty if there is none."""
+    lines, first = inspect.getsourcelines(thing)
+    found = [first + number for number, line in enumerate(lines) if corpus.MARK in line]
+    return f"{inspect.getsourcefile(thing)}:{found[0]}" if found else ""
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.function)
+def test_what_is_broken_is_named_with_its_line(broken: Broken) -> None:
+    report = checked(broken.function)
+    assert report.verdict is CheckVerdict.DIFFERS, str(report)
+    found: Finding = report.causes[0]
+    assert (found.kind, found.name) == (broken.kind, broken.name), str(report)
+    if where := marked_line(broken.marked or getattr(corpus, broken.function)):
+        assert found.where == where
+        assert Path(where).name in found.text or broken.kind == "loss"
+    assert found.mend
+    assert [row for row in report.rows if row.holds is False]
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_what_is_mended_holds(name: str) -> None:
+    """What a message says to do is enough; each mended function has a broken twin in the list."""
+    assert name in {broken.function for broken in BROKEN}
+    report = checked(f"{name}_mended")
+    assert report.verdict is CheckVerdict.HOLDS, str(report)
+    assert report.causes == []
+
+
+@pytest.mark.parametrize("name", HOLDS)
+def test_what_is_right_is_not_accused(name: str) -> None:
+    report = checked(name)
+    assert report.verdict is CheckVerdict.HOLDS, str(report)
+
+
+def test_a_counter_that_is_only_printed_is_a_note() -> None:
+    report = checked("only_printed")
+    (note,) = report.findings
+    assert note.note
+    assert note.name == "printed"
+    assert "Note: `printed`" in str(report)
+
+
+def test_a_variable_that_has_not_changed_in_so_few_steps_is_a_note() -> None:
+    report = checked("patience_never_used")
+    assert report.holds
+    assert "`bad` (corpus.py:" in str(report)
+    assert "was 0 at every step" in str(report)
+    assert "session.state(bad=0)" in str(report)
+
+
+def test_what_depends_on_the_share_by_design_is_said() -> None:
+    notes = " ".join(checked("norm_and_dropout").notes)
+    assert "BatchNorm (1) normalizes over the share of each process" in notes
+    assert "draws random numbers" in notes
+
+
+def test_a_function_that_refuses_float64_is_checked_in_float32() -> None:
+    report = checked("only_in_float32")
+    assert report.holds
+    assert any("It does not run in float64" in note for note in report.notes)
+
+
+def test_arguments_are_those_of_the_function() -> None:
+    assert checked("regression", width=4, rates=(0.05,)).holds
+    with pytest.raises(TypeError, match=r"regression\(\).*the arguments after the session are: width"):
+        checked("regression", wide=4)
