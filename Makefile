@@ -56,7 +56,7 @@ test-pythons: $(STAMP)  ## Try the demo and the quick tests on each supported Py
 	@$(BIN)/python -m tests.pythons $(ARGS)
 
 chaos: $(STAMP)  ## Run trainings under random faults: make chaos SEEDS=1-300 ARGS="--jobs 2"
-	@$(BIN)/python -m freetrain_parsl.testing.chaos $(KIND) $(SEEDS) $(ARGS)
+	@$(BIN)/python -m tests.support.chaos $(KIND) $(SEEDS) $(ARGS)
 
 check: $(STAMP)  ## Run linter, format check and type check
 	@$(BIN)/ruff check

@@ -27,10 +27,10 @@ from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
 from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
 from freetrain_parsl.report.projection.run import RunState
-from freetrain_parsl.testing.globus.compute_service import ComputeService
-from freetrain_parsl.testing.globus.endpoint_daemon import EndpointDaemon
-from freetrain_parsl.testing.globus.rabbitmq import LoopbackRabbit
-from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
+from tests.support.globus.compute_service import ComputeService
+from tests.support.globus.endpoint_daemon import EndpointDaemon
+from tests.support.globus.rabbitmq import LoopbackRabbit
+from tests.support.globus.transfer_service import LoopbackCollections, TransferService
 
 if TYPE_CHECKING:
     import argparse

@@ -18,7 +18,7 @@ from freetrain_parsl.windows.hostlist import expand_hosts
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+    from tests.support.slurm.loopback import LoopbackSlurm
 
 _LIMIT_SLACK = 10.0  # minimum seconds by which a job's limit exceeds its run time: none is killed
 _PERIOD = 0.1

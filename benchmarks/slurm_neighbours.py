@@ -50,8 +50,8 @@ from _slurm_training import SAMPLE_NODE_SECONDS
 
 from freetrain_parsl import Manners
 from freetrain_parsl.report.output import write_figure, write_output
-from freetrain_parsl.testing.loopback_slurm import LoopbackPartition, LoopbackSlurm
-from freetrain_parsl.testing.slurm_machine import slurm_version
+from tests.support.slurm.loopback import LoopbackPartition, LoopbackSlurm
+from tests.support.slurm.slurm_machine import slurm_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from freetrain_parsl.extensions.demo.warm_start.owner import WarmStart
-from freetrain_parsl.testing.globus.rabbitmq import broker_missing
-from freetrain_parsl.testing.loopback_slurm import PARTITIONS, LoopbackPartition, LoopbackSlurm
 from tests.__main__ import PARTS
 from tests.browser import Browser, find
+from tests.support.globus.rabbitmq import broker_missing
+from tests.support.slurm.loopback import PARTITIONS, LoopbackPartition, LoopbackSlurm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

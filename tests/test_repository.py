@@ -111,20 +111,7 @@ OUTSIDE = {
     "storage": set(),
     "extensions/fusion": {"greenlet", "numpy", "torch"},
     "extensions/checking": {"numpy", "torch", "typer"},
-    "testing": {
-        "cryptography",
-        "globus_compute_common",
-        "highspy",
-        "jwt",
-        "numpy",
-        "parsl",
-        "pika",
-        "psutil",
-        "pytest",
-        "torch",
-        "yaml",
-        "zmq",
-    },
+    "testing": {"numpy", "pytest"},
 }
 
 

@@ -17,13 +17,13 @@ from freetrain_parsl import EmbeddedClusterProvider
 from freetrain_parsl.cluster import registry
 from freetrain_parsl.extensions.demo.warm_start import ADDRESS
 from freetrain_parsl.extensions.demo.warm_start.client import circumstances
-from freetrain_parsl.testing.fake_commands import calls, clear_mishaps, install_fake_pbs, install_fake_slurm, set_mishap
+from tests.support.fake_commands import calls, clear_mishaps, install_fake_pbs, install_fake_slurm, set_mishap
 
 if TYPE_CHECKING:
     from parsl.providers.base import ExecutionProvider
 
     from freetrain_parsl.cluster.client import EmbeddedCluster
-    from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+    from tests.support.slurm.loopback import LoopbackSlurm
 
 ROOT = Path(__file__).parents[2]
 WORKER_INIT = f"export PYTHONPATH={ROOT}"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from freetrain_parsl.cluster import processes
-from freetrain_parsl.testing.daemons import wait_until
+from tests.support.daemons import wait_until
 
 
 def test_this_process_runs_and_an_earlier_one_of_its_id_does_not():

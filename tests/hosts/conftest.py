@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.testing.hosts import Hosts
 from tests.conftest import REQUIRED
 from tests.hosts.login import Login
+from tests.support.hosts import Hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from freetrain_parsl.executor.journal import JournalEntry
-    from freetrain_parsl.testing.hosts import Hosts
+    from tests.support.hosts import Hosts
 
 ROOT = Path(__file__).parents[2]
 EPOCHS, SAMPLES = 20, 200

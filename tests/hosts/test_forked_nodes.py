@@ -15,7 +15,7 @@ import pytest
 
 import freetrain_parsl
 from freetrain_parsl import EmbeddedCluster
-from freetrain_parsl.testing.hosts import Hosts
+from tests.support.hosts import Hosts
 
 pytestmark = pytest.mark.hosts
 

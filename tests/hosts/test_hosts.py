@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
-from freetrain_parsl.testing.hosts import Hosts, keeper
+from tests.support.hosts import Hosts, keeper
 
 pytestmark = pytest.mark.hosts
 
@@ -158,7 +158,7 @@ def test_the_machine_itself_is_left_alone_and_two_sets_of_hosts_with_the_same_ad
 
 _MAKER = """
 import json, subprocess, sys
-from freetrain_parsl.testing.hosts import Hosts, keeper
+from tests.support.hosts import Hosts, keeper
 with Hosts(json.loads(sys.argv[2])) as hosts:
     forever = ("setsid", "sh", "-c", "trap '' TERM; echo inside; sleep 1000")
     children = [host.popen(*forever, stdout=subprocess.PIPE) for host in hosts]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.testing.daemons import wait_until
-from freetrain_parsl.testing.hosts import Hosts
+from tests.support.daemons import wait_until
+from tests.support.hosts import Hosts
 
 pytestmark = pytest.mark.hosts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.testing.hosts import Hosts
-from freetrain_parsl.testing.hosts.slurm import SlurmOnHosts
+from tests.support.hosts import Hosts
+from tests.support.hosts.slurm import SlurmOnHosts
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slurm]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.testing.hosts import Hosts
+from tests.support.hosts import Hosts
 
 pytestmark = pytest.mark.hosts
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
 from tests.batch_systems.backends import ROOT
 from tests.slurm.main_queue import main_job, seconds_until_started, until_planned
+from tests.support.slurm.loopback import LoopbackSlurm
 
 pytestmark = [
     pytest.mark.slurm,

@@ -10,15 +10,16 @@ import time
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
-from freetrain_parsl.testing import loopback_slurm, sweeper
-from freetrain_parsl.testing.loopback_slurm import LoopbackPartition, LoopbackSlurm
-from freetrain_parsl.testing.slurm_config import node_names
+from freetrain_parsl.testing import sweeper
+from tests.support.slurm import loopback as loopback_slurm
+from tests.support.slurm.loopback import LoopbackPartition, LoopbackSlurm
+from tests.support.slurm.slurm_config import node_names
 
 pytestmark = pytest.mark.slurm
 
 _SCRIPT = """
 import sys
-from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+from tests.support.slurm.loopback import LoopbackSlurm
 with LoopbackSlurm(nodes=1) as cluster:
     cluster.wait_for_state(cluster.submit("--time=5"), "RUNNING")
     print(cluster.environment["FREETRAIN_LOOPBACK_SLURM"], cluster.directory, flush=True)

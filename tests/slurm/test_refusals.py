@@ -8,9 +8,9 @@ import parsl
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
-from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
 from tests.batch_systems.backends import Slurm
 from tests.batch_systems.driving import MANNERS, Driver, loaded_drivers
+from tests.support.slurm.loopback import LoopbackSlurm
 
 pytestmark = pytest.mark.slurm
 

@@ -13,7 +13,7 @@ from freetrain_parsl import Manners
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 if TYPE_CHECKING:
-    from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+    from tests.support.slurm.loopback import LoopbackSlurm
 
 pytestmark = pytest.mark.slurm
 

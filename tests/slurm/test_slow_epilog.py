@@ -9,9 +9,9 @@ import pytest
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.journal import read_journal
-from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
 from tests.batch_systems.backends import Slurm
 from tests.batch_systems.driving import MANNERS, loaded_drivers
+from tests.support.slurm.loopback import LoopbackSlurm
 
 pytestmark = pytest.mark.slurm
 

@@ -25,7 +25,7 @@ from tests.slurm.main_queue import until_planned
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.testing.loopback_slurm import LoopbackSlurm
+    from tests.support.slurm.loopback import LoopbackSlurm
 
 pytestmark = pytest.mark.slurm
 

@@ -11,10 +11,10 @@ import torch
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.testing.chaos.damage import damage_newest
-from freetrain_parsl.testing.chaos.episode import EpisodeReport, StruckFault, choose_menu, seeds_of, summary
-from freetrain_parsl.testing.chaos.trainings import BATCH, SUBJECTS
-from freetrain_parsl.testing.chaos.verification import problems_of, reference
+from tests.support.chaos.damage import damage_newest
+from tests.support.chaos.episode import EpisodeReport, StruckFault, choose_menu, seeds_of, summary
+from tests.support.chaos.trainings import BATCH, SUBJECTS
+from tests.support.chaos.verification import problems_of, reference
 
 if TYPE_CHECKING:
     from pathlib import Path

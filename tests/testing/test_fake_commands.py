@@ -23,7 +23,11 @@ from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
 from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for
 from freetrain_parsl.extensions.pbs.source import PbsWindowSource
-from freetrain_parsl.testing.fake_commands import (
+from freetrain_parsl.testing.window_suite import WindowSourceConformance
+from freetrain_parsl.windows.base import BlockState
+from freetrain_parsl.windows.commands import Commands
+from freetrain_parsl.windows.slurm.source import SlurmWindowSource
+from tests.support.fake_commands import (
     MISHAP_VARIABLE,
     PBS_COMMANDS,
     SLURM_COMMANDS,
@@ -34,10 +38,6 @@ from freetrain_parsl.testing.fake_commands import (
     set_mishap,
     steps,
 )
-from freetrain_parsl.testing.window_suite import WindowSourceConformance
-from freetrain_parsl.windows.base import BlockState
-from freetrain_parsl.windows.commands import Commands
-from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 pytestmark = pytest.mark.cluster
 

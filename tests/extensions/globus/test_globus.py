@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.globus.storage.command import globus
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
-from freetrain_parsl.testing.globus.loopback_service import Reply
-from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
+from tests.support.globus.loopback_service import Reply
+from tests.support.globus.transfer_service import LoopbackCollections, TransferService
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

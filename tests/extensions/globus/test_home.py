@@ -12,8 +12,8 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.executor.driver.driver_fence import DriverFence
 from freetrain_parsl.extensions.globus.storage.home import check_home, clean_home, open_mover, prune_home
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_SECRET
-from freetrain_parsl.testing.globus.loopback_service import Reply
 from tests.extensions.globus.storage.conftest import HOME, A, B, globus_is_here, world  # noqa: F401 - fixtures
+from tests.support.globus.loopback_service import Reply
 
 pytestmark = pytest.mark.globus
 

@@ -12,8 +12,8 @@ import torch
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 from tests.campaign.shell import APP, Shell
+from tests.support.globus.transfer_service import LoopbackCollections, TransferService
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.testing.globus.loopback_service import LOOPBACK_USER, Cut, LoopbackService, Reply
+from tests.support.globus.loopback_service import LOOPBACK_USER, Cut, LoopbackService, Reply
 
 
 @pytest.fixture

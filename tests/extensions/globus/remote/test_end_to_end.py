@@ -61,9 +61,9 @@ def train(session, *, epochs, place):
 @pytest.fixture(scope="module")
 def stand(tmp_path_factory, globus_is_here):
     """Start broker, web service and endpoint; this process becomes a client of the service."""
-    from freetrain_parsl.testing.globus.compute_service import ComputeService
-    from freetrain_parsl.testing.globus.endpoint_daemon import EndpointDaemon
-    from freetrain_parsl.testing.globus.rabbitmq import LoopbackRabbit
+    from tests.support.globus.compute_service import ComputeService
+    from tests.support.globus.endpoint_daemon import EndpointDaemon
+    from tests.support.globus.rabbitmq import LoopbackRabbit
 
     place = tmp_path_factory.mktemp("globus")
     for name in ("rabbit", "site", "home"):

@@ -22,13 +22,13 @@ from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 from tests.campaign.shell import APP, FREETRAIN
+from tests.support.globus.transfer_service import LoopbackCollections, TransferService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from freetrain_parsl.testing.globus.endpoint_daemon import EndpointDaemon
+    from tests.support.globus.endpoint_daemon import EndpointDaemon
 
 pytestmark = [pytest.mark.cluster, pytest.mark.globus]
 
@@ -109,9 +109,9 @@ class Stand:
 
 @pytest.fixture
 def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, globus_is_here: None) -> Iterator[Stand]:
-    from freetrain_parsl.testing.globus.compute_service import ComputeService
-    from freetrain_parsl.testing.globus.endpoint_daemon import EndpointDaemon
-    from freetrain_parsl.testing.globus.rabbitmq import LoopbackRabbit
+    from tests.support.globus.compute_service import ComputeService
+    from tests.support.globus.endpoint_daemon import EndpointDaemon
+    from tests.support.globus.rabbitmq import LoopbackRabbit
 
     for name in ("a", "b", "home/home", "rabbit", "user"):
         (tmp_path / name).mkdir(mode=0o700, parents=True)

@@ -17,8 +17,8 @@ from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
 from freetrain_parsl.extensions.globus.storage.place_check import check_places
 from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.posix import CheckpointDirectory
-from freetrain_parsl.testing.globus.transfer_service import LoopbackCollections, TransferService
 from tests.conftest import REQUIRED
+from tests.support.globus.transfer_service import LoopbackCollections, TransferService
 
 if TYPE_CHECKING:
     from pathlib import Path

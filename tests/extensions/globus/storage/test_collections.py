@@ -6,8 +6,8 @@ import pytest
 
 from freetrain_parsl.errors import CollectionUnavailable
 from freetrain_parsl.extensions.globus.storage.collections import CopyItem
-from freetrain_parsl.testing.globus.loopback_service import Reply
 from tests.extensions.globus.storage.conftest import HOME, A
+from tests.support.globus.loopback_service import Reply
 
 pytestmark = pytest.mark.globus
 

@@ -12,8 +12,8 @@ from freetrain_parsl.errors import GlobusRefused
 from freetrain_parsl.extensions.globus.storage.mover.mover import ResultStatus
 from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
 from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
-from freetrain_parsl.testing.globus.loopback_service import Cut, Reply
 from tests.extensions.globus.storage.conftest import _PACE, HOME, LEASE, A
+from tests.support.globus.loopback_service import Cut, Reply
 
 pytestmark = pytest.mark.globus
 

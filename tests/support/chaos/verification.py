@@ -1,0 +1,93 @@
+"""Check the result of a training, regardless of the faults during it."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from freetrain_parsl.training.fragment import run_alone
+from tests.support.chaos.trainings import BATCH, Subject, train
+
+__all__ = ["problems_of", "reference"]
+
+_LOSS_TOLERANCE = 0.15  # relative: replicas draw other dropout masks without deterministic=True
+_STATISTICS_TOLERANCE = 0.15  # relative: running statistics are those of the local parts of each batch
+
+
+@cache
+def reference(subject: Subject, epochs: int, samples: int) -> dict[str, Any]:
+    """Train without faults, in this process, and return the saved result.
+
+    Uses one thread, as the slots do: the number of threads affects the exact bits.
+    """
+    with TemporaryDirectory(prefix="freetrain-reference-") as directory:
+        out = Path(directory) / "out.pt"
+        arguments = {**subject.arguments(epochs, samples), "pace": 0.0}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            run_alone(train.func, seed=subject.seed, out=str(out), **arguments)
+        finally:
+            torch.set_num_threads(threads)
+        return _load(out)
+
+
+def problems_of(subject: Subject, out: Path, epochs: int, samples: int) -> list[str]:
+    """List the problems of a training's saved result, one line each.
+
+    Parameters
+    ----------
+    subject
+        The training.
+    out
+        File with its saved result.
+    epochs, samples
+        Its arguments.
+    """
+    if not out.exists():
+        return [f"{subject.name}: saved no result"]
+    got, expected = _load(out), reference(subject, epochs, samples)
+    problems = _miscounted(got["model"]["counts"])
+    steps = epochs * samples // BATCH
+    metrics = got["metrics"]
+    if (metrics["steps"], metrics["samples"]) != (steps, epochs * samples):
+        problems.append(f"metrics count {metrics['steps']} steps and {metrics['samples']} samples")
+    if [row["lr"] for row in metrics["history"]] != [row["lr"] for row in expected["metrics"]["history"]]:
+        problems.append("the learning rate schedule differs")
+    if subject.deterministic:
+        problems += _different(got["model"], expected["model"])
+    else:
+        ours, theirs = metrics["history"][-1]["loss"], expected["metrics"]["history"][-1]["loss"]
+        if abs(ours - theirs) > _LOSS_TOLERANCE * abs(theirs):
+            problems.append(f"final loss {ours:.4f}, undisturbed {theirs:.4f}")
+    return [f"{subject.name}: {problem}" for problem in problems]
+
+
+def _miscounted(counts: torch.Tensor) -> list[str]:
+    problems = []
+    for epoch, row in enumerate(-counts.double()):
+        missing, repeated = int((row < 0.5).sum()), int((row > 1.5).sum())
+        inexact = int(((row - 1).abs() > 1e-3).sum()) - missing - repeated
+        if missing or repeated or inexact:
+            problems.append(f"epoch {epoch}: {missing} samples missing, {repeated} repeated, {inexact} partial")
+    return problems
+
+
+def _different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    problems = []
+    for name, expected in theirs.items():
+        difference = (ours[name].double() - expected.double()).abs().max().item()
+        is_statistic = "running" in name
+        limit = _STATISTICS_TOLERANCE * (expected.double().abs().max().item() + 0.1) if is_statistic else 0.0
+        if difference > limit and not name.endswith("num_batches_tracked"):
+            problems.append(f"{name} differs by {difference:.3g} from the undisturbed run")
+    return problems
+
+
+def _load(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state
