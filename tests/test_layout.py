@@ -1,0 +1,211 @@
+"""The layout holds: the core imports no extension but those listed, and no room or folder outgrows its figure.
+
+Rooms, and what they import of each other, are in `test_repository`. Whoever raises a figure or lengthens the list says
+why in the diff; whoever makes a room smaller, or removes an import, lowers the figure or shortens the list.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from graphlib import TopologicalSorter
+from math import ceil
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+from tests.test_repository import EXTENSIONS, MODULES, NAMES, PACKAGE, ROOMS, imports, name_of, parsed, room_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOST_MODULES: Final = 16
+"""In a folder, ``__init__`` aside."""
+
+MOST_FILES: Final = 588
+"""With more than a docstring."""
+
+CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
+"""What a newcomer reads; ``""`` is the top level."""
+
+# Room -> most lines, at most 3 % above what is there.
+BUDGET: Final = {
+    "": 1_980,
+    "campaign": 5_600,
+    "cli": 2_720,
+    "cluster": 3_150,
+    "executor": 13_900,
+    "extensions/checking": 3_520,
+    "extensions/dashboard": 940,
+    "extensions/demo": 990,
+    "extensions/fusion": 7_800,
+    "extensions/globus": 9_600,
+    "extensions/goodput": 1_400,
+    "extensions/integrations": 1_870,
+    "extensions/notebook": 2_180,
+    "extensions/pages": 1_240,
+    "extensions/pbs": 1_430,
+    "extensions/replay": 7_400,
+    "extensions/resources": 1_360,
+    "extensions/sharding": 720,
+    "extensions/simulate": 2_120,
+    "extensions/sweeps": 320,
+    "extensions/trackers": 400,
+    "planning": 6_900,
+    "protocol": 2_100,
+    "report": 2_770,
+    "storage": 2_160,
+    "testing": 1_680,
+    "training": 12_700,
+    "windows": 3_000,
+}
+
+# Module that is no extension, and what it imports or names of extensions: each is to be replaced by a port.
+BEHIND_A_PORT_LATER: Final = {
+    "campaign.detached -> extensions.globus.remote.messages",
+    "campaign.detached -> extensions.globus.remote.verbs",
+    "campaign.owned_trainings -> extensions.globus.storage.mover.mover",
+    "campaign.run -> extensions.globus.sites.assignment",
+    "campaign.run -> extensions.globus.storage.home",
+    "campaign.site.machine -> extensions.pbs.source",
+    "campaign.site.providers -> extensions.pbs.source",
+    "campaign.site.site -> extensions.globus.storage.places",
+    "campaign.summary -> extensions.globus.storage.mover.mover_state",
+    "cli.preview -> extensions.fusion.driver.cohort_trainer",
+    "cli.preview -> extensions.fusion.driver.gathering",
+    "cli.runs.checkpoints -> extensions.globus.storage.home",
+    "cli.runs.clean -> extensions.globus.storage.home",
+    "cli.runs.explain -> extensions.globus.sites.explain_sites",
+    "cli.runs.report -> extensions.pages.report_page",
+    "cli.runs.resume -> extensions.globus.sites.run",
+    "cli.runs.resume -> extensions.globus.sites.view",
+    "cli.runs.run -> extensions.globus.sites.run",
+    "cli.runs.run -> extensions.globus.sites.view",
+    "cli.runs.status -> extensions.globus.sites.coordinator_file",
+    "cli.runs.stop -> extensions.globus.sites.run",
+    "cli.runs.stop -> extensions.globus.sites.view",
+    "cli.sources -> extensions.pbs.source",
+    "cli.verbs -> extensions.checking.command",
+    "cli.verbs -> extensions.dashboard.command",
+    "cli.verbs -> extensions.demo.command",
+    "cli.verbs -> extensions.globus.remote.command",
+    "cli.verbs -> extensions.globus.storage.command",
+    "cli.verbs -> extensions.replay.command",
+    "cli.verbs -> extensions.resources.command",
+    "cli.verbs -> extensions.simulate.command",
+    "executor.batch.providers -> extensions.pbs.source",
+    "executor.jobs.manager -> extensions.fusion.driver.kind",
+    "executor.slot.pilot -> extensions.demo.warm_start",
+    "executor.slot.pilot -> extensions.demo.warm_start.client",
+    "executor.slot.slot -> extensions.fusion.slot.array_run",
+    "executor.values.process -> extensions.trackers",
+    "executor.values.specs -> extensions.trackers.csv_file",
+    "executor.values.specs -> extensions.trackers.mlflow",
+    "executor.values.specs -> extensions.trackers.tensorboard",
+    "executor.values.specs -> extensions.trackers.wandb",
+    "freetrain_parsl -> extensions.checking.run",
+    "freetrain_parsl -> extensions.sweeps.halving",
+    "planning.objectives -> extensions.goodput.completion_time",
+    "planning.objectives -> extensions.goodput.completion_utility",
+    "planning.policies -> extensions.goodput.ones",
+    "planning.policies -> extensions.goodput.ones_published",
+    "planning.policies -> extensions.goodput.optimus",
+    "planning.policies -> extensions.goodput.tiresias",
+    "report.projection.node_states -> extensions.pages.changes",
+    "report.run_reader -> extensions.pages.run_view",
+    "training.checkpoints.loading -> extensions.sharding.state",
+    "training.checkpoints.manager -> extensions.sharding.saver",
+    "training.checkpoints.manager -> extensions.sharding.state",
+    "training.data.loader -> extensions.fusion.slot.shared_batches",
+    "training.runtime -> extensions.fusion.slot.shared_batches",
+    "training.runtime -> extensions.sharding.state",
+}
+
+
+@cache
+def lines_of(module: Path) -> int:
+    return module.read_text(encoding="utf-8").count("\n")
+
+
+def lines_of_rooms() -> dict[str, int]:
+    """Return room -> lines of its Python files."""
+    lines: Counter[str] = Counter()
+    for module in MODULES:
+        lines[room_of(module)] += lines_of(module)
+    return dict(sorted(lines.items()))
+
+
+def modules_with_content() -> list[Path]:
+    """Return the modules that hold more than a docstring."""
+    return [module for module in MODULES if len(parsed(module).body) > 1]
+
+
+def _texts(module: Path) -> set[str]:
+    """Return the modules of extensions that are named in texts, docstrings aside."""
+    tree = parsed(module)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, documented) and _is_text(n.body[0])}
+    docstrings |= {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.stmt) and _is_text(n)}
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+    ]
+    return {found for text in texts for found in re.findall(r"\bfreetrain_parsl\.extensions(?:\.\w+)+", text)}
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def imports_of_extensions() -> set[str]:
+    """Return all imports of extensions by other modules, and names of extensions in these modules' texts."""
+    found = set()
+    for module in MODULES:
+        if module.relative_to(PACKAGE).parts[0] == "extensions":
+            continue
+        named = (imports(module) | _texts(module)) & NAMES.keys()
+        importer = name_of(module).removeprefix("freetrain_parsl.")
+        found |= {
+            f"{importer} -> {name.removeprefix('freetrain_parsl.')}"
+            for name in named
+            if name.startswith("freetrain_parsl.extensions")
+        }
+    return found
+
+
+def test_the_core_imports_only_those_extensions_that_are_listed():
+    """The list is exact, so it shrinks with each import that goes."""
+    assert imports_of_extensions() - BEHIND_A_PORT_LATER == set()
+    assert BEHIND_A_PORT_LATER - imports_of_extensions() == set(), "they are gone: remove them from the list"
+
+
+def test_extensions_import_each_other_in_one_direction():
+    """Which extension imports which has no circle."""
+    tuple(TopologicalSorter({room: ROOMS[room] & EXTENSIONS for room in EXTENSIONS}).static_order())
+
+
+@pytest.mark.parametrize("room", BUDGET, ids=lambda room: room or "top level")
+def test_a_room_keeps_to_its_budget(room):
+    """It is not larger than its figure, and the figure is not far above it."""
+    there = lines_of_rooms()[room]
+    assert there <= BUDGET[room]
+    assert BUDGET[room] <= ceil(1.03 * there), "lower the figure"
+
+
+def test_every_room_has_a_budget():
+    """A new room states its size."""
+    assert lines_of_rooms().keys() == BUDGET.keys()
+
+
+def test_folders_are_small():
+    """A newcomer sees at a glance what is in a folder."""
+    folders = Counter(module.parent.relative_to(PACKAGE) for module in MODULES if module.name != "__init__.py")
+    assert {str(folder): count for folder, count in folders.items() if count > MOST_MODULES} == {}
+
+
+def test_there_are_not_too_many_files():
+    """Files of 60 lines that are only understood together want to be one."""
+    assert len(modules_with_content()) <= MOST_FILES
