@@ -93,7 +93,7 @@ def run_forked(arguments: list[str]) -> int | None:
 
 
 def _imported_from() -> list[str]:
-    return ["/", os.path.realpath(sys.executable), sys.prefix, sys.base_prefix, str(PACKAGE.parent)]
+    return ["/", os.path.realpath(sys.executable), sys.prefix, sys.base_prefix, str(PACKAGE)]
 
 
 def _send(server: socket.socket, arguments: list[str], *, ignored: list[int]) -> None:
