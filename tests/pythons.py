@@ -1,7 +1,9 @@
 """Try the supported versions of Python: ``python -m tests.pythons``, which is ``make test-pythons``.
 
-For each version that is found on PATH or among pyenv's: a new environment, ``pip check``, the demo, and the quick part
-of the test suite. The last environment has the lowest versions of all dependencies, on the oldest Python.
+The source distribution is built once, and the wheel from it. Then, for each version that is found on PATH or among
+pyenv's: a new environment with the wheel, in which the demo runs from an empty directory; and, with the checkout
+installed in place of the wheel, ``pip check`` and the quick part of the test suite. The last environment has the lowest
+versions of all dependencies, on the oldest Python.
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ class Trial:
     seconds: dict[str, float] = field(default_factory=dict)
     failed: str = ""
 
-    def run(self, environment: Path, directory: Path) -> None:
+    def run(self, environment: Path, directory: Path, wheel: Path) -> None:
         """Create the environment and carry out all steps; the demo leaves its run in `directory`."""
         python = str(environment / "bin" / "python")
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", self.constraints]
         cores = len(os.sched_getaffinity(0))
         make = ["make", f"PYTHON={self.python}", f"VENV={environment}", f"CONSTRAINTS={self.constraints}"]
         steps = {
-            "install for the demo": ([*make, "install-demo"], ROOT),
+            "environment": ([self.python, "-m", "venv", str(environment)], ROOT),
+            "torch": ([*install, "torch"], ROOT),  # first, as in the Makefile
+            "wheel": ([*install, f"{wheel}[examples,report]"], ROOT),
             "demo": ([str(environment / "bin" / "freetrain"), "demo"], directory),
             "install": ([*make, "install"], ROOT),
             "pip check": ([python, "-m", "pip", "check"], ROOT),
@@ -62,6 +67,14 @@ class Trial:
         """Return a row of the table at the end."""
         times = ", ".join(f"{step} {seconds:.0f} s" for step, seconds in self.seconds.items())
         return f"{self.name:<8} {self.failed or 'passed'}: {times}"
+
+
+def build(directory: Path) -> Path:
+    """Build the source distribution, and from it the wheel, into a directory; return the wheel."""
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([uv, "build", "--quiet", "--out-dir", directory, ROOT], check=True)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
 
 
 def interpreters() -> dict[str, str]:
@@ -96,16 +109,22 @@ def main(arguments: list[str]) -> int:
     elif found:
         trials.append(Trial(LOWEST, next(iter(found.values())), "constraints-lowest.txt"))
     trials = [trial for trial in trials if trial.name in options.versions or not options.versions]
-    for trial in trials:
-        with tempfile.TemporaryDirectory(prefix="freetrain-python-") as directory:
-            # An environment with CUDA has 7 GB: it is removed before the next one is made.
-            environment = (options.keep or Path(directory)).resolve() / f"venv-{trial.name}"
-            trial.run(environment, Path(directory))
+    with tempfile.TemporaryDirectory(prefix="freetrain-wheel-") as distribution:
+        try_all(trials, options.keep, build(Path(distribution)))
     print(*trials, sep="\n")
     missing = [version for version in options.versions or VERSIONS if version not in found and version != LOWEST]
     if missing:
         print(f"not tried, because no interpreter was found: {', '.join(missing)}")
     return 2 if not trials else int(any(trial.failed for trial in trials))
+
+
+def try_all(trials: list[Trial], keep: Path | None, wheel: Path) -> None:
+    """Carry out the trials, each in an environment of its own."""
+    for trial in trials:
+        with tempfile.TemporaryDirectory(prefix="freetrain-python-") as directory:
+            # An environment with CUDA has 7 GB: it is removed before the next one is made.
+            environment = (keep or Path(directory)).resolve() / f"venv-{trial.name}"
+            trial.run(environment, Path(directory), wheel)
 
 
 if __name__ == "__main__":
