@@ -325,11 +325,10 @@ class BareScene(Scene):
         return f"for {seconds:g} s"
 
     def _kill_driver(self) -> str | None:
-        if self._driver is None:
+        if self._driver is None or self._link is None:  # it has closed its end: all trainings have ended
             return None
         self._driver.kill()
         self._driver.join()
-        assert self._link is not None
         self._link.close()
         slots_live_on = self.rng.random() < 0.5
         for slot in [] if slots_live_on else self._slots.values():
