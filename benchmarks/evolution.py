@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _report import report
 
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy
 from freetrain_parsl.extensions.goodput.placed import PlacedValues
 from freetrain_parsl.planning.objectives.base import Moment, resolve_objective
 from freetrain_parsl.planning.placement import current_counts
-from freetrain_parsl.planning.policies import MilpPolicy, OnesPolicy
+from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.testing.instances import Instance, measured_like_instance, shared_hosts_instance
 
 if TYPE_CHECKING:

@@ -30,8 +30,9 @@ def main() -> None:
         from freetrain_parsl.screen import say, show_logged_warnings
 
         show_logged_warnings()
-        app = app_of(*sys.argv[1:2])
     try:
+        with _exit_if_interrupted():
+            app = app_of(*sys.argv[1:2])
         app()
     except UsageError as error:
         say(f"freetrain: {error}", err=True)

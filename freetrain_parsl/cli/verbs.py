@@ -1,44 +1,26 @@
-"""The verbs of the ``freetrain`` command, each imported from its own module when it is used."""
+"""The verbs of the ``freetrain`` command: entry points, each imported from its own module when it is used."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Final
+from pkgutil import resolve_name
+from typing import Any, Final
 
 import typer
 
 from freetrain_parsl import __version__
+from freetrain_parsl.entry_points import EntryPoints, own_entry_points
+from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.screen import say
 
 __all__ = ["VERBS", "app_of"]
 
-VERBS: Final = {
-    "demo": "freetrain_parsl.extensions.demo.command:demo",
-    "init": "freetrain_parsl.cli.init:init",
-    "check": "freetrain_parsl.extensions.checking.command:check",
-    "run": "freetrain_parsl.cli.runs.run:run",
-    "status": "freetrain_parsl.cli.runs.status:status",
-    "dashboard": "freetrain_parsl.extensions.dashboard.command:dashboard",
-    "logs": "freetrain_parsl.cli.runs.logs:logs",
-    "stop": "freetrain_parsl.cli.runs.stop:stop",
-    "cancel": "freetrain_parsl.cli.runs.cancel:cancel",
-    "resume": "freetrain_parsl.cli.runs.resume:resume",
-    "clean": "freetrain_parsl.cli.runs.clean:clean",
-    "report": "freetrain_parsl.cli.runs.report:report",
-    "replay": "freetrain_parsl.extensions.replay.command:replay",
-    "simulate": "freetrain_parsl.extensions.simulate.command:simulate",
-    "windows": "freetrain_parsl.cli.windows:windows",
-    "plan": "freetrain_parsl.cli.plan:plan",
-    "explain": "freetrain_parsl.cli.runs.explain:explain",
-    "allocate": "freetrain_parsl.extensions.resources.command:allocate",
-    "checkpoints": "freetrain_parsl.cli.runs.checkpoints:checkpoints",
-    "globus": "freetrain_parsl.extensions.globus.storage.command:globus",
-    "remote": "freetrain_parsl.extensions.globus.remote.command:remote",
-}
-"""Verb -> where its function is, or its group of commands: in the order of the help."""
+_GROUP: Final = "freetrain.commands"
+
+VERBS: Final = EntryPoints[Any](_GROUP, "command")
+"""Verb -> its function, or its group of commands: our own in the order of the help, then those of others."""
 
 
-def app_of(word: str | None = None) -> typer.Typer:
+def app_of(word: str = "") -> typer.Typer:
     """Build the command line.
 
     Parameters
@@ -53,14 +35,30 @@ def app_of(word: str | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for name in (word,) if word in VERBS else VERBS:
-        module, _, function = VERBS[name].partition(":")
-        verb = getattr(importlib.import_module(module), function)
+    for name, verb in _verbs(word).items():
         if isinstance(verb, typer.Typer):
             app.add_typer(verb, name=name)
         else:
-            app.command()(verb)
+            app.command(name)(verb)
     return app
+
+
+def _verbs(word: str) -> dict[str, Any]:
+    """Return the verb that is the first word, or all, but for those that are broken."""
+    own = own_entry_points(_GROUP)
+    if word in own:  # without a look at what is installed, which is slow
+        return {word: resolve_name(own[word])}
+    if word in VERBS:
+        return {word: VERBS[word]}
+    return {name: verb for name in VERBS if (verb := _unless_broken(name)) is not None}
+
+
+def _unless_broken(name: str) -> Any:
+    try:
+        return VERBS[name]
+    except InvalidSettings as error:
+        say(f"freetrain: {error}", err=True)
+        return None
 
 
 def _print_version(wanted: bool) -> None:

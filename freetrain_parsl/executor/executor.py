@@ -116,18 +116,12 @@ class FreeTrainExecutor(HighThroughputExecutor):
             the optimal number of nodes of each training, rescaling costs included;
         ``window``
             the same, also by when the nodes close;
-        ``ones``
-            evolutionary search on the same objective, with the placement on shared hosts;
-        ``ones-published``
-            ONES as published, for comparison;
         ``equal-share``
             as many nodes for each: a simple baseline;
         ``fcfs``
-            first come, first served, without backfilling;
-        ``tiresias``
-            least attained service first, in two queues;
-        ``optimus``
-            nodes one by one to the training whose remaining time falls most.
+            first come, first served, without backfilling.
+
+        Policies for hosts that jobs share, such as ``ones``, are refused: they are for simulation and replay.
     planner
         Assumptions about the site: start-up time, shortest useful block, …
     trainings

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from freetrain_parsl.cli.verbs import VERBS
+from freetrain_parsl.entry_points import own_entry_points
 
 # Prints a line when imports start, and imports slowly; an extension module that is interrupted during its import may
 # raise something other than KeyboardInterrupt.
@@ -104,7 +105,8 @@ def imported_by(*arguments):
 def test_a_verb_imports_no_other_and_neither_torch_nor_parsl(tmp_path):
     """Bad input is refused in a fraction of a second."""
     imported = imported_by("stop", str(tmp_path / "missing"))
-    assert [verb for verb, place in VERBS.items() if place.partition(":")[0] in imported] == ["stop"]
+    places = own_entry_points("freetrain.commands")
+    assert [verb for verb, place in places.items() if place.partition(":")[0] in imported] == ["stop"]
     assert not imported & {"torch", "parsl", "highspy"}
 
 

@@ -19,6 +19,7 @@ from freetrain_parsl import (
     TrainingSettings,
 )
 from freetrain_parsl.errors import CheckpointError, FreeTrainError, InvalidSettings
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy
 from freetrain_parsl.planning.policies import POLICIES
 
 
@@ -98,9 +99,16 @@ def test_groups_have_defaults() -> None:
     assert (executor.manners, executor.checkpoints) == (Manners(), CheckpointSettings())
 
 
-def test_the_documentation_of_the_executor_lists_every_policy() -> None:
+def test_the_documentation_of_the_executor_lists_its_policies() -> None:
     text = inspect.getdoc(FreeTrainExecutor).split("\npolicy\n")[1].split("\nplanner\n")[0]
-    assert sorted(re.findall(r"^ +``([\w-]+)``$", text, re.MULTILINE)) == sorted(POLICIES)
+    offered = {name for name, policy in POLICIES.items() if not policy.needs_hosts}
+    assert set(re.findall(r"^ +``([\w-]+)``$", text, re.MULTILINE)) == offered
+
+
+def test_a_policy_for_shared_hosts_is_refused() -> None:
+    for policy in ("ones", "ones-published", "optimus", "tiresias", OnesPolicy()):
+        with pytest.raises(InvalidSettings, match=r"^policy '[\w-]+' .* nodes are not shared here: use 'milp'$"):
+            FreeTrainExecutor(provider=EmbeddedClusterProvider(), policy=policy)
 
 
 def test_a_checkpoint_directory_that_cannot_be_written_is_refused_at_construction(tmp_path) -> None:

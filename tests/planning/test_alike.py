@@ -12,7 +12,7 @@ from freetrain_parsl.planning.alike import without_surplus
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import PoolNode, Trainer
 from freetrain_parsl.planning.planner import Planner
-from freetrain_parsl.planning.policies import resolve_policy
+from freetrain_parsl.planning.policies import POLICIES, resolve_policy
 
 
 def trainer(number: int) -> Trainer:
@@ -34,7 +34,7 @@ def test_few_are_all_kept() -> None:
 @pytest.mark.parametrize("policy", ["milp", "fcfs", "equal-share", "tiresias"])
 def test_the_decisions_are_those_with_all_trainers(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def decisions() -> list[dict[str, frozenset[str]]]:
-        planner = Planner(resolve_policy(policy))
+        planner = Planner(POLICIES[policy]())
         planner.advance(*[ev.TrainerSubmitted(0.0, trainer(number)) for number in range(100)])
         planner.advance(ev.NodesJoined(1.0, "b", tuple(PoolNode(f"n{number}") for number in range(3))))
         taken = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
+from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
 from freetrain_parsl.planning.placement import place, place_emptiest_first
-from freetrain_parsl.planning.policies import FirstComeFirstServedPolicy, OptimusPolicy, TiresiasPolicy
+from freetrain_parsl.planning.policies import FirstComeFirstServedPolicy
 
 LINEAR = ScalingCurve({1: 1.0, 64: 64.0})
 

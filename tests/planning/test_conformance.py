@@ -7,17 +7,17 @@ from datetime import timedelta
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings, PlanningError
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy
+from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
+from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
+from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.model import Decision
 from freetrain_parsl.planning.policies import (
     POLICIES,
     EqualSharePolicy,
     FirstComeFirstServedPolicy,
     MilpPolicy,
-    OnesPolicy,
-    OnesPublishedPolicy,
-    OptimusPolicy,
     Policy,
-    TiresiasPolicy,
     WindowPolicy,
     resolve_policy,
 )
@@ -105,7 +105,7 @@ def test_suite_refuses_false_bounds_and_migration(check, monkeypatch):
 
 
 def test_policies_are_found_by_name():
-    assert {resolve_policy(name).name for name in POLICIES} == POLICIES.keys()
+    assert {POLICIES[name]().name for name in POLICIES} == POLICIES.keys()
     policy = _Broken()
     assert resolve_policy(policy) is policy
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
-from freetrain_parsl.planning.objectives.base import OBJECTIVES, resolve_objective
+from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import MilpPolicy, milp
 from freetrain_parsl.planning.solvers.counts import maximise_counts
 from freetrain_parsl.testing.exact import best_value, value
@@ -106,7 +106,7 @@ def test_an_incumbent_that_rounding_puts_beyond_the_gap_is_still_in_the_core():
 
 
 @pytest.mark.parametrize("block", range(10))
-@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+@pytest.mark.parametrize("objective", ["priority", "speedup", "throughput"])
 def test_equals_the_dynamic_programme_on_random_instances(objective, block):
     for seed in range(100 * block, 100 * block + 50):
         case = random_instance(seed)

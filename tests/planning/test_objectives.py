@@ -12,9 +12,7 @@ import pytest
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
-from freetrain_parsl.planning.objectives import base as objectives
 from freetrain_parsl.planning.objectives.base import (
-    CONTEXTUAL,
     OBJECTIVES,
     Deadline,
     MaxMin,
@@ -23,7 +21,6 @@ from freetrain_parsl.planning.objectives.base import (
     at_moment,
     charged,
     objective_table,
-    register_objective,
     resolve_objective,
     value_table,
 )
@@ -34,6 +31,7 @@ from freetrain_parsl.testing.exact import best_value, value
 from freetrain_parsl.testing.instances import random_instance
 from freetrain_parsl.testing.policy_suite import PolicyConformance
 
+PLAIN = ("priority", "speedup", "throughput")
 TRAINER = Trainer("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), CostsInSeconds(10, 5, 3), priority=3.0)
 
 
@@ -42,7 +40,7 @@ def test_named_objectives(name, expected):
     assert resolve_objective(name)(TRAINER, 6) == expected
 
 
-@pytest.mark.parametrize("name", sorted(objectives.OBJECTIVES))
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("seed", range(5))
 def test_table_agrees_with_single_calls(name, seed):
     objective = resolve_objective(name)
@@ -91,23 +89,6 @@ def test_unknown_name_is_refused_with_the_known_ones():
         resolve_objective("speed")
     with pytest.raises(InvalidSettings, match="got 42"):
         resolve_objective(42)
-
-
-def test_registered_objective_is_found_and_names_are_not_taken_twice(monkeypatch):
-    monkeypatch.setattr(objectives, "OBJECTIVES", dict(objectives.OBJECTIVES))
-    monkeypatch.setattr(objectives, "CONTEXTUAL", dict(objectives.CONTEXTUAL))
-
-    def constant(trainer, nodes):
-        return 1.0
-
-    register_objective("constant", constant)
-    assert resolve_objective("constant") is constant
-    patient = MaxMin(turn=timedelta(hours=1))
-    register_objective("patient", patient)
-    assert resolve_objective("patient") is patient
-    for name in ("constant", "patient", "deadline"):
-        with pytest.raises(InvalidSettings, match=f"'{name}' already exists"):
-            register_objective(name, constant)
 
 
 @pytest.mark.parametrize("current", range(9))
@@ -383,7 +364,7 @@ def test_a_bonus_is_earned_but_not_charged():
     assert value_table(short, lost, 1, 1, 60.0).tolist() == [-5 * 350.0, -math.inf]
 
 
-@pytest.mark.parametrize("objective", sorted(CONTEXTUAL))
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES.keys() - set(PLAIN)))
 @pytest.mark.parametrize("seed", range(30))
 def test_contextual_objectives_are_solved_to_the_optimum(objective, seed):
     case = random_instance(seed)

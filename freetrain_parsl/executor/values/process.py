@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.values.tracker import Outcome, Tracker
 
-logger = logging.getLogger("freetrain_parsl.extensions.trackers")
+logger = logging.getLogger("freetrain_parsl.executor.values")
 
 __all__ = ["Follower"]
 

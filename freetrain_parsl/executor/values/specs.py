@@ -8,43 +8,23 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Final
 
+from freetrain_parsl.entry_points import EntryPoints
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from freetrain_parsl.executor.values.tracker import Tracker
 
 __all__ = ["TrackerSpec", "importable", "parse_trackers"]
 
 
-class _Kind(NamedTuple):
-    """A tracker of this package: where it is, and the package that it needs."""
-
-    reference: str
-    options: tuple[str, ...]
-    package: str | None = None
-    extra: str = ""
-
-
-_KINDS = {
-    "csv": _Kind("freetrain_parsl.extensions.trackers.csv_file:CsvTracker", ("directory",)),
-    "mlflow": _Kind(
-        "freetrain_parsl.extensions.trackers.mlflow:MlflowTracker", ("tracking_uri", "experiment"), "mlflow", "mlflow"
-    ),
-    "tensorboard": _Kind(
-        "freetrain_parsl.extensions.trackers.tensorboard:TensorBoardTracker",
-        ("directory",),
-        "tensorboard",
-        "tensorboard",
-    ),
-    "wandb": _Kind(
-        "freetrain_parsl.extensions.trackers.wandb:WandbTracker", ("project", "entity", "mode"), "wandb", "wandb"
-    ),
-}
+TRACKERS: Final = EntryPoints["type[Tracker]"]("freetrain.trackers", "tracker")
+"""Name -> class."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +34,7 @@ class TrackerSpec:
     Parameters
     ----------
     kind
-        Name of one of this package's trackers, or ``module:Class`` of another.
+        Name of a registered tracker, or ``module:Class`` of another.
     options
         Keyword arguments.
     """
@@ -64,14 +44,13 @@ class TrackerSpec:
 
     def make(self) -> Tracker:
         """Create the tracker."""
-        reference = _KINDS[self.kind].reference if self.kind in _KINDS else self.kind
-        tracker: Tracker = _load(reference)(**self.options)
+        tracker: Tracker = (resolve_name(self.kind) if ":" in self.kind else TRACKERS[self.kind])(**self.options)
         return tracker
 
     def as_json(self) -> dict[str, Any]:
-        """Describe it, with the directory from which its module was imported if it is not one of this package's."""
+        """Describe it, with the directory from which its module was imported if it is not registered."""
         described = {"kind": self.kind, "options": dict(self.options)}
-        return described if self.kind in _KINDS else {**described, "import_path": _import_path(self.kind)}
+        return {**described, "import_path": _import_path(self.kind)} if ":" in self.kind else described
 
 
 def parse_trackers(value: Any, beside: Path | None = None) -> tuple[TrackerSpec, ...]:
@@ -117,7 +96,7 @@ def _checked(kind: Any, options: Any, beside: Path | None) -> TrackerSpec:
         raise InvalidSettings(f"tracker is a name, or a mapping from names to options, got {kind!r}: {options!r}")
     spec = TrackerSpec(kind, options)
     if ":" not in kind:
-        _check_own(kind, options)
+        _check_registered(kind, options)
     elif kind.startswith("__main__:"):
         raise InvalidSettings(f"tracker {kind!r}: another process uses it, so its class must be in a module")
     elif beside is not None:
@@ -164,25 +143,21 @@ def _import_path(reference: str) -> str | None:
     return str(Path(file).absolute().parents[levels])
 
 
-def _check_own(kind: str, options: Mapping[str, Any]) -> None:
-    """Check the name and the options of one of this package's trackers."""
-    if kind not in _KINDS:
-        known = ", ".join(_KINDS)
-        raise InvalidSettings(f"there is no tracker {kind!r}{did_you_mean(kind, _KINDS)}; known: {known}, module:Class")
-    own = _KINDS[kind]
-    for name, given in options.items():
-        if name not in own.options:
-            near = did_you_mean(name, own.options)
-            raise InvalidSettings(f"tracker {kind!r} has no option {name!r}{near}; it has {', '.join(own.options)}")
+def _check_registered(kind: str, options: Mapping[str, Any]) -> None:
+    """Check the name of a registered tracker, its package, and its options if its class states them."""
+    if kind not in TRACKERS:
+        known = ", ".join(TRACKERS)
+        raise InvalidSettings(
+            f"there is no tracker {kind!r}{did_you_mean(kind, TRACKERS)}; known: {known}, module:Class"
+        )
+    tracker = TRACKERS[kind]
+    stated: Sequence[str] = getattr(tracker, "options", ())
+    for name, given in options.items() if stated else ():
+        if name not in stated:
+            near = did_you_mean(name, stated)
+            raise InvalidSettings(f"tracker {kind!r} has no option {name!r}{near}; it has {', '.join(stated)}")
         if not isinstance(given, str):
             raise InvalidSettings(f"tracker {kind!r}: {name} must be a string, got {given!r}")
-    if own.package is not None and importlib.util.find_spec(own.package) is None:
-        raise InvalidSettings(
-            f"tracker {kind!r}: the package {own.package} is not installed: pip install 'freetrain-parsl[{own.extra}]'"
-        )
-
-
-def _load(reference: str) -> Callable[..., Any]:
-    module, _, name = reference.partition(":")
-    made: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return made
+    package, requirement = getattr(tracker, "package", ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        raise InvalidSettings(f"tracker {kind!r}: the package {package} is not installed: pip install '{requirement}'")

@@ -61,6 +61,10 @@ class Tracker(Protocol):
 
     One training has one run in the tracker. What it has of that run it knows best, after a crash, too: so `open` says
     it, and only what is missing follows.
+
+    The class of a registered tracker may state what is checked before a training starts: ``options``, the names of its
+    parameters, which are then strings, and ``package``, the package that it imports and what ``pip install`` needs
+    for it.
     """
 
     def open(self, training: TrackedTraining) -> Mapping[str, int]:

@@ -54,6 +54,7 @@ class OnesPolicy(Policy):
     """
 
     name = "ones"
+    needs_hosts = True
 
     def __init__(
         self,

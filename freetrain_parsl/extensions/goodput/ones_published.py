@@ -66,6 +66,7 @@ class OnesPublishedPolicy(BaselinePolicy):
     """
 
     name = "ones-published"
+    needs_hosts = True
 
     def __init__(
         self,

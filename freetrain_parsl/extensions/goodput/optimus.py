@@ -25,6 +25,7 @@ class OptimusPolicy(BaselinePolicy):
     """
 
     name = "optimus"
+    needs_hosts = True
 
     def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
         """Decide the counts, smallest first; see `BaselinePolicy.counts`."""

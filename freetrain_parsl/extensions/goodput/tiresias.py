@@ -25,6 +25,7 @@ class TiresiasPolicy(BaselinePolicy):
     """
 
     name = "tiresias"
+    needs_hosts = True
 
     def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege
         """Decide the counts; see `BaselinePolicy.counts`."""

@@ -54,7 +54,7 @@ from freetrain_parsl.extensions.replay.terminal import (
     what_if_table,
 )
 from freetrain_parsl.extensions.replay.trainers import TrainerSet, trainer_set, with_costs
-from freetrain_parsl.planning.objectives.base import CONTEXTUAL, OBJECTIVES
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.screen import say
@@ -251,7 +251,7 @@ def _fusion(spec: str | None, trainers: TrainerSet, *, what_if: bool) -> tuple[s
 
 def _contestants(policies: str, knowledge: str, objective: str, horizon: str) -> list[Contestant]:
     """List all combinations of policy and knowledge."""
-    known_name("--objective", objective, [*OBJECTIVES, *CONTEXTUAL])
+    known_name("--objective", objective, OBJECTIVES)
     names = [known_name("--policy", name, POLICIES) for name in split_names("--policy", policies)]
     known = [choice("--knowledge", name, Knowledge) for name in split_names("--knowledge", knowledge)]
     ahead = None if horizon == "adaptive" else _seconds("--horizon", horizon)

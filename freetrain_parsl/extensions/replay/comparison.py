@@ -18,7 +18,6 @@ from freetrain_parsl.extensions.replay.page.wording import best_first, count
 from freetrain_parsl.extensions.replay.simulation import Knowledge, ReplaySettings, replay
 from freetrain_parsl.extensions.replay.what_if import Case, what_if
 from freetrain_parsl.planning import planner
-from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Contestant:
     knowledge
         What it knows about closings.
     objective
-        What it maximises: a name in `OBJECTIVES` or `CONTEXTUAL`.
+        What it maximises: a name in `OBJECTIVES`.
     horizon
         How far it looks ahead, seconds; ``None`` for adaptive.
     """
@@ -116,7 +115,7 @@ def compare(
     refuse_missing_forecasts(log, contestants)
     on_progress("oracle", 0.0)
     kinds = sorted(set(log.kinds.values()))
-    rates = BestRates(trainers.trainers, OBJECTIVES[trainers.objective], kinds or [""])
+    rates = BestRates(trainers.trainers, trainers.worth, kinds or [""])
     yardstick = Yardstick.of(rates, log, concurrent=settings.concurrent)
     on_progress("oracle", 1.0)
 

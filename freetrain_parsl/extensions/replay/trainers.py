@@ -8,17 +8,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.replay.models import MODELS
 from freetrain_parsl.extensions.replay.trainer_files import numbered, read_trainers
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.objectives.base import PRIORITY, SPEEDUP, THROUGHPUT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from freetrain_parsl.extensions.replay.models import Model
+    from freetrain_parsl.planning.objectives.base import Objective
 
 __all__ = ["TrainerSet", "trainer_set", "with_costs"]
 
@@ -27,6 +29,8 @@ _MAX_NODES = 64
 
 _HPO = {"shufflenet": replace(MODELS["shufflenet"], costs=CostsInSeconds(up=18.0, down=12.0))}
 """Costs of all jobs in the paper's hyperparameter search."""
+
+_WORTH: Final[dict[str, Objective]] = {"throughput": THROUGHPUT, "speedup": SPEEDUP, "priority": PRIORITY}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class TrainerSet:
     trainers
         `Trainer.submitted` and `Trainer.deadline` are seconds after the log's start.
     objective
-        Name of the suitable objective in `freetrain_parsl.planning.objectives.base.OBJECTIVES`.
+        Name of the suitable objective: one of `_WORTH`.
     sweeps
         The trainers by sweep, if they are members of sweeps: those of one differ in their names only.
     """
@@ -49,6 +53,11 @@ class TrainerSet:
     trainers: tuple[Trainer, ...]
     objective: str
     sweeps: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
+
+    @property
+    def worth(self) -> Objective:
+        """The objective: the value of samples."""
+        return _WORTH[self.objective]
 
 
 def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:

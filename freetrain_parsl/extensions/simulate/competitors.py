@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
 from freetrain_parsl.extensions.goodput.completion_time import CompletionTime, Urgency
 from freetrain_parsl.extensions.goodput.completion_utility import CompletionUtility
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy
+from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
+from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
+from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
 from freetrain_parsl.planning.policies import (
     EqualSharePolicy,
     FirstComeFirstServedPolicy,
     MilpPolicy,
-    OnesPolicy,
-    OnesPublishedPolicy,
-    OptimusPolicy,
     Policy,
-    TiresiasPolicy,
 )
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import csv
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO, ClassVar
 
 from freetrain_parsl.extensions.trackers.shared_directory import name_in
 
@@ -31,6 +31,7 @@ class CsvTracker:
         directory.
     """
 
+    options: ClassVar = ("directory",)
     directory: str | None = None
 
     def open(self, training: TrackedTraining) -> Mapping[str, int]:

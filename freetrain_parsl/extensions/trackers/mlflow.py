@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +30,8 @@ class MlflowTracker:
         Name of the experiment, which is created if needed.
     """
 
+    options: ClassVar = ("tracking_uri", "experiment")
+    package: ClassVar = ("mlflow", "freetrain-parsl[mlflow]")
     tracking_uri: str | None = None
     experiment: str = "freetrain"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from freetrain_parsl.extensions.trackers.shared_directory import name_in
 
@@ -26,6 +26,8 @@ class TensorBoardTracker:
         Where, with a directory for each training, named as by `CsvTracker`; ``None``: in the training's own directory.
     """
 
+    options: ClassVar = ("directory",)
+    package: ClassVar = ("tensorboard", "freetrain-parsl[tensorboard]")
     directory: str | None = None
 
     def open(self, training: TrackedTraining) -> Mapping[str, int]:

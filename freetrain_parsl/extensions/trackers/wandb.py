@@ -7,7 +7,7 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from freetrain_parsl.errors import InvalidSettings
 
@@ -40,6 +40,8 @@ class WandbTracker:
         ``offline`` or ``online``.
     """
 
+    options: ClassVar = ("project", "entity", "mode")
+    package: ClassVar = ("wandb", "freetrain-parsl[wandb]")
     project: str = "freetrain"
     entity: str | None = None
     mode: Literal["offline", "online"] = "offline"

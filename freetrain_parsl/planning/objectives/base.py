@@ -11,19 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from freetrain_parsl.entry_points import EntryPoints
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Trainer
 from freetrain_parsl.planning.objectives.deadlines import DueWork, rates_now
 from freetrain_parsl.planning.objectives.fairness import Claim, fair_levels, seated
 
 __all__ = [
-    "CONTEXTUAL",
     "OBJECTIVES",
+    "PRIORITY",
+    "SPEEDUP",
+    "THROUGHPUT",
     "Contextual",
     "Deadline",
     "MaxMin",
@@ -37,7 +40,6 @@ __all__ = [
     "at_moment",
     "charged",
     "objective_table",
-    "register_objective",
     "resolve_objective",
     "value_table",
     "without_own_costs",
@@ -177,6 +179,16 @@ def _priority(trainer: Trainer) -> float:
     return trainer.priority * _per_smallest_rate(trainer)
 
 
+THROUGHPUT: Final[Objective] = WeightedRate(_one)
+"""Samples per second."""
+
+SPEEDUP: Final = WeightedRate(_per_smallest_rate)
+"""Throughput in units of the trainer's rate on its ``min_nodes``."""
+
+PRIORITY: Final[Objective] = WeightedRate(_priority)
+"""Speedup times the trainer's priority."""
+
+
 @dataclass(frozen=True)
 class Deadline(Contextual):
     """Meet all feasible deadlines first, then maximise another objective.
@@ -191,10 +203,10 @@ class Deadline(Contextual):
     Parameters
     ----------
     objective
-        Secondary objective: a function of trainer and nodes, such as ``OBJECTIVES["speedup"]``.
+        Secondary objective: a function of trainer and nodes, such as `SPEEDUP`.
     """
 
-    objective: Objective = WeightedRate(_one)
+    objective: Objective = THROUGHPUT
 
     def __post_init__(self) -> None:
         if not callable(self.objective):
@@ -278,7 +290,7 @@ class _FairShare(Tabulated):
     def table(self, trainer: Trainer, last: int) -> Table:
         """Tabulate; see `Tabulated.table`."""
         level = self.levels.get(trainer.name, 0.0)
-        speedups = _SPEEDUP.table(trainer, last)
+        speedups = SPEEDUP.table(trainer, last)
         return np.minimum(speedups / level, 1.0) if level > 0 else np.zeros_like(speedups)
 
 
@@ -307,7 +319,7 @@ class MaxMin(Contextual):
     def at_moment(self, moment: Moment) -> Objective:
         """Make the objective; see `Contextual.at_moment`."""
         ranked = sorted(moment.trainers, key=lambda trainer: (trainer.submitted, trainer.name))
-        speedups = {t.name: np.nan_to_num(objective_table(_SPEEDUP, t, moment.nodes)) for t in ranked}
+        speedups = {t.name: np.nan_to_num(objective_table(SPEEDUP, t, moment.nodes)) for t in ranked}
         claims = [
             Claim(
                 t.name,
@@ -326,30 +338,14 @@ class MaxMin(Contextual):
         return WithBonus(_FairShare(dict(zip(served, levels, strict=True))), bonus)
 
 
-_SPEEDUP = WeightedRate(_per_smallest_rate)
-
-OBJECTIVES: dict[str, Objective] = {
-    "throughput": WeightedRate(_one),
-    "speedup": _SPEEDUP,
-    "priority": WeightedRate(_priority),
-}
-"""Name -> objective. Throughput: samples per second. Speedup: throughput in units of the trainer's rate on its
-``min_nodes``. Priority: speedup times the trainer's priority."""
-
-CONTEXTUAL: dict[str, Contextual] = {"deadline": Deadline(), "max-min": MaxMin()}
-"""Name -> objective that depends on the moment. Deadline: meet all feasible deadlines, then maximise throughput.
-Max-min: maximise the smallest speedup. The package adds ``completion-time`` and
-``completion-utility``."""
+def _read(found: Any) -> Objective | Contextual:
+    """Return the objective of an entry point, which names an object, or a class that is created with its defaults."""
+    objective: Objective | Contextual = found() if isinstance(found, type) else found
+    return resolve_objective(objective)
 
 
-def register_objective(name: str, objective: Objective | Contextual) -> None:
-    """Add an objective under a name that is not in use."""
-    if name in OBJECTIVES or name in CONTEXTUAL:
-        raise InvalidSettings(f"objective {name!r} already exists; choose another name")
-    if isinstance(objective, Contextual):
-        CONTEXTUAL[name] = objective
-    else:
-        OBJECTIVES[name] = objective
+OBJECTIVES: Final = EntryPoints[Objective | Contextual]("freetrain.objectives", "objective", _read)
+"""Name -> objective."""
 
 
 def resolve_objective(objective: ObjectiveLike) -> Objective | Contextual:
@@ -361,10 +357,7 @@ def resolve_objective(objective: ObjectiveLike) -> Objective | Contextual:
         There is no objective of this name, or it is not callable.
     """
     if isinstance(objective, str):
-        known: dict[str, Objective | Contextual] = {**OBJECTIVES, **CONTEXTUAL}
-        if objective not in known:
-            raise InvalidSettings(f"unknown objective {objective!r}; available: {', '.join(sorted(known))}")
-        return known[objective]
+        return OBJECTIVES.find(objective)
     if not (callable(objective) or isinstance(objective, Contextual)):
         raise InvalidSettings(f"an objective must be a name or a function (trainer, nodes) -> float, got {objective!r}")
     return objective

@@ -1,14 +1,11 @@
-"""The policies that come with FreeTrain, by name."""
+"""The policies, by name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+from freetrain_parsl.entry_points import EntryPoints
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.goodput.ones import OnesPolicy
-from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
-from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
-from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
 from freetrain_parsl.planning.policies.fcfs import FirstComeFirstServedPolicy
@@ -26,29 +23,20 @@ __all__ = [
     "EqualSharePolicy",
     "FirstComeFirstServedPolicy",
     "MilpPolicy",
-    "OnesPolicy",
-    "OnesPublishedPolicy",
-    "OptimusPolicy",
     "Policy",
     "PolicyLike",
-    "TiresiasPolicy",
     "WindowPolicy",
     "resolve_policy",
 ]
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        EqualSharePolicy,
-        FirstComeFirstServedPolicy,
-        MilpPolicy,
-        OnesPolicy,
-        OnesPublishedPolicy,
-        OptimusPolicy,
-        TiresiasPolicy,
-        WindowPolicy,
-    )
-}
+
+def _read(found: Any) -> type[Policy]:
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise TypeError(f"{found!r} is not a subclass of Policy")
+    return found
+
+
+POLICIES: Final = EntryPoints[type[Policy]]("freetrain.policies", "policy", _read)
 """Name -> class."""
 
 PolicyLike = str | Policy
@@ -57,7 +45,7 @@ DEFAULT_POLICY = MilpPolicy.name
 
 
 def resolve_policy(policy: PolicyLike, objective: ObjectiveLike | None = None) -> Policy:
-    """Return the policy of this name; a `Policy` object is returned as it is.
+    """Return the policy of this name for an executor; a `Policy` object is returned as it is.
 
     Parameters
     ----------
@@ -69,13 +57,16 @@ def resolve_policy(policy: PolicyLike, objective: ObjectiveLike | None = None) -
     Raises
     ------
     InvalidSettings
-        There is no policy or objective of this name, or it is not a `Policy`.
+        There is no policy or objective of this name, it is not a `Policy`, or it `needs_hosts`.
     """
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise InvalidSettings(f"unknown policy {policy!r}; available: {', '.join(sorted(POLICIES))}")
-        make: Callable[..., Policy] = POLICIES[policy]
-        return make() if objective is None else make(objective)
+        make: Callable[..., Policy] = POLICIES.find(policy)
+        policy = make() if objective is None else make(objective)
     if not isinstance(policy, Policy):
         raise InvalidSettings(f"a policy is a name or a Policy object, got {policy!r}")
+    if policy.needs_hosts:
+        raise InvalidSettings(
+            f"policy {policy.name!r} places jobs on hosts that they share, as in 'freetrain simulate' and 'replay'; "
+            f"nodes are not shared here: use {DEFAULT_POLICY!r}"
+        )
     return policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from freetrain_parsl.planning.objectives.base import OBJECTIVES, Contextual, Objective
+from freetrain_parsl.planning.objectives.base import SPEEDUP, Contextual, Objective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,11 +27,13 @@ class Policy(ABC):
     name: ClassVar[str]
     by_counts: ClassVar[bool] = False
     """Whether it maximises the sum over trainers of the value of their numbers of nodes."""
+    needs_hosts: ClassVar[bool] = False
+    """Whether it is about placing trainers on hosts that they share, which only replay and simulation have."""
 
     @property
     def objective(self) -> Objective | Contextual:
         """The value per second by which the kind of a trainer's nodes is chosen; default: its speedup."""
-        return OBJECTIVES["speedup"]
+        return SPEEDUP
 
     def seconds_of_use(self, pool: Pool, now: float) -> float:  # noqa: ARG002 - for policies that know of closings
         """Return for how long a node of the pool counts when the kind of a trainer's nodes is chosen, s."""

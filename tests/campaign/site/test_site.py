@@ -16,7 +16,7 @@ from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import InvalidInput, UsageError
 from freetrain_parsl.extensions.pbs.source import PbsWindowSource
 from freetrain_parsl.planning.blocks.rules import least_walltime
-from freetrain_parsl.planning.objectives.base import CONTEXTUAL
+from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
@@ -290,7 +290,7 @@ def test_an_objective_is_that_of_the_sites_policy(tmp_path: Path) -> None:
     file.write_text("system: local\ntrainings: {objective: deadline}\n")
     policy = Site.load(str(file), Variables()).executor_settings["policy"]
     assert isinstance(policy, MilpPolicy)
-    assert policy._objective is CONTEXTUAL["deadline"]
+    assert policy._objective is OBJECTIVES["deadline"]
 
 
 HERE, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "ac")

@@ -16,12 +16,14 @@ from freetrain_parsl.extensions.goodput.completion_time import CompletionTime
 from freetrain_parsl.extensions.goodput.evolution.contiguous import contiguous_starts
 from freetrain_parsl.extensions.goodput.evolution.layouts import LayoutBreeder
 from freetrain_parsl.extensions.goodput.evolution.search import evolve
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy
+from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
 from freetrain_parsl.extensions.goodput.placed import PlacedValues, placement_of
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import EpochCount, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, resolve_objective
 from freetrain_parsl.planning.placement import current_counts
-from freetrain_parsl.planning.policies import MilpPolicy, OnesPolicy, OnesPublishedPolicy
+from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.testing.instances import SpreadRate, random_instance, shared_hosts_instance
 
 

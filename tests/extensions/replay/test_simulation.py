@@ -205,7 +205,7 @@ QUICK = ("arbitrary", "milp", "equal-share")  # the other policies decide in the
 @given(
     log=random_logs(),
     trainers=random_trainers(),
-    objective=st.sampled_from(sorted(OBJECTIVES)),
+    objective=st.sampled_from(("priority", "speedup", "throughput")),
     how=st.builds(
         ReplaySettings,
         knowledge=st.sampled_from(Knowledge),

@@ -6,13 +6,15 @@ import pytest
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.goodput.completion_time import CompletionTime
+from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
+from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.curve_jobs import read_job_log, read_trainer_workload
 from freetrain_parsl.extensions.simulate.simulation import simulate
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.planning.policies import MilpPolicy, OptimusPolicy, TiresiasPolicy
+from freetrain_parsl.planning.policies import MilpPolicy
 
 CLUSTER = ClusterShape(2, 4)
 HEADER = "name,submit,min,max,work,curve,rescale\n"

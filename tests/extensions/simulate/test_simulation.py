@@ -6,12 +6,13 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.goodput.completion_time import CompletionTime
+from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 from freetrain_parsl.extensions.simulate.simulation import simulate
 from freetrain_parsl.planning.model import Decision
-from freetrain_parsl.planning.policies import MilpPolicy, Policy, TiresiasPolicy, resolve_policy
+from freetrain_parsl.planning.policies import POLICIES, MilpPolicy, Policy
 from tests.extensions.simulate.small_profiles import small_applications
 
 CLUSTER = ClusterShape(2, 2)
@@ -57,7 +58,7 @@ def test_every_policy_ends_all_jobs_within_the_cluster(tmp_path, policy, sizing)
     requests = [
         JobRequest(f"j{i}", 40.0 * i, applications["net" if i % 3 else "table"], 1 + i % 3, 256) for i in range(12)
     ]
-    run = simulate(requests, CLUSTER, resolve_policy(policy), JobDescription(CLUSTER, sizing, work_known=True))
+    run = simulate(requests, CLUSTER, POLICIES[policy](), JobDescription(CLUSTER, sizing, work_known=True))
     assert run.refused == 0
     assert all(job.is_done for job in run.jobs)
     assert all(use.gpus <= CLUSTER.gpus for use in run.use)

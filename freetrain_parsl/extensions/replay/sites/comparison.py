@@ -19,7 +19,6 @@ from freetrain_parsl.extensions.replay.metrics import Yardstick, completion_time
 from freetrain_parsl.extensions.replay.simulation import Curves, Knowledge, ReplaySettings
 from freetrain_parsl.extensions.replay.sites.federation import replay_sites
 from freetrain_parsl.extensions.replay.sites.logs import SiteLog, UnionLog, same_length
-from freetrain_parsl.planning.objectives.base import OBJECTIVES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,7 +99,7 @@ def compare_sites(
     cut = same_length(sites)
     union = UnionLog(cut)
     on_progress("oracle", 0.0)
-    rates = BestRates(trainers.trainers, OBJECTIVES[trainers.objective])
+    rates = BestRates(trainers.trainers, trainers.worth)
     yardstick = Yardstick.of(rates, union)
     on_progress("oracle", 1.0)
 

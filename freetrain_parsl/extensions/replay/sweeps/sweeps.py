@@ -17,7 +17,6 @@ from freetrain_parsl.extensions.replay.metrics import log_figures, node_series, 
 from freetrain_parsl.extensions.replay.simulation import Curves, Replay, ReplaySettings
 from freetrain_parsl.extensions.replay.sweeps.arrays import ArrayAccount, Sweep
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.objectives.base import OBJECTIVES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -158,9 +157,7 @@ class _SweepReplay(Replay):
         settings: ReplaySettings,
         on_progress: Callable[[float], None] | None,
     ) -> None:
-        super().__init__(
-            log, BestRates(trainers.trainers, OBJECTIVES[trainers.objective]), policy, settings, on_progress
-        )
+        super().__init__(log, BestRates(trainers.trainers, trainers.worth), policy, settings, on_progress)
         sweeps = {name: Sweep(name, members[0], fusion) for name, members in trainers.sweeps.items()}
         self._sweeps = sorted(sweeps.values(), key=lambda sweep: sweep.trainer.submitted)
         self._sweep_of = {member.name: sweeps[name] for name, members in trainers.sweeps.items() for member in members}

@@ -16,7 +16,7 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
 )
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
-from freetrain_parsl.planning.objectives.base import OBJECTIVES, Objective
+from freetrain_parsl.planning.objectives.base import SPEEDUP, Objective
 
 __all__ = ["best_site_value", "random_sites", "site_value"]
 
@@ -95,7 +95,7 @@ def site_value(
     site: str | None,
     nodes: int,
     hysteresis: float = 0.0,
-    objective: Objective = OBJECTIVES["speedup"],
+    objective: Objective = SPEEDUP,
 ) -> float:
     """Return the value of a training on `nodes` nodes of a site until the next look, term by term.
 
@@ -137,9 +137,7 @@ def site_value(
     return seconds * objective(trainer, nodes) - cost
 
 
-def best_site_value(
-    question: SitesQuestion, hysteresis: float = 0.0, objective: Objective = OBJECTIVES["speedup"]
-) -> float:
+def best_site_value(question: SitesQuestion, hysteresis: float = 0.0, objective: Objective = SPEEDUP) -> float:
     """Return the largest total value of any assignment of the trainings that no silent site owns, by enumeration."""
     answering = {view.name: view for view in question.sites if view.answers}
     free = [

@@ -30,7 +30,7 @@ import numpy as np
 
 from freetrain_parsl.extensions.globus.sites.planning.assignment_solver import NOWHERE, Counts, Table, assign_sites
 from freetrain_parsl.extensions.globus.sites.planning.model import SiteChoice, SitePlan, SitesSettings, Verb
-from freetrain_parsl.planning.objectives.base import OBJECTIVES, Objective, objective_table
+from freetrain_parsl.planning.objectives.base import SPEEDUP, Objective, objective_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ _LEAST_MOVE = 1.0  # seconds charged for any move: equal values are no reason fo
 
 
 def plan_sites(
-    question: SitesQuestion, settings: SitesSettings | None = None, objective: Objective = OBJECTIVES["speedup"]
+    question: SitesQuestion, settings: SitesSettings | None = None, objective: Objective = SPEEDUP
 ) -> SitePlan:
     """Decide which training runs where until the next look.
 

@@ -1,0 +1,120 @@
+"""Registries of what extensions bring: the core names no extension, it finds each by its entry point.
+
+The entry points of this package are in the file ``entry_points.txt`` beside this module, in the format of installed
+distributions; a checkout needs no installation. pyproject.toml repeats them for other tools. The entry points of other
+distributions are those installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import cache, cached_property
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.texts import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["EntryPoints", "own_entry_points"]
+
+_OWN = "freetrain-parsl"
+
+T = TypeVar("T")
+
+
+@cache
+def own_entry_points(group: str) -> Mapping[str, str]:
+    """Return the entry points of this package in a group: name -> ``module:attribute``, in the order of the file."""
+    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    _, _, section = text.partition(f"[{group}]\n")
+    lines = section.partition("\n[")[0].splitlines()
+    return {name: value for name, _, value in (line.partition(" = ") for line in lines if line)}
+
+
+class EntryPoints(MutableMapping[str, T], Generic[T]):
+    """The objects in a group of entry points, by name; each is loaded when it is first used.
+
+    A name can also be set, for this process only.
+
+    Parameters
+    ----------
+    group
+        Name of the group.
+    what
+        What its objects are, in messages.
+    read
+        Makes an object of what the entry point names; raises an exception if it is of another kind.
+
+    Raises
+    ------
+    InvalidSettings
+        On access to a name that several distributions register, or that cannot be loaded from another distribution.
+    """
+
+    def __init__(self, group: str, what: str, read: Callable[[Any], T] = lambda found: found) -> None:
+        self._group, self._what, self._read = group, what, read
+        self._loaded: dict[str, T] = {}
+
+    @cached_property
+    def _registered(self) -> dict[str, dict[str, str]]:
+        """Name -> distribution -> where the object is; those of this package first."""
+        from importlib.metadata import entry_points  # slow, and most commands do without
+
+        found = {name: {_OWN: value} for name, value in own_entry_points(self._group).items()}
+        for point in sorted(entry_points(group=self._group)):
+            distribution = point.dist.name if point.dist is not None else point.value
+            if distribution != _OWN:  # what is installed of this package may be older than its file
+                found.setdefault(point.name, {})[distribution] = point.value
+        return found
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name, self._registered[name])
+        return self._loaded[name]
+
+    def _load(self, name: str, places: Mapping[str, str]) -> T:
+        if len(places) > 1:
+            raise InvalidSettings(
+                f"{self._what} {name!r} is registered by {' and '.join(places)}; uninstall all but one"
+            )
+        ((distribution, value),) = places.items()
+        try:
+            return self._read(resolve_name(value))
+        except (Exception, SystemExit) as error:
+            if distribution == _OWN:
+                raise
+            why = " ".join(text_of(error).split())
+            raise InvalidSettings(
+                f"{self._what} {name!r} of {distribution} cannot be loaded from {value}: {type(error).__name__}: {why}"
+            ) from error
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._loaded[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._registered, *self._loaded)))
+
+    def __len__(self) -> int:
+        return len(self._registered.keys() | self._loaded.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded or name in self._registered
+
+    def find(self, name: str) -> T:
+        """Return the object of this name.
+
+        Raises
+        ------
+        InvalidSettings
+            There is none, or see above.
+        """
+        if name not in self:
+            raise InvalidSettings(f"unknown {self._what} {name!r}; available: {', '.join(sorted(self))}")
+        return self[name]
