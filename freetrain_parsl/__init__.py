@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.executor.journal import read_journal
     from freetrain_parsl.executor.node_kinds import NodeKind
-    from freetrain_parsl.extensions.checking.run import check
-    from freetrain_parsl.extensions.sweeps.halving import HalvingResult, halving
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Decision, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
@@ -39,7 +37,6 @@ __all__ = [
     "EqualSharePolicy",
     "FreeTrainError",
     "FreeTrainExecutor",
-    "HalvingResult",
     "Manners",
     "MilpPolicy",
     "NodeKind",
@@ -54,9 +51,7 @@ __all__ = [
     "Window",
     "WindowPolicy",
     "__version__",
-    "check",
     "explain",
-    "halving",
     "read_journal",
     "run_alone",
     "training_app",
@@ -72,7 +67,6 @@ _HOMES = {
     "EqualSharePolicy": "freetrain_parsl.planning.policies.equal_share",
     "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
-    "HalvingResult": "freetrain_parsl.extensions.sweeps.halving",
     "Manners": "freetrain_parsl.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "NodeKind": "freetrain_parsl.executor.node_kinds",
@@ -86,9 +80,7 @@ _HOMES = {
     "TrainingSettings": "freetrain_parsl.settings",
     "Window": "freetrain_parsl.planning.model",
     "WindowPolicy": "freetrain_parsl.planning.policies.window",
-    "check": "freetrain_parsl.extensions.checking.run",
     "explain": "freetrain_parsl.report.futures",
-    "halving": "freetrain_parsl.extensions.sweeps.halving",
     "read_journal": "freetrain_parsl.executor.journal",
     "run_alone": "freetrain_parsl.training.fragment",
     "training_app": "freetrain_parsl.app",

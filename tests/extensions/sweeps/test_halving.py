@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from freetrain_parsl import halving, training_app
+from freetrain_parsl import training_app
+from freetrain_parsl.extensions.sweeps.halving import halving
 from freetrain_parsl.errors import InvalidTrainer, NonFiniteLoss, TrainingInterrupted
 from tests.recording_kernel import Call, RecordingKernel
 
