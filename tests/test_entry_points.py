@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from freetrain_parsl.campaign.directories import RUN_KINDS
+from freetrain_parsl.campaign.site.home import HOME_KINDS
 from freetrain_parsl.cli.verbs import VERBS
 from freetrain_parsl.entry_points import own_entry_points
 from freetrain_parsl.executor.values.specs import TRACKERS
@@ -23,6 +25,8 @@ GROUPS = {
     "freetrain.objectives": OBJECTIVES,
     "freetrain.trackers": TRACKERS,
     "freetrain.commands": VERBS,
+    "freetrain.storage": HOME_KINDS,
+    "freetrain.runs": RUN_KINDS,
 }
 
 MODULE = """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 588
+MOST_FILES: Final = 589
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -33,15 +33,15 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
     "": 2_080,
-    "campaign": 5_600,
-    "cli": 2_720,
+    "campaign": 5_910,
+    "cli": 2_660,
     "cluster": 3_150,
     "executor": 13_900,
     "extensions/checking": 3_520,
     "extensions/dashboard": 940,
     "extensions/demo": 990,
     "extensions/fusion": 7_800,
-    "extensions/globus": 9_600,
+    "extensions/globus": 9_420,
     "extensions/goodput": 1_400,
     "extensions/integrations": 1_870,
     "extensions/notebook": 2_180,
@@ -56,36 +56,19 @@ BUDGET: Final = {
     "planning": 6_900,
     "protocol": 2_100,
     "report": 2_770,
-    "storage": 2_160,
-    "testing": 1_680,
+    "storage": 2_200,
+    "testing": 1_810,
     "training": 12_700,
     "windows": 3_000,
 }
 
 # Module that is no extension, and what it imports or names of extensions: each is to be replaced by a port.
 BEHIND_A_PORT_LATER: Final = {
-    "campaign.detached -> extensions.globus.remote.messages",
-    "campaign.detached -> extensions.globus.remote.verbs",
-    "campaign.owned_trainings -> extensions.globus.storage.mover.mover",
-    "campaign.run -> extensions.globus.sites.assignment",
-    "campaign.run -> extensions.globus.storage.home",
     "campaign.site.machine -> extensions.pbs.source",
     "campaign.site.providers -> extensions.pbs.source",
-    "campaign.site.site -> extensions.globus.storage.places",
-    "campaign.summary -> extensions.globus.storage.mover.mover_state",
     "cli.preview -> extensions.fusion.driver.cohort_trainer",
     "cli.preview -> extensions.fusion.driver.gathering",
-    "cli.runs.checkpoints -> extensions.globus.storage.home",
-    "cli.runs.clean -> extensions.globus.storage.home",
-    "cli.runs.explain -> extensions.globus.sites.explain_sites",
     "cli.runs.report -> extensions.pages.report_page",
-    "cli.runs.resume -> extensions.globus.sites.run",
-    "cli.runs.resume -> extensions.globus.sites.view",
-    "cli.runs.run -> extensions.globus.sites.run",
-    "cli.runs.run -> extensions.globus.sites.view",
-    "cli.runs.status -> extensions.globus.sites.coordinator_file",
-    "cli.runs.stop -> extensions.globus.sites.run",
-    "cli.runs.stop -> extensions.globus.sites.view",
     "cli.sources -> extensions.pbs.source",
     "executor.batch.providers -> extensions.pbs.source",
     "executor.jobs.manager -> extensions.fusion.driver.kind",

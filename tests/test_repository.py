@@ -43,7 +43,7 @@ ROOMS = {
     "executor": {"protocol", "planning", "windows", "training", "storage", "cluster"},
     "campaign": {"protocol", "planning", "windows", "training", "storage", "cluster", "executor", "report"},
     "report": {"protocol", "planning", "executor", "storage", "windows"},
-    "testing": {"protocol", "planning", "windows", "cluster", "training", "executor"},
+    "testing": {"protocol", "planning", "windows", "cluster", "training", "executor", "storage"},
     "cli": {
         "protocol",
         "executor",

@@ -32,12 +32,13 @@ from freetrain_parsl.storage.stored_json import parse_stored
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["LOG", "Process", "launch", "process_of", "read_document"]
+__all__ = ["LOG", "Process", "last_line", "launch", "process_of", "read_document"]
 
 LOG = "output.log"
 _RECORD = "process.json"
 _RECORD_TIMEOUT = 60.0  # seconds until a started process has recorded itself
 _PERIOD = 0.05
+_LAST_LINE = 500  # characters
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,17 @@ def read_document(path: Path, *keys: str) -> dict[str, Any] | None:
     if not isinstance(document, dict) or not document.keys() >= set(keys):
         raise InvalidInput(f"{path} is damaged; remove the directory of this run, and start the campaign as a new run")
     return document
+
+
+def last_line(directory: Path) -> str:
+    """Return the last line of the output, which says why a command failed."""
+    try:
+        with (directory / LOG).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 10 * _LAST_LINE))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+    except FileNotFoundError:
+        lines = []
+    return lines[-1][:_LAST_LINE] if lines else "it ended without any output"
 
 
 def _exit_name(pid: object, started: object) -> str:

@@ -1,31 +1,80 @@
-"""Which trainings of a run train here: all of them, or, with a home on Globus, those that this site owns.
+"""Which trainings of a run train here: all of them, or, with a home, those that this site owns.
 
 A training whose ownership is lost is ended at a boundary between steps, with its state saved, and waits until this
-site owns it again. A result counts once the mover has confirmed the ownership.
+site owns it again. A result counts once the home has confirmed the ownership.
 
 With a coordinator of several sites, only the trainings that are assigned to this site are wanted. One that is withdrawn
-is ended in the same way; the mover copies its last checkpoint to home and releases it.
+is ended in the same way; its last checkpoint is brought home, then it is released.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
-from freetrain_parsl.extensions.globus.storage.mover.mover import ResultStatus
+from freetrain_parsl.errors import InvalidInput, TrainingCancelled, TrainingInterrupted
+from freetrain_parsl.storage.atomic_files import replace_text
+from freetrain_parsl.storage.home import ResultStatus
+from freetrain_parsl.storage.owned_files import read_small_file
+from freetrain_parsl.storage.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
 
-    from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
+    from typing_extensions import Self
 
-__all__ = ["OwnedTrainings"]
+    from freetrain_parsl.storage.home import Home
+
+__all__ = ["ASSIGNMENT", "Assignment", "OwnedTrainings"]
+
+ASSIGNMENT = "assignment.json"
 
 _CONFIRMATION = 60.0  # seconds for which a run that stops waits for the confirmation of results
 _PERIOD = 0.1
 _LONGEST_ADMISSION = 1.0  # seconds for which trainings are submitted at a time
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The trainings that a coordinator of several sites has assigned to a site, in a file that it replaces.
+
+    The driver reads it several times a minute. One that was delayed on its way does not replace a later one.
+
+    Parameters
+    ----------
+    order
+        Number of the coordinator's order; later ones are larger.
+    trainings
+        Their names.
+    """
+
+    order: int = 0
+    trainings: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the file; the assignment is empty if there is none.
+
+        Raises
+        ------
+        InvalidInput
+            It is damaged.
+        """
+        try:
+            document = parse_stored(read_small_file(path))
+            return cls(int(document["order"]), tuple(map(str, document["trainings"])))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"{path} cannot be read: {error}") from None
+
+    def write(self, path: Path) -> None:
+        """Replace the file durably."""
+        replace_text(path, json.dumps({"order": self.order, "trainings": list(self.trainings)}) + "\n")
 
 
 class OwnedTrainings:
@@ -37,30 +86,30 @@ class OwnedTrainings:
         Training -> submits it and returns its future.
     cancel
         Ends a training, with its state saved.
-    mover
+    home
         ``None``: all trainings may start at once.
     assigned
-        The trainings that are assigned to this site, with a mover; `assign` changes them. ``None``: all, always.
+        The trainings that are assigned to this site, with a home; `assign` changes them. ``None``: all, always.
     """
 
     def __init__(
         self,
         submissions: Mapping[str, Callable[[], Future[Any]]] | None = None,
         cancel: Callable[[Future[Any]], bool] = lambda _: False,
-        mover: Mover | None = None,
+        home: Home | None = None,
         assigned: Collection[str] | None = None,
     ) -> None:
         self._submissions = dict(submissions or {})
         self._cancel = cancel
-        self._mover = mover
+        self._home = home
         self._futures: dict[str, Future[Any]] = {}
         self._leaving: set[str] = set()  # those that another site has taken over
         self._withdrawn: set[str] = set()  # those that end because they are not assigned any more
         self.elsewhere = set() if assigned is None else set(self._submissions) - set(assigned)
         self.held = set(self._submissions) - self.elsewhere
-        if mover is not None:
-            mover.want(name for name in self._submissions if name in self.held)
-            mover.abandon(self.elsewhere)
+        if home is not None:
+            home.want(name for name in self._submissions if name in self.held)
+            home.abandon(self.elsewhere)
 
     @property
     def current(self) -> set[str]:
@@ -75,7 +124,7 @@ class OwnedTrainings:
     @property
     def is_done(self) -> bool:
         """Whether all trainings have ended, and their last checkpoints are at home."""
-        return not self._futures and not self.held and (self._mover is None or self._mover.settled)
+        return not self._futures and not self.held and (self._home is None or self._home.settled)
 
     def admit(self) -> None:
         """Submit the trainings that may train here, and end those that may not any more.
@@ -86,17 +135,17 @@ class OwnedTrainings:
         for name in [name for name in self._submissions if name in self.held]:
             if time.monotonic() > end:
                 break
-            if self._mover is None or self._mover.is_ready(name):
+            if self._home is None or self._home.is_ready(name):
                 self.held.discard(name)
                 self._futures[name] = _submitted(self._submissions[name])
-        if self._mover is not None:
+        if self._home is not None:
             for name in self.current - self._leaving:
-                if self._mover.lost(name) and (self._futures[name].done() or self._cancel(self._futures[name])):
+                if self._home.lost(name) and (self._futures[name].done() or self._cancel(self._futures[name])):
                     self._leaving.add(name)
 
     def assign(self, assigned: Collection[str]) -> None:
         """Want the trainings that are assigned to this site now, and give up the others."""
-        assert self._mover is not None, "trainings are assigned to sites with a home"
+        assert self._home is not None, "trainings are assigned to sites with a home"
         for name in sorted(self.held.difference(assigned)):
             self.held.discard(name)
             self._leave(name)
@@ -104,15 +153,15 @@ class OwnedTrainings:
             if not self._futures[name].done() and self._cancel(self._futures[name]):
                 self._withdrawn.add(name)
         for name in sorted(self.elsewhere.intersection(assigned)):
-            if self._mover.has_left(name):
+            if self._home.has_left(name):
                 self.elsewhere.discard(name)
                 self.held.add(name)
-                self._mover.want([name])
+                self._home.want([name])
 
     def _leave(self, name: str) -> None:
-        assert self._mover is not None, "trainings are assigned to sites with a home"
+        assert self._home is not None, "trainings are assigned to sites with a home"
         self.elsewhere.add(name)
-        self._mover.leave(name)
+        self._home.leave(name)
 
     def collect(self, keep: Callable[[str, Future[Any]], None]) -> None:
         """Pass on the futures of trainings that have ended, and whose result counts."""
@@ -125,7 +174,7 @@ class OwnedTrainings:
 
     def _counts(self, name: str, future: Future[Any]) -> bool:
         """Return whether the outcome of a training counts; if it never will, hold the training again."""
-        if self._mover is None or isinstance(future.exception(), TrainingInterrupted):
+        if self._home is None or isinstance(future.exception(), TrainingInterrupted):
             return True
         if name in self._withdrawn:
             self._withdrawn.discard(name)
@@ -134,12 +183,12 @@ class OwnedTrainings:
                 self._leaving.discard(name)  # if it was lost, too
                 self._leave(name)
                 return False
-        verdict = ResultStatus.LOST if name in self._leaving else self._mover.finished(name)
+        verdict = ResultStatus.LOST if name in self._leaving else self._home.finished(name)
         if verdict is ResultStatus.LOST:
             del self._futures[name]
             self._leaving.discard(name)
             self.held.add(name)
-            self._mover.stopped(name)
+            self._home.stopped(name)
         return verdict is ResultStatus.CONFIRMED
 
     def cancel(self, name: str) -> bool:
@@ -171,13 +220,13 @@ class OwnedTrainings:
 
     def remark(self, name: str) -> str:
         """Return what the user should know about a training and its home."""
-        return "" if self._mover is None or name in self.elsewhere else self._mover.remark(name)
+        return "" if self._home is None or name in self.elsewhere else self._home.remark(name)
 
     def notes(self) -> list[str]:
-        """Describe what the mover does, and which trainings wait for it."""
-        if self._mover is None:
+        """Describe what is under way to and from home, and which trainings wait for it."""
+        if self._home is None:
             return []
-        return [*self._mover.lines(), *(f"{name} waits: {self.remark(name)}" for name in sorted(self.held))]
+        return [*self._home.lines(), *(f"{name} waits: {self.remark(name)}" for name in sorted(self.held))]
 
 
 def _submitted(submit: Callable[[], Future[Any]]) -> Future[Any]:

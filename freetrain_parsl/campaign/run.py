@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 import signal
 import sqlite3
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.campaign.directories import kind_of, make_run_directory
 from freetrain_parsl.campaign.display import contained
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
-from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
+from freetrain_parsl.campaign.owned_trainings import Assignment, OwnedTrainings
+from freetrain_parsl.campaign.site.home import HOME_KINDS, open_home
 from freetrain_parsl.campaign.site.providers import CLUSTER, make_executor, make_window_source
 from freetrain_parsl.campaign.site.required_nodes import refuse_impossible, refuse_too_large
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.cluster.registry import wait_for_ending
 from freetrain_parsl.errors import (
     CollectionUnavailable,
@@ -37,12 +36,8 @@ from freetrain_parsl.errors import (
     TrainingCancelled,
 )
 from freetrain_parsl.executor.driver.driver_fence import DriverFence
-from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
-from freetrain_parsl.extensions.globus.sites.assignment import Assignment
-from freetrain_parsl.extensions.globus.storage.home import check_home, open_mover
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.projection.run import RunState
-from freetrain_parsl.storage.owned_files import open_directory
 from freetrain_parsl.storage.posix import check_writable
 from freetrain_parsl.texts import text_of
 
@@ -54,40 +49,20 @@ if TYPE_CHECKING:
     Show = Callable[[RunState, float, Sequence[str]], None]
 
     from freetrain_parsl.campaign.store import DriverRecord
+    from freetrain_parsl.campaign.stored_run import StoredRun
     from freetrain_parsl.protocol.options import OnCodeChange
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "BEFORE_THE_RUN",
-    "CELLS",
-    "CONTROL",
-    "DRIVER",
     "CampaignRun",
-    "find_run",
-    "make_run_directory",
     "preflight",
     "read_site",
     "refuse_living_driver",
-    "run_directories",
     "run_signals",
 ]
 
-CELLS: Final = "notebook"
-"""Directory in the run directory with training apps of a notebook, which may exist before the run."""
-
-DRIVER: Final = "driver"
-"""Directory in the run directory with the files of a detached driver, which may exist before the run."""
-
-CONTROL: Final = "notebook.lock"
-"""File in the run directory that the notebook which controls the run has locked; it may exist before the run."""
-
-BEFORE_THE_RUN: Final = frozenset({CELLS, DRIVER, CONTROL})
-"""What may be in a run directory before the run is created."""
-
 _PERIOD = 0.25  # seconds between polls of futures and signals
-_RUN_NAME = "freetrain-run-"
-_MOST_LOOKED_AT = 1000  # entries of the current directory, for a message
 
 
 def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
@@ -113,99 +88,13 @@ def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
             f"{site.name} requires for checkpoints; set another checkpoints.directory"
         )
     try:
-        check_home(site)
+        if site.home is not None:
+            site.home.check()
     except CollectionUnavailable as error:
         if not resuming:
             raise InvalidInput(f"{error}; try again later") from error
     if site.outlives_driver:
         make_window_source(site).check(least_walltime(site.planner_settings.in_seconds()))
-
-
-def find_run(directory: Path | None) -> Path:
-    """Return the given run directory, or the newest one of this user's in the current directory.
-
-    Raises
-    ------
-    InvalidInput
-        No run directory was found.
-    """
-    if directory is not None:
-        return directory
-    found, left_out = _runs_here()
-    if not found:
-        others = f" of yours here ({left_out[0]})" if left_out else f" in {Path().absolute()}"
-        raise InvalidInput(f"there is no {_RUN_NAME}…{others}; give the run directory, {_hint()}")
-    return max(found, key=lambda run: (found[run], run.name))
-
-
-def _hint() -> str:
-    """Return which directory to give: one here with another name, or of a Parsl script, if there is one."""
-    found: list[str] = []
-    with suppress(OSError):
-        names = [".", *(entry.name for entry in islice(os.scandir(), _MOST_LOOKED_AT) if entry.is_dir())]
-        found = [name for name in sorted(names) if os.path.lexists(Path(name) / DATABASE)]
-        found += map(str, sorted(Path("runinfo").glob("[0-9][0-9][0-9]"), reverse=True))
-    return f"such as {found[0]}" if found else "as it was given to --run-dir"
-
-
-def make_run_directory(directory: Path | None, now: datetime) -> tuple[Path, bool]:
-    """Make the directory of a new run, private to the user.
-
-    Parameters
-    ----------
-    directory
-        ``None``: one in the current directory, named after the time.
-    now
-        The time.
-
-    Returns
-    -------
-    run_dir, made
-        Its absolute path, and whether it is new.
-
-    Raises
-    ------
-    InvalidInput
-        It is in use, cannot be created, or cannot be passed to batch systems.
-    """
-    run_dir = (directory or Path(f"{_RUN_NAME}{now:%Y%m%d-%H%M%S}")).absolute()
-    check_run_directory(run_dir)
-    made = not run_dir.exists()
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_new_run_directory(run_dir, made=made)
-        if any(path.name not in BEFORE_THE_RUN for path in run_dir.iterdir()):
-            raise InvalidInput(
-                f"--run-dir {run_dir} is not empty; give a new one, or continue that one with 'freetrain resume'"
-            )
-        run_dir.chmod(0o700)
-    except OSError as error:
-        raise InvalidInput(f"--run-dir {run_dir}: {error.strerror}; choose another directory") from None
-    return run_dir, made
-
-
-def run_directories() -> list[Path]:
-    """List the run directories here that have default names, are this user's, and can be read."""
-    return list(_runs_here()[0])
-
-
-def _runs_here() -> tuple[dict[Path, float], list[str]]:
-    """Return the runs of this user here with the times of their creation, and why others are left out."""
-    found: dict[Path, float] = {}
-    left_out: list[str] = []
-    for directory in sorted(Path().glob(f"{_RUN_NAME}*")):
-        try:
-            with open_directory(directory) as opened:
-                why = opened.distrust(DATABASE)
-                if not opened.state_of(DATABASE)[0]:
-                    continue
-            if why:
-                left_out.append(f"{directory} {why}")
-                continue
-            found[directory] = float(StoredRun(directory).fact("created"))
-        except (InvalidInput, OSError, ValueError, TypeError) as error:  # it does not stand in the way of other runs
-            left_out.append(text_of(error))
-    return found, left_out
 
 
 @dataclass
@@ -252,8 +141,9 @@ class CampaignRun:
         """
         refuse_impossible(campaign, site)
         if assignment is not None:
-            if site.globus is None:
-                raise InvalidInput(f"{site.file}: trainings are assigned to sites that have checkpoints.globus only")
+            if site.home is None:
+                sections = " or ".join(f"checkpoints.{name}" for name in HOME_KINDS)
+                raise InvalidInput(f"{site.file}: trainings are assigned to sites that have {sections} only")
             Assignment.read(assignment)
         now = datetime.now().astimezone()
         run_dir, made = make_run_directory(directory, now)
@@ -301,8 +191,8 @@ class CampaignRun:
             It is not a run directory, or its campaign can no longer be loaded, for example because an app is missing.
         """
         store = RunStore(directory.absolute())
-        if store.fact("sites", None) is not None:
-            raise InvalidInput(f"{directory} is a run at several sites; 'freetrain resume' continues it")
+        if (kind := kind_of(store)) is not None:
+            raise InvalidInput(f"{directory} is {kind.described}; 'freetrain resume' continues it")
         variables = Variables(store.fact("variables"))
         file = Path(store.fact("campaign_file"))
         campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
@@ -407,7 +297,7 @@ class CampaignRun:
         )
         if not self.site.outlives_driver:
             wait_for_ending((self.directory / CLUSTER).resolve(), report)
-        with open_mover(self.site, self.store, self._fence) as mover:
+        with open_home(self.site.home, self.store, self._fence.allows) as home:
             with parsl.load(config):
                 self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)
                 unfinished = {item.name for item in self.store.trainings() if item.state == "waiting"}
@@ -416,7 +306,7 @@ class CampaignRun:
                     for training in self.campaign.trainings
                     if training.name in unfinished
                 }
-                self._owned = OwnedTrainings(submissions, executor.cancel, mover, self._assigned())
+                self._owned = OwnedTrainings(submissions, executor.cancel, home, self._assigned())
                 run = RunState(executor.journal_path)
                 how = self._watch(driver, run, caught, report, show)
                 if how != "finished":
@@ -529,10 +419,10 @@ def read_site(store: StoredRun) -> Site:
     Raises
     ------
     InvalidInput
-        It is a run at several sites.
+        It is a run of another kind, such as one at several sites.
     """
-    if store.fact("sites", None) is not None:
-        raise InvalidInput(f"{store.directory} is a run at several sites; its jobs and checkpoints are there")
+    if (kind := kind_of(store)) is not None:
+        raise InvalidInput(f"{store.directory} is {kind.described}; its jobs and checkpoints are there")
     return Site.parse(store.fact("site_text"), store.fact("site_file"), Variables(store.fact("variables")))
 
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from freetrain_parsl.campaign.directories import kind_of
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.logs import LOGS, log_lines
 from freetrain_parsl.campaign.store import RunStore
@@ -20,6 +21,7 @@ from freetrain_parsl.strict_yaml import shown
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from freetrain_parsl.campaign.directories import RunKind
     from freetrain_parsl.executor.logs.lines import LogLine
     from freetrain_parsl.report.projection.run import TrainingState
 
@@ -129,9 +131,9 @@ class CampaignSource:
         """Whose it is, if it may be of others."""
         return self._store.notes
 
-    def at_several_sites(self) -> bool:
-        """Return whether it is a run at several sites."""
-        return self._store.fact("sites", None) is not None
+    def kind(self) -> RunKind | None:
+        """Return the kind of the run; ``None``: a campaign at one site."""
+        return kind_of(self._store)
 
     def journals(self) -> list[DriverJournal]:
         """Return the journals of its drivers so far, the first one first."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
+from freetrain_parsl.campaign.site.home import usable_homes
 from freetrain_parsl.executor.journal import last_record
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.incidents import count_failures
@@ -81,11 +82,10 @@ def summary(store: StoredRun) -> dict[str, Any]:
 
 
 def home_lines(store: StoredRun) -> list[str]:
-    """Return what the living driver's mover is doing."""
-    from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
-
-    alive = driver_state(store.last_driver()) is DriverState.ALIVE
-    return list(MoverState.read(store.directory).lines) if alive else []
+    """Return what the living driver's home is doing."""
+    if driver_state(store.last_driver()) is not DriverState.ALIVE:
+        return []
+    return [line for kind in usable_homes() for line in kind.lines(store.directory)]
 
 
 def ago(seconds: float) -> str:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from freetrain_parsl.campaign.directories import find_run, make_run_directory, run_directories
 from freetrain_parsl.campaign.lock import driver_lock, own_identity
 from freetrain_parsl.campaign.logs import log_lines
 from freetrain_parsl.campaign.orphans import remove_orphans
-from freetrain_parsl.campaign.run import find_run, make_run_directory, run_directories
+from freetrain_parsl.campaign.owned_trainings import Assignment
 from freetrain_parsl.campaign.run_source import open_source
 from freetrain_parsl.campaign.store import DATABASE, RunStore, StateUnreadable
 from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.cli.commands import app as command_line
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.executor.run_directory import check_new_run_directory
-from freetrain_parsl.extensions.globus.sites.assignment import Assignment
 from freetrain_parsl.extensions.globus.storage.mover.mover_state import STATE_FILE, MoverState
 from freetrain_parsl.extensions.notebook import Campaign
 from freetrain_parsl.extensions.notebook.control import take_control

@@ -7,7 +7,7 @@ from typing import Any
 
 from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.errors import TrainingCancelled
-from freetrain_parsl.extensions.globus.storage.mover.mover import ResultStatus
+from freetrain_parsl.storage.home import ResultStatus
 
 
 class ScriptedMover:
@@ -89,7 +89,7 @@ def test_without_a_home_all_trainings_start_and_every_outcome_counts() -> None:
 
 def test_a_training_starts_only_once_this_site_owns_it() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)
     admission.admit()
     assert kernel.futures == []
     assert admission.notes() == ["a waits: another site owns it"]
@@ -101,7 +101,7 @@ def test_a_training_starts_only_once_this_site_owns_it() -> None:
 
 def test_a_training_that_another_site_has_taken_over_is_ended_and_held_until_it_is_owned_again() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)
     mover.ready.add("a")
     admission.admit()
     mover.ready.clear()
@@ -120,7 +120,7 @@ def test_a_training_that_another_site_has_taken_over_is_ended_and_held_until_it_
 
 def test_a_result_is_kept_once_home_has_confirmed_it_and_dropped_if_another_site_goes_on() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)
     mover.ready.add("a")
     admission.admit()
     kernel.futures[0].set_result(1)
@@ -132,7 +132,7 @@ def test_a_result_is_kept_once_home_has_confirmed_it_and_dropped_if_another_site
 
 def test_the_run_waits_for_the_last_copies_and_a_held_training_can_be_cancelled() -> None:
     kernel, mover = Kernel(), ScriptedMover()
-    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)  # type: ignore[arg-type]
+    admission = OwnedTrainings({"a": kernel.submit}, kernel.cancel, mover)
     assert admission.cancel("a")
     mover.settled = False
     assert not admission.is_done

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.campaign import store as store_module
+from freetrain_parsl.campaign.directories import find_run
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
-from freetrain_parsl.campaign.run import CampaignRun, find_run, preflight, refuse_living_driver
+from freetrain_parsl.campaign.run import CampaignRun, preflight, refuse_living_driver
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import DATABASE, DriverRecord, RunStore
 from freetrain_parsl.errors import (

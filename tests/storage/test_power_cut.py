@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from freetrain_parsl.campaign.owned_trainings import Assignment
 from freetrain_parsl.campaign.store import DATABASE, RunStore
-from freetrain_parsl.extensions.globus.sites.assignment import Assignment
 from freetrain_parsl.extensions.globus.sites.coordinator_file import CoordinatorFile
 from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory
 from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.files.yaml_file import Section, Variables, user_path
+from freetrain_parsl.campaign.site.home import read_home
 from freetrain_parsl.campaign.site.site_nodes import given_values, read_block, read_kinds, read_name, read_node
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.values.specs import parse_trackers
-from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
@@ -19,6 +19,7 @@ from freetrain_parsl.strict_yaml import read_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from freetrain_parsl.campaign.site.home import HomeKind
     from freetrain_parsl.campaign.site.site_nodes import NodeShape, SiteKind
     from freetrain_parsl.planning.policies import PolicyLike
 
@@ -61,8 +62,8 @@ class Site:
         Bytes that must be free in the checkpoint directory.
     kinds
         The kinds of nodes, where there are several.
-    globus
-        Where checkpoints are carried to, and where the checkpoint directory is on Globus.
+    home
+        Where checkpoints live beyond the site; ``None``: nowhere.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Site:
     checkpoint_dir: Path | None = None
     least_free: int = _LEAST_FREE
     kinds: tuple[SiteKind, ...] = ()
-    globus: GlobusSettings | None = None
+    home: HomeKind | None = None
 
     @classmethod
     def load(cls, path: str | Path, variables: Variables | None = None) -> Site:
@@ -126,7 +127,8 @@ class Site:
         if driver_interface and "address" in executor:
             raise network.refusal("give driver_address or driver_interface, not both", "driver_address")
         directory, least_free = checkpoints.path("directory"), checkpoints.memory("least_free")
-        globus = _read_globus(checkpoints, directory)
+        directory = None if directory is None else directory.absolute()
+        home = read_home(checkpoints, directory)
         for section in (network, checkpoints, top):
             section.done()
         return cls(
@@ -140,10 +142,10 @@ class Site:
             planner_settings=planner,
             executor_settings=executor,
             driver_interface=driver_interface,
-            checkpoint_dir=None if directory is None else directory.absolute(),
+            checkpoint_dir=directory,
             least_free=_LEAST_FREE if least_free is None else least_free,
             kinds=kinds,
-            globus=globus,
+            home=home,
         )
 
     def of_kind(self, kind: SiteKind) -> Site:
@@ -189,28 +191,6 @@ def find_site_file(path: Path) -> Path:
             f"shipped: {', '.join(shipped) or 'none'}"
         )
     return shipped[str(path)]
-
-
-def _read_globus(checkpoints: Section, directory: Path | None) -> GlobusSettings | None:
-    """Read ``checkpoints.globus``: where the checkpoint directory is on Globus, and home."""
-    if not checkpoints.has("globus"):
-        return None
-    if directory is None:
-        raise checkpoints.refusal("needs checkpoints.directory: the directory that the collection shows", "globus")
-    keys = checkpoints.section("globus")
-    home = keys.section("home")
-    local, there = (
-        section.checked(
-            CollectionPath,
-            section.required("collection", "6c54cade-bde5-45c1-bdea-f4bd71dba2cc"),
-            section.required("path", "/~/freetrain"),
-        )
-        for section in (keys, home)
-    )
-    settings = keys.checked(GlobusSettings, local, there, **given_values(lease=keys.duration("lease")))
-    for section in (home, keys):
-        section.done()
-    return settings
 
 
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:

@@ -18,7 +18,6 @@ from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.extensions.globus.storage.home import prune_home
 from freetrain_parsl.screen import say, say_json
 
 if TYPE_CHECKING:
@@ -82,8 +81,8 @@ def prune(
         trainings = choose_training(find_trainings(_checkpoints_of(directory)), training)
         doomed = [(owner, old) for name, owner in trainings.items() for old in removable(name, owner, keep)]
         _remove(doomed, dry_run=dry_run)
-        if store is not None:
-            prune_home(read_site(store), store, keep, training, say, dry_run=dry_run)
+        if store is not None and (home := read_site(store).home) is not None:
+            home.prune(store, keep, training, say, dry_run=dry_run)
 
 
 def _checkpoints_of(directory: Path) -> Path:

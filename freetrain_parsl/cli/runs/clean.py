@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from freetrain_parsl.campaign.directories import find_run
 from freetrain_parsl.campaign.lock import driver_lock
 from freetrain_parsl.campaign.orphans import remove_orphans
-from freetrain_parsl.campaign.run import find_run, read_site, refuse_living_driver
+from freetrain_parsl.campaign.run import read_site, refuse_living_driver
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.runs.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
-from freetrain_parsl.extensions.globus.storage.home import clean_home
 from freetrain_parsl.screen import say
 
 __all__ = ["clean"]
@@ -22,5 +22,6 @@ def clean(run_dir: RunDirectory = None) -> None:
         with driver_lock(store.directory):
             site = read_site(store)
             orphans = remove_orphans(site, store, say)
-            clean_home(site, store, say)
+            if site.home is not None:
+                site.home.clean(store, say)
         say(f"cancelled {len(orphans)} remaining jobs" if orphans else "no remaining jobs")

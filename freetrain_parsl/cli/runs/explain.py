@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from freetrain_parsl.campaign.run import run_directories
+from freetrain_parsl.campaign.directories import run_directories
 from freetrain_parsl.campaign.run_source import CampaignSource
 from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
@@ -34,7 +34,6 @@ from freetrain_parsl.cli.sources import (
 )
 from freetrain_parsl.cli.windows import notes_view, window_row
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError, did_you_mean
-from freetrain_parsl.extensions.globus.sites.explain_sites import explain_run, sentences
 from freetrain_parsl.planning.blocks.rules import format_span
 from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.windows.hostlist import show_hosts
@@ -102,10 +101,10 @@ def explain(
 def _explain_directory(directory: Path, training: str | None) -> tuple[dict[str, Any], Iterable[str]]:
     """Describe why the trainings of a run are where they are, as figures and as sentences."""
     source = open_run(directory)
-    if isinstance(source, CampaignSource) and source.at_several_sites():
-        figures = explain_run(StoredRun(directory))
+    if isinstance(source, CampaignSource) and (kind := source.kind()) is not None:
+        figures = kind.explain(StoredRun(directory))
         _keep_one(figures, training, directory)
-        return figures, sentences(figures)
+        return figures, kind.sentences(figures)
     figures = reason_figures(source)
     _keep_one(figures, training, directory)
     return figures, reason_lines(figures)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 from freetrain_parsl.campaign.detached import drive_detached
-from freetrain_parsl.campaign.run import CampaignRun, find_run, refuse_living_driver
+from freetrain_parsl.campaign.directories import find_run, kind_of
+from freetrain_parsl.campaign.run import CampaignRun, refuse_living_driver
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.runs.campaign_view import drive_and_report, print_detached
 from freetrain_parsl.cli.runs.run_directory import RunDirectory
@@ -19,8 +20,6 @@ from freetrain_parsl.executor.htex.steady import LEAN_PARSL
 from freetrain_parsl.protocol.options import check_on_code_change
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from freetrain_parsl.protocol.options import OnCodeChange
 
 __all__ = ["resume"]
@@ -51,13 +50,14 @@ def resume(
         if on_code_change is not None:
             check_on_code_change(on_code_change)
         directory = find_run(run_dir)
-        if RunStore(directory.absolute()).fact("sites", None) is not None:  # it refuses the runs of others
+        if (kind := kind_of(RunStore(directory.absolute()))) is not None:  # it refuses the runs of others
             if config is not None or on_code_change is not None or detach:
                 raise UsageError(
-                    f"{directory} is a run at several sites: it continues with the files of its start, here; give only "
+                    f"{directory} is {kind.described}: it continues with the files of its start, here; give only "
                     "--retry, --retry-failed and --json"
                 )
-            _coordinate_again(directory, json, retry, retry_failed=retry_failed)
+            kind.resume(directory, retry=retry, retry_failed=retry_failed, as_json=json)
+            return
         importlib.import_module(LEAN_PARSL)  # before site and apps import Parsl
         campaign_run = CampaignRun.reopen(directory, config, cast("OnCodeChange | None", on_code_change))
         refuse_living_driver(campaign_run.store)
@@ -70,14 +70,3 @@ def resume(
             print_detached(campaign_run.directory)
             return
     drive_and_report(campaign_run, as_json=json, resuming=True)
-
-
-def _coordinate_again(directory: Path, json: bool, retry: Sequence[str], *, retry_failed: bool) -> None:
-    """Continue to coordinate several sites; exits."""
-    from freetrain_parsl.extensions.globus.sites.run import SitesRun
-    from freetrain_parsl.extensions.globus.sites.view import coordinate_and_report
-
-    run = SitesRun.reopen(directory)
-    refuse_living_driver(run.store)
-    retried = run.to_retry(retry, failed=retry_failed)
-    coordinate_and_report(run, verb="resume", as_json=json, retry=retried)

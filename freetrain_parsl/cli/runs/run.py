@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from freetrain_parsl.campaign.detached import drive_detached
+from freetrain_parsl.campaign.directories import RUN_KINDS
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.run import CampaignRun
@@ -48,7 +49,19 @@ def run(
 ) -> None:
     """Run the trainings of a campaign on the idle nodes of a site, or of several sites."""
     if sites is not None:
-        _run_at_sites(campaign, sites, config, settings, run_dir, assigned, include, any_versions, json)
+        if config is not None or assigned is not None:
+            with errors_in_one_line("run"):
+                raise UsageError("--sites: the list names the site files and assigns the trainings; give only --sites")
+        RUN_KINDS["sites"]().create(
+            campaign,
+            sites,
+            run_dir,
+            settings=settings,
+            include=include,
+            any_versions=any_versions,
+            as_json=json,
+        )
+        return
     with errors_in_one_line("run"):
         if include or any_versions:
             raise UsageError("--include and --any-versions are for --sites")
@@ -81,26 +94,3 @@ def _suggest_check(campaign: Campaign) -> None:
     apps = {id(training.app.func): training.app for training in campaign.trainings}
     if line := check_suggestion([(app.func, code_of(app.func)) for app in apps.values()]):
         say(line, err=True)
-
-
-def _run_at_sites(
-    campaign: Path,
-    sites: Path,
-    config: str | None,
-    settings: list[str],
-    run_dir: Path | None,
-    assigned: Path | None,
-    include: list[Path],
-    any_versions: bool,
-    json: bool,
-) -> None:
-    """Coordinate several sites; exits."""
-    # Imported here: the other runs need nothing of it.
-    from freetrain_parsl.extensions.globus.sites.run import SitesRun
-    from freetrain_parsl.extensions.globus.sites.view import coordinate_and_report
-
-    with errors_in_one_line("run"):
-        if config is not None or assigned is not None:
-            raise UsageError("--sites: the list names the site files and assigns the trainings; give only --sites")
-        run = SitesRun.create(campaign, sites, run_dir, settings=settings, include=include, any_versions=any_versions)
-    coordinate_and_report(run, verb="run", as_json=json)

@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from freetrain_parsl.campaign.directories import find_run
 from freetrain_parsl.campaign.run_source import RunSource, open_source
 from freetrain_parsl.screen import say
 
@@ -19,8 +20,6 @@ RunDirectory: TypeAlias = Annotated[
 
 def open_run(run_dir: Path | None) -> RunSource:
     """Open a run for reading, by default the newest one of this user's here; say on stderr if it may be of others."""
-    from freetrain_parsl.campaign.run import find_run  # imports the planner, which not every verb needs
-
     run = open_source(find_run(run_dir).absolute())
     for line in run.notes:
         say(line, err=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import typer
 
+from freetrain_parsl.campaign.directories import kind_of
 from freetrain_parsl.campaign.run_source import ScriptSource
 from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.campaign.summary import (
@@ -20,7 +23,6 @@ from freetrain_parsl.cli.runs.campaign_view import print_trainings
 from freetrain_parsl.cli.runs.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.runs.script_view import print_script, script_figures
 from freetrain_parsl.cli.sources import errors_in_one_line
-from freetrain_parsl.extensions.globus.sites.coordinator_file import site_lines
 from freetrain_parsl.screen import say_json
 from freetrain_parsl.texts import shortened
 
@@ -41,9 +43,10 @@ def status(
                 print_script(Screen(), source)
             return
         store = StoredRun(source.directory)
-        sites = None if store.fact("sites", None) is None else site_lines(store.directory)
+        kind = kind_of(store)
+        lines = {} if kind is None else {kind.name: kind.lines(store)}
         if json:
-            say_json({**summary(store), **({} if sites is None else {"sites": sites})})
+            say_json({**summary(store), **lines})
             return
         trainings = trainings_of(store)
         console = Screen()
@@ -57,7 +60,7 @@ def status(
             console.say(line, style="bold")
         if failures := failures_line(failures_of(store)):
             console.say(f"{failures}: freetrain dashboard {store.directory} lists them")
-        for line in sites or ():
+        for line in chain.from_iterable(lines.values()):
             console.say(line)
         print_trainings(console, trainings)
         for line in home_lines(store):

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import typer
 
+from freetrain_parsl.campaign.directories import find_run, kind_of
 from freetrain_parsl.campaign.lock import DriverState, driver_state
-from freetrain_parsl.campaign.run import find_run
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["stop"]
 
@@ -40,17 +36,9 @@ def stop(
                         console.say(f"the driver did not stop within {timeout:g} s")
                         raise typer.Exit(1)
                     time.sleep(_PERIOD)
-        elif store.fact("sites", None) is not None:
-            _stop_sites(store.directory)
+        elif (kind := kind_of(store)) is not None:
+            kind.stop(store.directory)
         console.say(driver_line(store))
         if driver_state(store.last_driver()) is DriverState.DEAD:
             console.say(f"to cancel jobs that it may have left: freetrain clean {store.directory}")
             raise typer.Exit(1)
-
-
-def _stop_sites(directory: Path) -> None:
-    """Stop the sites of a run without a coordinator; exits."""
-    from freetrain_parsl.extensions.globus.sites.run import SitesRun
-    from freetrain_parsl.extensions.globus.sites.view import coordinate_and_report
-
-    coordinate_and_report(SitesRun.reopen(directory), verb="stop", as_json=False, stop=True)

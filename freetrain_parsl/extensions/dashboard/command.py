@@ -47,7 +47,7 @@ def dashboard(
 
 
 def _newest_run() -> Path:
-    from freetrain_parsl.campaign.run import find_run  # imports the planner, which the page does not need
+    from freetrain_parsl.campaign.directories import find_run
 
     return find_run(None)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.detached import driver_process, local_status, run_detached
+from freetrain_parsl.campaign.directories import BEFORE_THE_RUN, CELLS
 from freetrain_parsl.campaign.files.app_source import check_campaign
 from freetrain_parsl.campaign.files.entries import CampaignFile
 from freetrain_parsl.campaign.files.yaml_file import Variables, user_path
-from freetrain_parsl.campaign.run import BEFORE_THE_RUN, CELLS
 from freetrain_parsl.campaign.site.own_site import find_own_site
 from freetrain_parsl.campaign.site.site import Site, find_site_file
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun

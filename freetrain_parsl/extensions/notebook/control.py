@@ -12,7 +12,7 @@ import os
 import platform
 from typing import TYPE_CHECKING, Final
 
-from freetrain_parsl.campaign.run import CONTROL
+from freetrain_parsl.campaign.directories import CONTROL
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.storage.owned_files import open_own_file, open_text
 

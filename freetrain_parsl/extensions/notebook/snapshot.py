@@ -66,7 +66,7 @@ class RunSnapshot:
     title
         Name of the run.
     state
-        As of `RemoteStatus`.
+        As of `RunStatus`.
     place
         Its directory, as it is shown.
     rows

@@ -14,6 +14,7 @@ from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.site.providers import make_executor, make_provider, make_window_source
 from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import InvalidInput, UsageError
+from freetrain_parsl.extensions.globus.storage.home import GlobusHome
 from freetrain_parsl.extensions.pbs.source import PbsWindowSource
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
@@ -309,8 +310,10 @@ checkpoints:
 
 
 def test_a_home_on_globus_is_read() -> None:
-    globus = Site.parse(GLOBUS, "s.yaml", Variables({}, {})).globus
-    assert globus is not None
+    home = Site.parse(GLOBUS, "s.yaml", Variables({}, {})).home
+    assert isinstance(home, GlobusHome)
+    globus = home.settings
+    assert home.root == Path("/scratch/me/ft")
     assert str(globus.local) == "aaaaaaaa-0000-4000-8000-000000000000:/ft"
     assert globus.home.join("owners", "x") == "/~/freetrain/owners/x"
     assert globus.lease.total_seconds() == 600

@@ -7,10 +7,9 @@ import os
 import pytest
 
 from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.home import open_home
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.executor.driver.driver_fence import DriverFence
-from freetrain_parsl.extensions.globus.storage.home import check_home, clean_home, open_mover, prune_home
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_SECRET
 from tests.extensions.globus.storage.conftest import HOME, A, B, globus_is_here, world  # noqa: F401 - fixtures
 from tests.support.globus.loopback_service import Reply
@@ -48,7 +47,7 @@ def test_clean_frees_the_trainings_of_a_dead_driver_and_leaves_those_of_others_a
     site, store = run_of(world, "a")
     world.collections("a")
     told: list[str] = []
-    clean_home(site, store, told.append)
+    site.home.clean(store, told.append)
     world.machine.wait()
     assert told[0].startswith("cancelled 1 copies between")
     assert told[1:] == [
@@ -60,7 +59,7 @@ def test_clean_frees_the_trainings_of_a_dead_driver_and_leaves_those_of_others_a
     assert "net.gen-0000000001.released" in owners
     assert "other.gen-0000000001.released" not in owners
     again: list[str] = []
-    clean_home(site, store, again.append)
+    site.home.clean(store, again.append)
     assert again == []
     other.want(["net"])
     world.run(other, until=lambda: other.is_ready("net"), seconds=0.5, most=40)
@@ -81,7 +80,7 @@ def test_clean_removes_no_checkpoint_because_a_listing_leaves_out_its_manifest(w
         world.services["a"].mishap("GET", path, Reply({"DATA": [{"name": name, "type": "dir"} for name in shown]}))
     world.collections("a")
     told: list[str] = []
-    clean_home(site, store, told.append)
+    site.home.clean(store, told.append)
     world.machine.wait()
     assert told == ["released net, with 0 checkpoints at home"]
     assert world.at_home("net") == ["1:10"]
@@ -99,10 +98,10 @@ def test_prune_removes_old_checkpoints_of_its_own_trainings_only(world):  # noqa
     site, store = run_of(world, "a")
     world.collections("a")
     told: list[str] = []
-    prune_home(site, store, 1, None, told.append, dry_run=True)
+    site.home.prune(store, 1, None, told.append, dry_run=True)
     assert any(line.startswith("would remove") for line in told)
     assert world.at_home("net") == ["1:10", "1:20"]
-    prune_home(site, store, 1, None, told.append, dry_run=False)
+    site.home.prune(store, 1, None, told.append, dry_run=False)
     world.machine.wait()
     assert world.at_home("net") == ["1:20"]
     assert world.at_home("other") == ["1:10", "1:20"]
@@ -114,8 +113,8 @@ def test_the_driver_does_not_pass_on_the_client_secret(world, monkeypatch):  # n
 
     site, store = run_of(world, "a")
     world.collections("a")
-    check_home(site)
-    with open_mover(site, store, DriverFence()) as mover:
+    site.home.check()
+    with open_home(site.home, store, lambda: True) as mover:
         assert mover is not None
         assert "FREETRAIN_GLOBUS_CLIENT_SECRET" not in os.environ
 
@@ -123,7 +122,8 @@ def test_the_driver_does_not_pass_on_the_client_secret(world, monkeypatch):  # n
 def test_a_run_without_a_home_passes_no_client_secret_to_its_jobs(monkeypatch, tmp_path):
     monkeypatch.setenv(CLIENT_SECRET, "secret")
     site = Site.parse("system: local\n", "s.yaml", Variables({}, {}))
-    with open_mover(site, RunStore.create(tmp_path, {"run_id": "a1"}, ["net"]), DriverFence()) as mover:
+    store = RunStore.create(tmp_path, {"run_id": "a1"}, ["net"])
+    with open_home(site.home, store, lambda: True) as mover:
         assert mover is None
         assert CLIENT_SECRET not in os.environ
 
@@ -143,7 +143,7 @@ def test_prune_removes_nothing_because_home_lists_checkpoints_that_do_not_exist(
         (phantom / "manifest.json").write_text("{}")
     world.collections("a")
     told: list[str] = []
-    prune_home(site, store, 1, None, told.append, dry_run=False)
+    site.home.prune(store, 1, None, told.append, dry_run=False)
     world.machine.wait()
     assert world.at_home("net")[-3:] == ["1:20", "1:30", "1:40"]
     assert not any("step-0000000020" in line for line in told)
@@ -161,7 +161,7 @@ def test_prune_says_that_it_removes_nothing_without_proof(world):  # noqa: F811
         state.unlink()
     world.collections("a")
     told: list[str] = []
-    prune_home(site, store, 1, None, told.append, dry_run=False)
+    site.home.prune(store, 1, None, told.append, dry_run=False)
     world.machine.wait()
     assert world.at_home("net") == ["1:10", "1:20"]
     assert told[0].startswith("net: nothing is removed at home: of its 2 checkpoints there, 0 are also here, intact")

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from freetrain_parsl import training_app
-from freetrain_parsl.extensions.sweeps.halving import halving
 from freetrain_parsl.errors import InvalidTrainer, NonFiniteLoss, TrainingInterrupted
+from freetrain_parsl.extensions.sweeps.halving import halving
 from tests.recording_kernel import Call, RecordingKernel
 
 CONFIGURATIONS = [{"lr": lr} for lr in range(9)]

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.bounded import HUNG, call_within
 from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
-from freetrain_parsl.extensions.globus.remote.messages import RemoteStatus, field_of
-from freetrain_parsl.extensions.globus.remote.pacing import poll_delays
+from freetrain_parsl.extensions.globus.remote.messages import field_of, parse_status
+from freetrain_parsl.extensions.globus.remote.pacing import HUNG, call_within, poll_delays
 from freetrain_parsl.extensions.globus.remote.preparation import prepare
 from freetrain_parsl.extensions.globus.remote.records import RunRecord, RunRecords
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from freetrain_parsl.campaign.detached import RunStatus
     from freetrain_parsl.extensions.globus.remote.preparation import Preparation
 
 __all__ = ["RemoteCampaign"]
@@ -65,7 +65,7 @@ class RemoteCampaign:
         self._records = records or RunRecords()
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: tuple[RemoteStatus, float] | None = None
+        self._seen: tuple[RunStatus, float] | None = None
         self._doing = ""
         self._error = ""
         # One call at a time, in order.
@@ -151,15 +151,15 @@ class RemoteCampaign:
         return self._record.run
 
     @property
-    def seen(self) -> RemoteStatus | None:
+    def seen(self) -> RunStatus | None:
         """The state that was seen last, without asking; ``None`` before the first answer."""
         with self._lock:
             return None if self._seen is None else self._seen[0]
 
-    def submit(self, preparation: Preparation) -> Future[RemoteStatus]:
+    def submit(self, preparation: Preparation) -> Future[RunStatus]:
         """Send the campaign; sending it again changes nothing. What is refused is not recorded."""
 
-        def start() -> RemoteStatus:
+        def start() -> RunStatus:
             try:
                 return self._status_of({**preparation.request, "wait": _START_WAIT})
             except UsageError as error:
@@ -170,7 +170,7 @@ class RemoteCampaign:
 
         return self._ask("starting", start)
 
-    def status(self) -> Future[RemoteStatus]:
+    def status(self) -> Future[RunStatus]:
         """Ask for the state."""
         return self._ask("asking for the state", lambda: self._status_of(self._request("status")))
 
@@ -199,13 +199,13 @@ class RemoteCampaign:
         """Fetch the trainings with their results, as of ``freetrain status --json``."""
         return self._ask("fetching results", lambda: field_of(self._call(self._request("results")), "trainings", list))
 
-    def stop(self) -> Future[RemoteStatus]:
+    def stop(self) -> Future[RunStatus]:
         """Ask the driver to save all trainings, withdraw its jobs and end."""
         return self._ask("stopping", lambda: self._status_of(self._request("stop", wait=_STOP_WAIT)))
 
     def resume(
         self, *, retry: Sequence[str] = (), retry_failed: bool = False, on_code_change: str | None = None
-    ) -> Future[RemoteStatus]:
+    ) -> Future[RunStatus]:
         """Continue a run that was stopped, or whose driver died.
 
         Parameters
@@ -245,7 +245,7 @@ class RemoteCampaign:
 
         return self._ask("cleaning", clean)
 
-    def wait(self, timeout: float | None = None, *, sleep: Callable[[float], None] = time.sleep) -> RemoteStatus:
+    def wait(self, timeout: float | None = None, *, sleep: Callable[[float], None] = time.sleep) -> RunStatus:
         """Block until no driver runs any more, asking at growing intervals, also while the site does not answer.
 
         Parameters
@@ -255,7 +255,7 @@ class RemoteCampaign:
 
         Returns
         -------
-        RemoteStatus
+        RunStatus
             The state that was seen last.
 
         Raises
@@ -293,8 +293,8 @@ class RemoteCampaign:
                 self._records.store(self._record)
         return answer
 
-    def _status_of(self, request: Mapping[str, Any]) -> RemoteStatus:
-        status = RemoteStatus.parse(self._call(request))
+    def _status_of(self, request: Mapping[str, Any]) -> RunStatus:
+        status = parse_status(self._call(request))
         with self._lock:
             self._seen = status, self._clock()
         return status

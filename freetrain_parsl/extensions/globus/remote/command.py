@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -18,15 +18,17 @@ from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.campaign_view import print_trainings
 from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.bounded import HUNG, call_within
 from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
 from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
-from freetrain_parsl.extensions.globus.remote.messages import RemoteStatus, field_of
-from freetrain_parsl.extensions.globus.remote.pacing import poll_delays
+from freetrain_parsl.extensions.globus.remote.messages import field_of
+from freetrain_parsl.extensions.globus.remote.pacing import HUNG, call_within, poll_delays
 from freetrain_parsl.extensions.globus.remote.preparation import prepare
 from freetrain_parsl.extensions.globus.remote.records import RunRecords
 from freetrain_parsl.extensions.globus.remote.versions import Versions
 from freetrain_parsl.screen import say, say_json, say_text
+
+if TYPE_CHECKING:
+    from freetrain_parsl.campaign.detached import RunStatus
 
 __all__ = ["remote"]
 
@@ -199,7 +201,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _show(status: RemoteStatus, json: bool) -> None:
+def _show(status: RunStatus, json: bool) -> None:
     """Print a state; exit with code 1 if the run has failed or died."""
     if json:
         say_json(status.as_json())

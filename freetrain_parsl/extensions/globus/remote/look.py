@@ -17,6 +17,7 @@ from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.errors import DamagedCheckpoint, InvalidInput
+from freetrain_parsl.extensions.globus.storage.home import GlobusHome
 from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
 from freetrain_parsl.interpreters import FREETRAIN, script_command
 from freetrain_parsl.storage.posix import CheckpointDirectory
@@ -44,11 +45,11 @@ def site_facts(stored: Mapping[str, Any]) -> dict[str, Any]:
         The site file is invalid, or has no home.
     """
     site = Site.load(stored["config"], Variables.parse(stored["settings"]))
-    if site.globus is None:
+    if not isinstance(site.home, GlobusHome):
         raise InvalidInput(
             f"{site.file}: has no checkpoints.globus; trainings move between sites through a home on Globus"
         )
-    return {"home": str(site.globus.home), "lease": site.globus.lease.total_seconds()}
+    return {"home": str(site.home.settings.home), "lease": site.home.settings.lease.total_seconds()}
 
 
 def planned_blocks(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from freetrain_parsl.campaign.detached import RunStatus
 from freetrain_parsl.errors import InvalidInput, RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "RemoteStatus", "check_run_name", "field_of", "plain_text"]
+__all__ = ["FUNCTION", "FUNCTION_SOURCE", "LOG_BYTES", "check_run_name", "field_of", "parse_status", "plain_text"]
 
 T = TypeVar("T")
 
@@ -35,62 +35,23 @@ def {FUNCTION}(request):
 """The function that is registered with Globus Compute; everything else is installed at the site."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_OVER = ("finished", "stopped", "interrupted", "failed", "died")
 
 
-@dataclass(frozen=True)
-class RemoteStatus:
-    """State of a campaign at a site.
+def parse_status(document: Mapping[str, Any]) -> RunStatus:
+    """Read the status of a run from a message.
 
-    Parameters
-    ----------
-    run
-        Name of the run.
-    state
-        ``starting``, ``running``, ``stopping``; or over: ``finished``, ``stopped``, ``interrupted``, ``failed`` (the
-        driver could not start, or trainings failed), ``died`` (it was killed, or its host rebooted).
-    host
-        Login node of the driver.
-    directory
-        Directory of the run at the site.
-    message
-        What the user should know, such as why it failed; one line.
-    summary
-        As of ``freetrain status --json``; ``None`` before the driver has started.
+    Raises
+    ------
+    RemoteError
+        The site sent something else.
     """
-
-    run: str
-    state: str
-    host: str
-    directory: str
-    message: str = ""
-    summary: Mapping[str, Any] | None = field(default=None, repr=False)
-
-    @property
-    def over(self) -> bool:
-        """Whether no driver runs, or will run without a `resume`."""
-        return self.state in _OVER
-
-    def as_json(self) -> dict[str, Any]:
-        """Describe it for a message and for ``--json``."""
-        return asdict(self)
-
-    @classmethod
-    def parse(cls, document: Mapping[str, Any]) -> RemoteStatus:
-        """Read it from a message.
-
-        Raises
-        ------
-        RemoteError
-            The site sent something else.
-        """
-        run, state, host, directory, message = (
-            field_of(document, name, str) for name in ("run", "state", "host", "directory", "message")
-        )
-        summary = None if document.get("summary") is None else field_of(document, "summary", dict)
-        if summary is not None:
-            field_of(summary, "trainings", list)
-        return cls(run, state, host, directory, plain_text(message), summary)
+    run, state, host, directory, message = (
+        field_of(document, name, str) for name in ("run", "state", "host", "directory", "message")
+    )
+    summary = None if document.get("summary") is None else field_of(document, "summary", dict)
+    if summary is not None:
+        field_of(summary, "trainings", list)
+    return RunStatus(run, state, host, directory, plain_text(message), summary)
 
 
 def field_of(answer: Mapping[str, Any], name: str, kind: type[T] | tuple[type[T], ...]) -> T:

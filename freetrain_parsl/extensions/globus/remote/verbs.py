@@ -22,31 +22,29 @@ import secrets
 import shutil
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.launch import LOG, launch, process_of, read_document
-from freetrain_parsl.campaign.lock import DriverState, driver_state
+from freetrain_parsl.campaign.detached import status_of
+from freetrain_parsl.campaign.launch import LOG, last_line, launch, process_of, read_document
+from freetrain_parsl.campaign.owned_trainings import ASSIGNMENT, Assignment
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
-from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
 from freetrain_parsl.extensions.globus.remote.archive import unpack
 from freetrain_parsl.extensions.globus.remote.look import planned_blocks, run_facts, site_facts
-from freetrain_parsl.extensions.globus.remote.messages import LOG_BYTES, RemoteStatus, check_run_name
+from freetrain_parsl.extensions.globus.remote.messages import LOG_BYTES, check_run_name, parse_status
 from freetrain_parsl.extensions.globus.remote.retries import failed_before, retried, take_retries
 from freetrain_parsl.extensions.globus.remote.versions import Versions
-from freetrain_parsl.extensions.globus.sites.assignment import ASSIGNMENT, Assignment
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.storage.owned_files import require_own_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from freetrain_parsl.campaign.launch import Process
+    from freetrain_parsl.campaign.detached import RunStatus
 
-__all__ = ["DIRECTORY", "answer", "status_of"]
+__all__ = ["DIRECTORY", "answer"]
 
 DIRECTORY = "FREETRAIN_REMOTE_DIR"
 """Variable of the endpoint: where runs are, instead of ``~/.freetrain/remote``."""
@@ -55,8 +53,6 @@ _REQUEST = "request.json"
 _PERIOD = 0.1  # seconds between looks at a process
 _LONGEST_WAIT = 60.0  # seconds
 _RETRY_WAIT = 30.0  # seconds for which a call waits for a driver to end
-_LONGEST_START = 900.0  # seconds until a driver has registered
-_LAST_LINE = 500  # characters
 _STARTS = "starts.json"  # of drivers for the last order
 _FIRST_PAUSE = 15.0  # seconds between the first two starts of a driver for an order; doubled each time
 _LONGEST_PAUSE = 900.0
@@ -85,60 +81,6 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": str(error), "usage": isinstance(error, UsageError)}
     except OSError as error:  # the site's file system: full, read-only, or gone
         return {"error": f"{platform.node()}: {error}", "usage": False}
-
-
-def status_of(
-    root: Path,
-    process: Process | None,
-    store: StoredRun | None,
-    clock: Callable[[], float] = time.time,
-    *,
-    with_summary: bool = True,
-) -> RemoteStatus:
-    """Derive the state of a run from its last process and its store.
-
-    Parameters
-    ----------
-    root
-        Directory of the run.
-    process
-        The last detached process.
-    store
-        State of the run; ``None`` before it has been created.
-    clock
-        Seconds since the epoch.
-    with_summary
-        Whether the status has the summary, with all trainings.
-    """
-    driver = None if store is None else store.last_driver()
-    document = summary(store) if store is not None and with_summary else None
-    host = driver.host if driver is not None else process.host if process is not None else platform.node()
-    status = RemoteStatus(root.name, "starting", host, str(root), summary=document)
-    drives = process is not None and process.command[0] in ("run", "resume")
-    if drives and process is not None and (driver is None or driver.since < process.since):
-        # The process has not become the driver (yet).
-        # On another login node it cannot be seen; there it may have ended with its host.
-        may_run = clock() - process.since < _LONGEST_START if process.running is None else process.running
-        if process.exit_code is None and may_run:
-            return status
-        return replace(status, state="failed", message=_last_line(root))
-    if driver is None or store is None:
-        return replace(status, state="failed", message="it was not started; start it again")
-    match driver_state(driver):
-        case DriverState.ALIVE:
-            return replace(status, state="stopping" if store.stop_requested() else "running")
-        case DriverState.DEAD:
-            return replace(
-                status, state="died", message="its driver was killed, or its host rebooted; resume continues"
-            )
-        case _:
-            trainings = store.trainings()
-            left, total = sum(item.state not in ("finished", "cancelled") for item in trainings), len(trainings)
-            if driver.how == "finished" and left:
-                return replace(
-                    status, state="failed", message=f"{left} of {total} trainings have not finished; see results"
-                )
-            return replace(status, state=driver.how or "failed")
 
 
 def _start(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +140,7 @@ def _take_retries(root: Path, attempts: Mapping[str, int]) -> bool:
     if created and failed_before(root, run_dir, attempts) and not _status(root).over:
         if _status(root).state == "running":
             RunStore(run_dir).request_stop()
-        if not RemoteStatus.parse(_wait(root, {"wait": _RETRY_WAIT}, lambda status: status.over)).over:
+        if not parse_status(_wait(root, {"wait": _RETRY_WAIT}, lambda status: status.over)).over:
             return False
     take_retries(root, run_dir if created else None, attempts)
     return True
@@ -292,7 +234,7 @@ def _unpack_request(base: Path, root: Path, request: Mapping[str, Any], wanted: 
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _status(root: Path) -> RemoteStatus:
+def _status(root: Path) -> RunStatus:
     run_dir = root / "run"
     store = StoredRun(run_dir) if (run_dir / DATABASE).is_file() else None
     return status_of(root, process_of(root), store)
@@ -368,14 +310,14 @@ def _clean(request: Mapping[str, Any]) -> dict[str, Any]:
             if time.monotonic() > end:
                 return {"done": False, "message": "still waiting for the batch system; call it again"}
             time.sleep(_PERIOD)
-        line, code = _last_line(root), process.exit_code or 0
+        line, code = last_line(root), process.exit_code or 0
     if code == 0 and request.get("delete"):
         shutil.rmtree(root)
         line += f"; {root} is deleted"
     return {"done": code == 0, "message": line}
 
 
-def _wait(root: Path, request: Mapping[str, Any], enough: Callable[[RemoteStatus], bool]) -> dict[str, Any]:
+def _wait(root: Path, request: Mapping[str, Any], enough: Callable[[RunStatus], bool]) -> dict[str, Any]:
     end = time.monotonic() + _seconds(request)
     while not enough(status := _status(root)) and time.monotonic() < end:
         time.sleep(_PERIOD)
@@ -405,17 +347,6 @@ def _exclusive(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _last_line(root: Path) -> str:
-    """Return the last line of the output, which says why a command failed."""
-    try:
-        with (root / LOG).open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 10 * _LAST_LINE))
-            lines = log.read().decode(errors="replace").strip().splitlines()
-    except FileNotFoundError:
-        lines = []
-    return lines[-1][:_LAST_LINE] if lines else "it ended without any output"
 
 
 def _seconds(request: Mapping[str, Any]) -> float:

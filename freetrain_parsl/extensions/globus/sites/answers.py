@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import PlanningError, RemoteError
-from freetrain_parsl.extensions.globus.remote.messages import RemoteStatus, field_of, plain_text
+from freetrain_parsl.extensions.globus.remote.messages import field_of, parse_status, plain_text
 from freetrain_parsl.extensions.globus.sites.planning.model import Offer, offers_of_plan
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class SiteAnswer:
         RemoteError
             The site sent something else.
         """
-        status = RemoteStatus.parse(field_of(document, "status", dict))
+        status = parse_status(field_of(document, "status", dict))
         try:
             measured = [(bool(there), _amount(size), _amount(took)) for there, size, took in document["measured"]]
             return cls(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import BEAT
 from freetrain_parsl.errors import FreeTrainError, PlanningError, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.bounded import HUNG
-from freetrain_parsl.extensions.globus.remote.messages import RemoteStatus
+from freetrain_parsl.extensions.globus.remote.messages import parse_status
+from freetrain_parsl.extensions.globus.remote.pacing import HUNG
 from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts
 from freetrain_parsl.extensions.globus.sites.coordinator_file import CoordinatorFile
 from freetrain_parsl.extensions.globus.sites.state import Ask
@@ -242,7 +242,7 @@ class SitesLoop:
                 case Ask.PREPARE:
                     coordinator.on_prepared(call.site, SiteFacts.parse(outcome.answer), now)
                 case Ask.STOP:
-                    status = RemoteStatus.parse(outcome.answer)
+                    status = parse_status(outcome.answer)
                     if status.state == "died":
                         self.report(
                             f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "

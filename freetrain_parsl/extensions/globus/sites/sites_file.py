@@ -13,6 +13,7 @@ from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
 from freetrain_parsl.extensions.globus.remote.preparation import UnknownVariables
 from freetrain_parsl.extensions.globus.sites.planning.model import SitesSettings, TransferRate
 from freetrain_parsl.extensions.globus.sites.planning.rates import ASSUMED, HOME, SiteRates
+from freetrain_parsl.extensions.globus.storage.home import GlobusHome
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -128,17 +129,18 @@ class SitesFile:
             site = section.checked(_site_of, entry.config, settings, key="config")
             if site is None:
                 continue  # it needs values that only the site has; it checks itself
-            if site.globus is None:
+            if not isinstance(site.home, GlobusHome):
                 raise section.refusal(
                     f"{site.file} has no checkpoints.globus; trainings move between sites through a home on Globus",
                     "config",
                 )
-            if (other := directories.setdefault(str(site.globus.local), entry.name)) != entry.name:
+            places = site.home.settings
+            if (other := directories.setdefault(str(places.local), entry.name)) != entry.name:
                 raise section.refusal(
-                    f"its checkpoint directory is that of {other!r}, {site.globus.local}; give each site its own",
+                    f"its checkpoint directory is that of {other!r}, {places.local}; give each site its own",
                     "config",
                 )
-            homes.setdefault((str(site.globus.home), site.globus.lease.total_seconds()), entry.name)
+            homes.setdefault((str(places.home), places.lease.total_seconds()), entry.name)
             if len(homes) > 1:
                 (home, lease), (other, other_lease) = homes
                 raise section.refusal(

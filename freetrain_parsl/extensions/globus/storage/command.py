@@ -30,6 +30,7 @@ def login(
     from freetrain_parsl.campaign.site.site import Site
     from freetrain_parsl.extensions.globus.remote.compute import compute_app
     from freetrain_parsl.extensions.globus.storage.collections import Collections
+    from freetrain_parsl.extensions.globus.storage.home import GlobusHome
     from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, log_in, make_app, whoami
 
     if config is None and not os.environ.get(CLIENT_ID):
@@ -38,9 +39,9 @@ def login(
             say(f"logged in to Globus Compute; checkpoints on Globus need {CLIENT_ID}, and a login with it")
         return
     with errors_in_one_line("globus login"), make_app(compute=True) as app:
-        places = None if config is None else Site.load(config).globus
+        home = None if config is None else Site.load(config).home
         log_in(app)
-        for place in () if places is None else (places.local, places.home):
+        for place in (home.settings.local, home.settings.home) if isinstance(home, GlobusHome) else ():
             scopes = Collections(app).required_scopes(place.collection, place.path)
             if scopes:
                 say(f"collection {place.collection} needs a consent of its own")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from globus_sdk import GlobusApp
 
-__all__ = ["CLIENT_ID", "CLIENT_SECRET", "LOGIN", "forget_secret", "log_in", "logged_in", "make_app", "whoami"]
+__all__ = ["CLIENT_ID", "CLIENT_SECRET", "LOGIN", "log_in", "logged_in", "make_app", "whoami"]
 
 CLIENT_ID = "FREETRAIN_GLOBUS_CLIENT_ID"
 CLIENT_SECRET = "FREETRAIN_GLOBUS_CLIENT_SECRET"  # noqa: S105 - the name of an environment variable
@@ -82,11 +82,6 @@ def make_app(environment: Mapping[str, str] = os.environ, *, compute: bool = Fal
             f"remove this directory, then run: {LOGIN}"
         ) from None
     return app
-
-
-def forget_secret() -> None:
-    """Remove the client secret from this process's environment, so that jobs and workers do not inherit it."""
-    os.environ.pop(CLIENT_SECRET, None)
 
 
 def log_in(app: GlobusApp, scopes: Sequence[str] = ()) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from freetrain_parsl.campaign.detached import RunStatus
 from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
 from freetrain_parsl.extensions.globus.remote import campaign as campaign_module
 from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
 from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
-from freetrain_parsl.extensions.globus.remote.messages import RemoteStatus, check_run_name
+from freetrain_parsl.extensions.globus.remote.messages import check_run_name
 from freetrain_parsl.extensions.globus.remote.preparation import prepare
 from freetrain_parsl.extensions.globus.remote.records import RunRecords
 
@@ -48,7 +49,7 @@ class RecordedEndpoint(ComputeEndpoint):
 
 def status(state: str, trainings=(), message: str = ""):
     summary = {"trainings": list(trainings)}
-    return RemoteStatus("demo-1", state, "login1", "/home/me/x", message, summary).as_json()
+    return RunStatus("demo-1", state, "login1", "/home/me/x", message, summary).as_json()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from freetrain_parsl.campaign.environment import KEEP, scrubbed
 from freetrain_parsl.campaign.launch import Process
 from freetrain_parsl.campaign.lock import own_identity
+from freetrain_parsl.campaign.owned_trainings import ASSIGNMENT, Assignment
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.globus.remote import look, verbs
@@ -19,7 +20,6 @@ from freetrain_parsl.extensions.globus.remote.archive import pack
 from freetrain_parsl.extensions.globus.remote.verbs import answer
 from freetrain_parsl.extensions.globus.remote.versions import Versions
 from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts
-from freetrain_parsl.extensions.globus.sites.assignment import ASSIGNMENT, Assignment
 from freetrain_parsl.extensions.globus.sites.places import LocalPlace
 
 if TYPE_CHECKING:

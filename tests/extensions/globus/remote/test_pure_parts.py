@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.campaign.environment import KEEP, scrubbed
 from freetrain_parsl.errors import InvalidInput, RemoteError
-from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, RemoteStatus, check_run_name
+from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, check_run_name, parse_status
 from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget, poll_delays
 from freetrain_parsl.extensions.globus.remote.records import RunRecords
 from freetrain_parsl.extensions.globus.remote.versions import Versions
@@ -136,4 +136,4 @@ def test_the_function_says_in_one_line_that_the_package_is_missing(monkeypatch):
 @pytest.mark.parametrize("document", [{}, {"run": 1}, {"run": "a", "state": "b", "host": "c", "directory": "d"}])
 def test_an_unexpected_answer_is_one_line(document):
     with pytest.raises(RemoteError, match="unexpected answer"):
-        RemoteStatus.parse(document)
+        parse_status(document)

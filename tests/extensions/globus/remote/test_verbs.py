@@ -8,12 +8,13 @@ import os
 
 import pytest
 
+from freetrain_parsl.campaign.detached import status_of
 from freetrain_parsl.campaign.launch import LOG, Process
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.extensions.globus.remote import verbs
 from freetrain_parsl.extensions.globus.remote.archive import pack
-from freetrain_parsl.extensions.globus.remote.verbs import answer, status_of
+from freetrain_parsl.extensions.globus.remote.verbs import answer
 from freetrain_parsl.extensions.globus.remote.versions import Versions
 
 

@@ -15,7 +15,6 @@ from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import CollectionUnavailable, GlobusRefused
 from freetrain_parsl.extensions.globus.storage import home as home_module
-from freetrain_parsl.extensions.globus.storage.home import prune_home
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from tests.extensions.globus.storage.lying_collections import (
     HOME,
@@ -62,6 +61,7 @@ def test_prune_removes_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.M
     text = f"system: local\ncheckpoints:\n  directory: {root}\n  globus: {{collection: {SITES['a']}, path: /ft, "
     text += f"home: {{collection: {HOME}, path: /ft}}}}\n"
     site = Site.parse(text, "s.yaml", Variables({}, {}))
+    assert site.home is not None
     store = RunStore.create(run, {"run_id": "a1"}, ["net"])
     collections = LyingCollections(disks, "a")
     monkeypatch.setattr(home_module, "Collections", lambda _app: collections)
@@ -70,7 +70,7 @@ def test_prune_removes_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(20):
         disks.lies = {"phantom", *draw.sample(LIES, 3)}
         with suppress(CollectionUnavailable, GlobusRefused):
-            prune_home(site, store, draw.randint(1, 2), None, lambda _line: None, dry_run=False)
+            site.home.prune(store, draw.randint(1, 2), None, lambda _line: None, dry_run=False)
         for kind, collection, paths in list(disks.tasks.values()):
             assert kind == "delete"
             for path in paths:

@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections import deque
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, DamagedCheckpoint, GlobusRefused
@@ -30,13 +29,13 @@ from freetrain_parsl.extensions.globus.storage.mover.carrier import (
     backoff,
     progress_line,
 )
-from freetrain_parsl.extensions.globus.storage.mover.copy_task import copy_task
-from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory
+from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory, copy_task
 from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
 from freetrain_parsl.extensions.globus.storage.mover.mover_state import MOST_MEASURED, MeasuredCopy, MoverState
 from freetrain_parsl.extensions.globus.storage.names import OWNERS
 from freetrain_parsl.extensions.globus.storage.ownership import SETTLE, ListOwners, MakeEntry, Ownership, RequestOutcome
 from freetrain_parsl.extensions.globus.storage.seen_checkpoints import SeenCheckpoints
+from freetrain_parsl.storage.home import ResultStatus
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.problems import storage_error
 
@@ -50,21 +49,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Mover", "ResultStatus"]
+__all__ = ["Mover"]
 
 _HALT = 10.0  # seconds: a request may be on its way
 
 
-class ResultStatus(Enum):
-    """Whether the result of a finished training counts."""
-
-    PENDING = "pending"
-    CONFIRMED = "confirmed"
-    LOST = "lost"
-
-
 class Mover:
-    """Carries the checkpoints of a run's trainings. Its methods may be called from any thread.
+    """Carries the checkpoints of a run's trainings: a `Home`. Its methods may be called from any thread.
 
     Parameters
     ----------

@@ -19,13 +19,15 @@ import re
 import secrets
 import shutil
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from freetrain_parsl.errors import DamagedCheckpoint
-from freetrain_parsl.extensions.globus.storage.mover.carrier import Parcel, step_of
-from freetrain_parsl.extensions.globus.storage.names import generation_name
+from freetrain_parsl.extensions.globus.storage.collections import CopyItem
+from freetrain_parsl.extensions.globus.storage.mover.carrier import CopyKind, Parcel, step_of
+from freetrain_parsl.extensions.globus.storage.names import CHECKPOINTS, generation_name
 from freetrain_parsl.storage.atomic_files import replace_text, sync_directory
 from freetrain_parsl.storage.entry import MANIFEST, Entry
 from freetrain_parsl.storage.ownership import check_tree, make_private
@@ -35,7 +37,10 @@ from freetrain_parsl.storage.problems import storage_error
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["EXCHANGE", "MoverDirectory"]
+    from freetrain_parsl.extensions.globus.storage.mover.carrier import CopyJob
+    from freetrain_parsl.extensions.globus.storage.places import GlobusSettings
+
+__all__ = ["EXCHANGE", "CopyTask", "MoverDirectory", "copy_task"]
 
 EXCHANGE = ".freetrain-mover"
 
@@ -232,3 +237,43 @@ def _link(source: Path, target: Path) -> None:
         target.hardlink_to(source)
     except PermissionError:  # a file system without hard links
         shutil.copy2(source, target)
+
+
+@dataclass(frozen=True)
+class CopyTask:
+    """What a copy, or a removal at home, is as a task of Globus Transfer.
+
+    Parameters
+    ----------
+    source, target
+        Collections; both are home's for a removal.
+    items
+        What is copied.
+    paths
+        What is removed.
+    """
+
+    source: str
+    target: str
+    items: tuple[CopyItem, ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+def copy_task(job: CopyJob, settings: GlobusSettings) -> CopyTask:
+    """Return the task of a job: data to home, then its manifests, fetches from home, or removals there."""
+    local, home = settings.local, settings.home
+    there = [home.join(CHECKPOINTS, *parcel.path) for parcel in job.parcels]
+    side = "in" if job.kind is CopyKind.FETCH else "out"
+    here = [local.join(EXCHANGE, side, *parcel.path) for parcel in job.parcels]
+    pairs = list(zip(here, there, strict=True))
+    match job.kind:
+        case CopyKind.REMOVE:
+            return CopyTask(home.collection, home.collection, paths=tuple(there))
+        case CopyKind.FETCH:
+            items = [CopyItem(remote, one, recursive=True) for one, remote in pairs]
+            return CopyTask(home.collection, local.collection, tuple(items))
+        case CopyKind.DATA:
+            items = [CopyItem(one, remote, recursive=True) for one, remote in pairs]
+        case CopyKind.MANIFEST:
+            items = [CopyItem(f"{one}.json", f"{remote}/manifest.json", recursive=False) for one, remote in pairs]
+    return CopyTask(local.collection, home.collection, tuple(items))
