@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["HomeConformance"]
 
 _PASSES = 200
+_FEW = 40  # far less than a lease
 
 
 class HomeConformance(ABC):
@@ -29,7 +30,7 @@ class HomeConformance(ABC):
 
     @abstractmethod
     def work(self, home: Home) -> None:
-        """Let a home do what is due, and let a little time pass."""
+        """Let a home do what is due, and let a little time pass: in 40 passes far less than a lease."""
 
     @abstractmethod
     def pass_lease(self) -> None:
@@ -43,9 +44,9 @@ class HomeConformance(ABC):
     def content(self, site: str, training: str) -> bytes:
         """Return the content of the newest checkpoint in the checkpoint directory of a site."""
 
-    def until(self, condition: Callable[[], bool], *homes: Home) -> None:
+    def until(self, condition: Callable[[], bool], *homes: Home, passes: int = _PASSES) -> None:
         """Let homes work until something holds."""
-        for _ in range(_PASSES):
+        for _ in range(passes):
             if condition():
                 return
             for home in homes:
@@ -142,4 +143,4 @@ class HomeConformance(ABC):
         last, other = self.make("a"), self.make("b")
         last.abandon(["net"])
         other.want(["net"])
-        self.until(lambda: other.is_ready("net"), last, other)
+        self.until(lambda: other.is_ready("net"), last, other, passes=_FEW)
