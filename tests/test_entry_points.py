@@ -60,6 +60,9 @@ steady = acme:steady
 [freetrain.trackers]
 noting = acme:Noting
 
+[freetrain.storage]
+bucket = acme_missing:Nothing
+
 [freetrain.commands]
 greet = acme:greet
 broken = acme:nothing
@@ -67,14 +70,17 @@ broken = acme:nothing
 
 SCRIPT = """
 import sys
-from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.site.home import usable_homes
+from freetrain_parsl.campaign.site.site import Site
+from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import POLICIES, resolve_policy
 
 try:
     print(eval(sys.argv[1]))
-except InvalidSettings as error:
+except (InvalidInput, InvalidSettings) as error:
     print(error)
 """
 
@@ -104,6 +110,7 @@ def evaluated(environment, expression):
 
 
 _BROKEN = "cannot be loaded from acme_missing:Nothing: ModuleNotFoundError:"
+_SITE = "system: local\\ncheckpoints:\\n  bucket: {name: x}\\n"
 _POLICIES = "equal-share, fair, fcfs, milp, missing, odd, ones, ones-published, optimus, tiresias, window"
 _TRACKERS = "csv, mlflow, tensorboard, wandb, noting, module:Class"
 
@@ -117,6 +124,11 @@ _TRACKERS = "csv, mlflow, tensorboard, wandb, noting, module:Class"
         ("resolve_policy('milp')", "policy 'milp' is registered by freetrain-parsl and acme; uninstall all but one"),
         ("resolve_policy('missing')", f"policy 'missing' of acme {_BROKEN} No module named 'acme_missing'"),
         ("resolve_policy('fairy')", f"unknown policy 'fairy'; available: {_POLICIES}"),
+        ("[kind.__name__ for kind in usable_homes()]", "['GlobusHome']"),
+        (
+            f"Site.parse('{_SITE}', 's.yaml', Variables())",
+            f"s.yaml:3: checkpoints.bucket: kind of home 'bucket' of acme {_BROKEN} No module named 'acme_missing'",
+        ),
         ("resolve_objective('steady')", "objective 'steady' is registered by acme and other; uninstall all but one"),
         ("resolve_objective('deadline') is resolve_objective('deadline')", "True"),
         ("parse_trackers({'noting': {'since': 3}})[0].make().since", "3"),

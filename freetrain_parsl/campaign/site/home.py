@@ -111,7 +111,7 @@ def read_home(checkpoints: Section, directory: Path | None) -> HomeKind | None:
     for name in HOME_KINDS:
         if checkpoints.has(name):
             keys = checkpoints.section(name)
-            home = HOME_KINDS[name].read(keys, directory)
+            home = keys.checked(HOME_KINDS.find, name).read(keys, directory)
             keys.done()
             return home
     return None
