@@ -33,6 +33,7 @@ from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
+from freetrain_parsl.training.extension import SessionExtension, extension_for
 from freetrain_parsl.training.group.process_group import Group
 
 MILLIONS = [2, 8, 21, 60]
@@ -84,7 +85,7 @@ class Bench:
         self.group = group
         self.checkpoint_manager = CheckpointManager(SessionOptions("net", root), lambda: group)
         self.checkpoint_manager.restore()
-        self.checkpoint_manager.choose_saver(objects)
+        self.checkpoint_manager.choose_saver(extension_for(objects, SessionExtension()))
         self._root = root
         self._step = 0
 
@@ -110,7 +111,7 @@ class Bench:
     def _continue(self) -> None:
         """Do what a training does between two steps."""
         ready = torch.tensor([float(self.checkpoint_manager.ready)])
-        if self.checkpoint_manager.sharded and self.group.sum(ready) == self.group.size:
+        if self.group.sum(ready) == self.group.size:
             self.checkpoint_manager.advance()
         else:
             self.checkpoint_manager.poll()

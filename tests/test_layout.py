@@ -49,7 +49,7 @@ BUDGET: Final = {
     "extensions/pbs": 1_430,
     "extensions/replay": 7_400,
     "extensions/resources": 1_360,
-    "extensions/sharding": 720,
+    "extensions/sharding": 755,
     "extensions/simulate": 2_120,
     "extensions/sweeps": 320,
     "extensions/trackers": 400,
@@ -77,12 +77,6 @@ BEHIND_A_PORT_LATER: Final = {
     "executor.slot.slot -> extensions.fusion.slot.array_run",
     "report.projection.node_states -> extensions.pages.changes",
     "report.run_reader -> extensions.pages.run_view",
-    "training.checkpoints.loading -> extensions.sharding.state",
-    "training.checkpoints.manager -> extensions.sharding.saver",
-    "training.checkpoints.manager -> extensions.sharding.state",
-    "training.data.loader -> extensions.fusion.slot.shared_batches",
-    "training.runtime -> extensions.fusion.slot.shared_batches",
-    "training.runtime -> extensions.sharding.state",
 }
 
 

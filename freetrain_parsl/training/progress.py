@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.protocol.reports import Logged, Progress, Report
-from freetrain_parsl.training.step.pace import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +17,42 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.mailbox import Clock
 
 _REPORT_SECONDS = 0.5  # minimum time between two reports
+_MEMORY_SECONDS = 5.0
+_LONGEST_STEP_DECAY = 0.95  # an unusually long step is forgotten after some dozens of steps
+
+
+class Pace:
+    """Exponentially weighted throughput over the last seconds.
+
+    The first step of a fragment is excluded, since it includes lazy initialization.
+    """
+
+    def __init__(self) -> None:
+        self._samples = 0.0
+        self._seconds = 0.0
+        self._steps = 0
+        self.longest_step = 0.0
+        """Seconds of the longest recent step, the first step included."""
+
+    def add(self, samples: int, seconds: float) -> None:
+        """Count a step."""
+        self.longest_step = max(seconds, _LONGEST_STEP_DECAY * self.longest_step)
+        self._steps += 1
+        if self._steps == 1:
+            return
+        decay = math.exp(-seconds / _MEMORY_SECONDS)
+        self._samples = decay * self._samples + samples
+        self._seconds = decay * self._seconds + seconds
+
+    def restart(self) -> None:
+        """Reset the throughput, which differs between groups, but keep the longest step."""
+        self._samples = self._seconds = 0.0
+        self._steps = 0
+
+    @property
+    def rate(self) -> float | None:
+        """Samples per second; ``None`` before the second step."""
+        return self._samples / self._seconds if self._seconds > 0 else None
 
 
 class ProgressReporter:
@@ -54,6 +89,8 @@ class ProgressReporter:
         """Equal for trainings that may be fused."""
         self.not_fused = ""
         """Why this member of an array trains by itself."""
+        self.in_place = True
+        """Whether the group may change without a checkpoint."""
         self._state = state
         self._checkpoint_manager = checkpoint_manager
         self._members = members
@@ -132,7 +169,7 @@ class ProgressReporter:
             resumed_from=self._resumed_from,
             write_seconds=manager.write_seconds_estimate,
             refused_checkpoints=self._refused,
-            in_place=not manager.sharded,
+            in_place=self.in_place,
             code_note=manager.code_note,
             structure=self.structure,
             not_fused=self.not_fused,

@@ -17,7 +17,6 @@ import torch
 from torch.optim import Optimizer
 
 from freetrain_parsl.errors import PeerFailed, UsageError
-from freetrain_parsl.extensions.sharding.state import check_meshes
 from freetrain_parsl.protocol.reports import PauseReason, Report
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.loading import Restoration
@@ -25,6 +24,7 @@ from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
+from freetrain_parsl.training.extension import SessionExtension, extension_for
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_gradients import Link
 from freetrain_parsl.training.group.shared_results import first_value
@@ -39,7 +39,6 @@ from freetrain_parsl.training.step.learning_rate import check_schedulers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from freetrain_parsl.extensions.fusion.slot.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.best_epoch import BestEpoch
     from freetrain_parsl.training.data.lazy_positions import Positions
@@ -80,6 +79,8 @@ class Runtime:
         Monotonic clock, in seconds.
     recorder
         Sees what happens, in a check of the function.
+    extension
+        Takes part in the training, until the prepared objects need another.
 
     Raises
     ------
@@ -95,10 +96,12 @@ class Runtime:
         report: Callable[[Report], None],
         clock: Clock,
         recorder: Recorder | None = None,
+        extension: SessionExtension | None = None,
     ) -> None:
         self.options = options
         self.members = members
         self.recorder = recorder
+        self.extension = extension or SessionExtension()
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -165,12 +168,10 @@ class Runtime:
             self.recorder.prepared(objects)
         known = self.state.objects
         known |= objects
-        self.checkpoint_manager.choose_saver(known)
-        sharded = self.checkpoint_manager.sharded
-        if sharded and self.members.is_newcomer:
-            raise UsageError("a model that is sharded over the processes cannot be joined in place")
-        if sharded:
-            check_meshes(objects, self.members.mesh(self.device))
+        self.extension = extension_for(known, self.extension)
+        self.extension.prepared(objects, self.members, self.device)
+        self.checkpoint_manager.choose_saver(self.extension)
+        self.reporter.in_place = self.extension.in_place
         self._bypass.watch(parameters_of(known.values()))
         self.checkpoint_manager.assume_size(size_of(known))
         if self._restored is not None:
@@ -202,29 +203,16 @@ class Runtime:
             self.state.take_order(self._restored.state)
 
     def _make_batch_runner(self) -> BatchRunner:
-        """Return what trains the prepared objects in the order of the loader.
-
-        Raises
-        ------
-        UsageError
-            An option of the loader cannot be combined with a sharded model.
-        """
-        order, sharded = self.state.order, self.checkpoint_manager.sharded
+        """Return what trains the prepared objects in the order of the loader."""
+        order = self.state.order
         batch_runner = BatchRunner(
             self.state.objects["model"],  # type: ignore[arg-type]  # checked by prepare
             list(self.state.objects.values()),
             self._bypass,
-            sharded=sharded,
+            self.extension,
         )
         if order is None:
             return batch_runner
-        if sharded and order.shards is not None:
-            raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
-        if sharded and order.batch_range is not None:
-            raise UsageError(
-                "session.loader: batch_range cannot be combined with a sharded model, whose gradients are averaged "
-                "before their noise can be measured"
-            )
         if order.shards is not None:
             batch_runner.fix_order(self.device)
         batch_runner.one_step = order.micro_batch is not None or order.shards is not None
@@ -264,10 +252,6 @@ class Runtime:
             self.state.take_loop(self._restored.state, rank=self.members.group.rank, names=set(values))
         return state
 
-    def shared_batches(self, source: DataSource) -> SharedBatches | None:  # noqa: ARG002 - used by members of an array
-        """Return where this process's trainings share the batches of a source; ``None``: this one fetches its own."""
-        return None
-
     def start(self, total_epochs: int) -> None:
         """Begin to train: from here on the random numbers depend on the position in the data.
 
@@ -284,10 +268,9 @@ class Runtime:
             begin()
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
+        self.extension.started(self.state)
         self.batch_runner = self._make_batch_runner()
         check_schedulers(self.state.objects.values())
-        if self.checkpoint_manager.sharded and KEEP in self.state.best_epochs.followed:
-            raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
         self.state.trainable.watch(self.state.objects)
         if self._restored is not None:
             self._load_again(self._restored, tell=True)
@@ -683,7 +666,7 @@ class Runtime:
         Unwind
             The others continue without this member.
         """
-        if self.checkpoint_manager.sharded:
+        if not self.extension.in_place:
             raise error
         began = self._clock()
         self._change_group(lambda: self.members.strand(str(error)), began)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from freetrain_parsl.training.checkpoints.interval import LONGEST, SHORTEST, best_work_between, checkpoint_interval
+from freetrain_parsl.training.checkpoints.save_schedule import LONGEST, SHORTEST, best_work_between, checkpoint_interval
 
 
 def expected_seconds(work: float, cost: float, mean_time: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.training.step.pace import Pace
+from freetrain_parsl.training.progress import Pace
 
 
 def test_the_first_step_counts_for_closing_but_not_for_the_rate() -> None:

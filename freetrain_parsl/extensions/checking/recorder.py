@@ -29,9 +29,9 @@ from freetrain_parsl.extensions.checking.records import (
 )
 from freetrain_parsl.extensions.checking.values import Flattener, globals_of, is_ours, leaf_of_plain, leaf_of_tensor
 from freetrain_parsl.protocol.reports import GroupFailed, Ready
+from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.data.random_streams import host_places
 from freetrain_parsl.training.mailbox import Membership, Regroup
-from freetrain_parsl.training.spread import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.sharding.write import Part
     from freetrain_parsl.storage.entry import Entry
-    from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
-    from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts, State
-    from freetrain_parsl.training.checkpoints.save_schedule import Schedule
-    from freetrain_parsl.training.checkpoints.writer_claim import WriterClaim
+    from freetrain_parsl.storage.posix import Draft
+    from freetrain_parsl.training.checkpoints.format import Facts, State
+    from freetrain_parsl.training.checkpoints.saver import SaverParts
     from freetrain_parsl.training.group.process_group import Group
 
 
@@ -62,31 +61,12 @@ class ShardedSaver:
 
     Parameters
     ----------
-    directory
-        The training's directory.
-    checkpoints
-        Publishes the checkpoint.
-    claim
-        Taken on the first member before each write.
-    schedule
-        Receives the measured costs.
-    group_of
-        Returns the current group.
+    parts
+        What it works with.
     """
 
-    def __init__(
-        self,
-        directory: CheckpointDirectory,
-        checkpoints: Checkpoints,
-        claim: WriterClaim,
-        schedule: Schedule,
-        group_of: Callable[[], Group],
-    ) -> None:
-        self._directory = directory
-        self._checkpoints = checkpoints
-        self._claim = claim
-        self._schedule = schedule
-        self._group_of = group_of
+    def __init__(self, parts: SaverParts) -> None:
+        self._directory, self._checkpoints, self._claim, self._schedule, self._group_of = parts
         self._buffers = HostBuffers()
         self._background: Background[Any] = Background()  # returns a Part, then on the first member an Entry
         self._current: _Save | None = None
@@ -144,7 +124,7 @@ class ShardedSaver:
             return None
         self._current = None
         mine: tuple[Exception | None, Entry | None] = (None, None) if done is None else (done.error, done.value)
-        problem, entry = sharded.agree_on(mine, group)
+        problem, entry = group.agree_on(mine)
         if problem is not None:
             raise problem
         assert entry is not None, "the first member publishes it or raises an error"
@@ -174,7 +154,7 @@ class ShardedSaver:
                 draft = self._directory.begin(facts.step)
             except CheckpointError as error:
                 problem = error
-        problem, where = sharded.agree_on((problem, None if draft is None else draft.path), group)
+        problem, where = group.agree_on((problem, None if draft is None else draft.path))
         if problem is not None:
             raise problem
         assert where is not None, "the first member creates it or raises an error"

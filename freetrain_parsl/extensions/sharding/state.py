@@ -12,16 +12,15 @@ import pickle
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
-import torch.distributed as dist
 
 from freetrain_parsl.errors import DamagedCheckpoint, UsageError
 from freetrain_parsl.storage.entry import SHARDS
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
-from freetrain_parsl.training.spread import is_spread
+from freetrain_parsl.training.checkpoints.format import is_spread
 
 if TYPE_CHECKING:  # takes half a second to import: only if a state is sharded
     from collections.abc import Callable, Iterator, Mapping
@@ -31,9 +30,6 @@ if TYPE_CHECKING:  # takes half a second to import: only if a state is sharded
     from torch.distributed.tensor import DTensor
 
     from freetrain_parsl.training.checkpoints.state import Stateful
-    from freetrain_parsl.training.group.process_group import Group
-
-T = TypeVar("T")
 
 INDEX = ".metadata"
 """The index file in that folder."""
@@ -96,22 +92,6 @@ def split(state: Any) -> tuple[Any, dict[str, DTensor]]:
 def local_parts(shards: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
     """Return this member's part of each tensor."""
     return {name: shard.to_local() for name, shard in shards.items()}
-
-
-def agree_on(mine: T, group: Group) -> T:
-    """Return the first member's value on all members.
-
-    Raises
-    ------
-    PeerFailed
-        A member has failed.
-    """
-    if group.size == 1:
-        return mine
-    gathered = [mine]
-    with group.waits():
-        dist.broadcast_object_list(gathered, src=0)
-    return gathered[0]
 
 
 def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:

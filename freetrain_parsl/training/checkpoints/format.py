@@ -7,6 +7,7 @@ import logging
 import math
 import pickle
 import platform
+import sys
 from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
@@ -277,6 +278,12 @@ class Checkpoints:
         except CheckpointError:
             return None  # reported when its state is loaded
         return seconds if isinstance(seconds, float) and 0.0 <= seconds < math.inf else None
+
+
+def is_spread(leaf: Any) -> bool:
+    """Return whether the members hold different parts of a tensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
+    return tensors is not None and isinstance(leaf, tensors.DTensor)
 
 
 def check_restorable(what: str, state: object) -> None:

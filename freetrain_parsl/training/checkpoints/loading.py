@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import CheckpointMismatch
-from freetrain_parsl.extensions.sharding import state as sharded
+from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.checkpoints.outside import load_outside
 from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups
-from freetrain_parsl.training.spread import is_spread
+from freetrain_parsl.training.extension import filled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -120,7 +120,7 @@ class Restoration:
             if isinstance(target, Optimizer):
                 # Checkpoints of earlier versions do not have the names.
                 add_missing_groups(target, state, self._restored.state.get("groups", {}).get(name, []), objects)
-            target.load_state_dict(sharded.fill(state, target, self._restored.entry.path))
+            target.load_state_dict(filled(state, target, self._restored.entry.path))
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
         self._loaded[name] = _marks(target.state_dict())

@@ -8,18 +8,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CheckpointError, PeerFailed, StorageUnavailable, TrainingError
-from freetrain_parsl.extensions.sharding import state as sharded
-from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.storage.entry import STATE
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training.checkpoints.code.code_change import accept_code, other_code_of_this_call
 from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts
 from freetrain_parsl.training.checkpoints.save_schedule import TRIES, Schedule
+from freetrain_parsl.training.checkpoints.saver import SaverParts
 from freetrain_parsl.training.checkpoints.whole_saver import WholeSaver
 from freetrain_parsl.training.checkpoints.writer_claim import WriterClaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable
     from datetime import timedelta
     from pathlib import Path
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.storage.entry import Entry
     from freetrain_parsl.training.checkpoints.format import Restored, State
     from freetrain_parsl.training.checkpoints.saver import Saver
-    from freetrain_parsl.training.checkpoints.state import Stateful
+    from freetrain_parsl.training.extension import SessionExtension
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.mailbox import Clock
 
@@ -57,11 +56,10 @@ class CheckpointManager:
         self._claim = WriterClaim(options, self._directory, group_of)
         self._checkpoints = Checkpoints(self._directory, options.name, options.keep)
         self._schedule = Schedule(options)
+        self._parts = SaverParts(self._directory, self._checkpoints, self._claim, self._schedule, group_of)
         self._saver: Saver = WholeSaver(self._checkpoints, self._claim, self._schedule)
         self._began = 0.0  # start of the background write
         self._mark: Hashable = None  # of the state saved last or being saved
-        self.sharded = False
-        """Whether the members hold different parts of the state; set by `choose_saver`."""
         self.storage_problem = ""
         """Why the last save failed, if its directory was unavailable; empty once a save has succeeded."""
         self.code_note = ""
@@ -74,11 +72,9 @@ class CheckpointManager:
         """The trainer's directory."""
         return self._directory.path
 
-    def choose_saver(self, objects: Mapping[str, Stateful]) -> None:
-        """Choose, before the first save, how the state of these objects is written: by the first member, or by all."""
-        self.sharded = sharded.is_sharded(objects)
-        if self.sharded:
-            self._saver = ShardedSaver(self._directory, self._checkpoints, self._claim, self._schedule, self._group_of)
+    def choose_saver(self, extension: SessionExtension) -> None:
+        """Choose, before the first save, how the state is written: by the first member, or as the extension does."""
+        self._saver = extension.saver(self._parts) or self._saver
 
     # ── when ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -333,7 +329,7 @@ class CheckpointManager:
             except CheckpointError as error:
                 problem = error
         place = None if found is None else (found.entry.step, found.entry.revision)
-        problem, place = sharded.agree_on((problem, place), group)
+        problem, place = group.agree_on((problem, place))
         if problem is not None:
             raise problem
         if place is not None and found is None:  # the first member has verified the checksums of all files

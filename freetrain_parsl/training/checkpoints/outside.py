@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.spread import is_spread
+from freetrain_parsl.training.checkpoints.format import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

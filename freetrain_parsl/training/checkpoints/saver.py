@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from freetrain_parsl.storage.entry import Entry
-    from freetrain_parsl.training.checkpoints.format import Facts, State
+    from freetrain_parsl.storage.posix import CheckpointDirectory
+    from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts, State
+    from freetrain_parsl.training.checkpoints.save_schedule import Schedule
+    from freetrain_parsl.training.checkpoints.writer_claim import WriterClaim
     from freetrain_parsl.training.group.process_group import Group
+
+
+class SaverParts(NamedTuple):
+    """What a saver works with.
+
+    Parameters
+    ----------
+    directory
+        The training's directory.
+    checkpoints
+        Writes and publishes checkpoints.
+    claim
+        Taken on the first member before each write.
+    schedule
+        Receives the measured costs.
+    group_of
+        Returns the current group.
+    """
+
+    directory: CheckpointDirectory
+    checkpoints: Checkpoints
+    claim: WriterClaim
+    schedule: Schedule
+    group_of: Callable[[], Group]
 
 
 class Saver(Protocol):

@@ -17,12 +17,12 @@ from torch.utils.data import (
 )
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.extensions.fusion.slot.shared_batches import DatasetWatch, DataSource
 from freetrain_parsl.training.data.gather import Gather
 from freetrain_parsl.training.data.loader_options import WORKER_OPTIONS
 from freetrain_parsl.training.data.random_streams import mix, seed_all, seed_cpu
 from freetrain_parsl.training.data.sampler import draw
 from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.extension import DataSource
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import SessionState
@@ -83,8 +83,7 @@ class SessionLoader:
             **(worker_options or {}),
         )
         source = DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
-        self._shared = None if worker_options else runtime.shared_batches(source)
-        self._watch = DatasetWatch(dataset) if self._shared is not None and not num_workers else None
+        self._source = None if worker_options else runtime.extension.data(source)
 
     @property
     def order(self) -> Order:
@@ -161,14 +160,15 @@ class SessionLoader:
         assert batch_runner is not None, "the loop has begun"
         recorder = self._runtime.recorder
         group, size = self._runtime.members.group, self._runtime.state.batch_size
-        if self._watch is not None and not self._watch.is_same():
-            self._shared = self._watch = None  # the dataset is this training's own now
-        if self._shared is None:
+        given = None
+        if self._source is not None:
+            given = self._source.get(cursor.epoch, cursor.position, lambda: self._fetch_whole(positions, group))
+        if given is None:
+            self._source = None
             batch = self.order.batch(positions, cursor.position, group.rank, group.size, size)
             pieces = self._fetch(positions, batch)
         else:
-            batch, data = self._shared.get(cursor.epoch, cursor.position, lambda: self._fetch_whole(positions, group))
-            pieces = iter([data])
+            batch, pieces = given[0], iter([given[1]])
         batch_runner.open_batch(group, batch, device, done=cursor.steps)
         loop = self._runtime.state.loop
         loop.open_batch(group)

@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # torch.distributed does not export these
     from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 else:
     from torch.distributed import HashStore, PrefixStore, Store
+
+T = TypeVar("T")
 
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
@@ -198,6 +200,21 @@ class Group:
         with self.waits():
             dist.all_gather(parts, values, group=self.gradients if values.is_cuda else None)
         return parts
+
+    def agree_on(self, value: T) -> T:
+        """Return the first member's value, an object that can be pickled, on all members.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        if self.size == 1:
+            return value
+        values = [value]
+        with self.waits():
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def begin_sum(self, values: torch.Tensor) -> dist.Work:
         """Start to replace a tensor by its sum over all members; wait for it inside `waits`.

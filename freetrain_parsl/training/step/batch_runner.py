@@ -14,7 +14,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.metrics import Tally
-from freetrain_parsl.training.spread import is_spread
 from freetrain_parsl.training.step.batch_parts import BatchParts
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from freetrain_parsl.training.data.order import Batch, Piece
+    from freetrain_parsl.training.extension import SessionExtension
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.step.bypass import BypassCheck
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
@@ -54,11 +54,13 @@ class BatchRunner:
         All arguments of `session.prepare`: optimizers, a gradient scaler and further models are found among them.
     bypass
         Told of what the session itself does with the parameters.
-    sharded
-        The model shards its parameters over the members and averages their gradients itself (FSDP2).
+    extension
+        May average the gradients of some parameters itself.
     """
 
-    def __init__(self, model: nn.Module, objects: Sequence[object], bypass: BypassCheck, *, sharded: bool) -> None:
+    def __init__(
+        self, model: nn.Module, objects: Sequence[object], bypass: BypassCheck, extension: SessionExtension
+    ) -> None:
         self.batch: Batch
         self.tally: Tally
         self.cut_off = False
@@ -72,14 +74,14 @@ class BatchRunner:
         self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
-        self._sharded = sharded
         self._bypass = bypass
         self.parameters = self._all_parameters()
         """The parameters of the models, then those only in an optimizer; each once."""
         self._counted = self._count_parameters()
         bypass.watch(self.parameters)
-        # The gradients of sharded parameters are averaged by the model itself.
-        self._summed = [parameter for parameter in self.parameters if not is_spread(parameter)]
+        spread = {parameter for parameter in self.parameters if extension.spread(parameter)}
+        self._spread = spread  # the extension averages their gradients
+        self._summed = [parameter for parameter in self.parameters if parameter not in spread]
         self._sum: GradientSum = OverlappedSum(self._summed)
         self._noise: NoiseMeter | None = None
         self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
@@ -297,7 +299,7 @@ class BatchRunner:
             if self._group.size == 1:
                 self._noise.add_whole(self._summed)
             self._noise.close_batch()
-        if self._sharded:
+        if self._spread:
             for parameter in self._summed:
                 if parameter.grad is not None:
                     parameter.grad /= self._group.size
@@ -389,7 +391,7 @@ class BatchRunner:
             (self.one_step, "micro_batch or deterministic=True", "each evaluation needs the whole batch at a time"),
             (self._scaler is not None, "a GradScaler", "its scale would change between the evaluations of a step"),
             (self._noise is not None, "batch_range", "the gradient's noise is measured once in a batch"),
-            (self._sharded, "a sharded model", "its optimizer needs whole parameters"),
+            (bool(self._spread), "a sharded model", "its optimizer needs whole parameters"),
         ):
             if given:
                 name = type(chosen).__name__
@@ -484,8 +486,8 @@ class BatchRunner:
             return 1.0
         else:
             weight = items / self.batch.samples if piece.weight else 0.0
-        # Sharded gradients are averaged over the members; summed gradients are divided afterwards, too.
-        return weight * self._group.size if self._sharded else weight
+        # Some are averaged over the members by the extension; those that are summed are divided afterwards, too.
+        return weight * self._group.size if self._spread else weight
 
     @property
     def _has_one_mean(self) -> bool:
@@ -504,7 +506,7 @@ class BatchRunner:
         if self._weighing.items is None or self._has_one_mean:
             return 1.0
         items = self._step_tally.items
-        if isinstance(items, torch.Tensor) and (self._sharded or not items.is_cuda):
+        if isinstance(items, torch.Tensor) and (self._spread or not items.is_cuda):
             items = items.item()  # sharded gradients cannot be multiplied by a tensor
         if isinstance(items, torch.Tensor):
             return torch.where(items > 0, self.batch.samples / items, 1.0)
@@ -522,7 +524,7 @@ class BatchRunner:
             self._held = None
 
     def _any_gradient(self) -> bool:
-        return any(p.grad is not None and (is_spread(p) or bool(p.grad.any())) for p in self.parameters)
+        return any(p.grad is not None and (p in self._spread or bool(p.grad.any())) for p in self.parameters)
 
     def zero_gradients(self) -> None:
         """Reset the gradients."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.spread import is_spread
+from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.step.closure import usage
 
 if TYPE_CHECKING:

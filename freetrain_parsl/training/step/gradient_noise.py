@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.utils import get_total_norm
 
-from freetrain_parsl.training.step.dense_gradient import dense_gradient
+from freetrain_parsl.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.data.order import Batch
 
-__all__ = ["NoiseMeter"]
+__all__ = ["NoiseMeter", "dense_gradient"]
 
 _SOON = 64  # batches
 _EVERY_AT_FIRST = 2  # batches; the first estimate is needed soon
@@ -205,3 +205,16 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
 
 def _total(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([scalar.reshape(()).to(scalars[0].device, torch.float64) for scalar in scalars]).sum()
+
+
+def dense_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return a parameter's gradient, or ``None``.
+
+    Raises
+    ------
+    UsageError
+        The gradient is sparse.
+    """
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UsageError("session.step: sparse gradients cannot be summed over processes; use sparse=False")
+    return parameter.grad

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from freetrain_parsl.training.step.dense_gradient import dense_gradient
+from freetrain_parsl.training.step.gradient_noise import dense_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

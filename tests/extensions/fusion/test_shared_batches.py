@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from freetrain_parsl.extensions.fusion.slot.shared_batches import DataSource, SharedBatches, same_source
+from freetrain_parsl.extensions.fusion.slot.shared_batches import MemberBatches, SharedBatches, same_source
 from freetrain_parsl.training.data.order import Order
+from freetrain_parsl.training.extension import DataSource
 
 
 def source(dataset: Any, **options: Any) -> DataSource:
@@ -88,3 +89,12 @@ def test_a_change_in_place_reaches_no_other_training(change: Any) -> None:
             assert data[1]["label"].item() == 1.0
             change(data)
     assert fetch.fetched == 3  # twice until the change was noticed
+
+
+def test_a_training_that_changes_its_dataset_gets_no_batches_any_more() -> None:
+    dataset, fetch = tensors(), Counting()
+    batches = MemberBatches(SharedBatches(), source(dataset))
+    assert batches.get(0, 0, fetch) is not None
+    dataset.tensors[0].add_(1)
+    assert batches.get(0, 2, fetch) is None
+    assert fetch.fetched == 1

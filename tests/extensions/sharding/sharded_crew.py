@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from warm_processes import forked_warm
 
+from freetrain_parsl.extensions.sharding.extension import Sharding
 from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
+from freetrain_parsl.training.extension import SessionExtension, extension_for
 from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
-    checkpoint_manager.choose_saver(objects)
+    extension = extension_for(objects, SessionExtension())
+    checkpoint_manager.choose_saver(extension)
     step = 0
     if restored is not None:
         Restoration(restored).load(objects, objects)
@@ -83,7 +86,7 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
     return {
         "parameters": {name: whole(value) for name, value in net.state_dict().items()},
         "newest": None if checkpoint_manager.newest is None else str(checkpoint_manager.newest.path),
-        "sharded": checkpoint_manager.sharded,
+        "sharded": isinstance(extension, Sharding),
     }
 
 
@@ -112,7 +115,7 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
     checkpoint_manager.restore()
     net = fully_shard(model())
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    checkpoint_manager.choose_saver({"model": net})
+    checkpoint_manager.choose_saver(Sharding())
     go_on, write_data = threading.Event(), FileSystemWriter.write_data
 
     def held(writer: Any, plan: Any, planner: Any) -> Any:

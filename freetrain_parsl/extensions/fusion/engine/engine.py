@@ -24,7 +24,7 @@ from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
-from freetrain_parsl.extensions.fusion.slot.shared_batches import DataSource, SharedBatches, same_source
+from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, same_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.fusion.engine.lockstep import Strand
     from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
     from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
+    from freetrain_parsl.training.extension import DataSource
     from freetrain_parsl.training.mailbox import Clock
 
 __all__ = ["UNFUSED", "ArrayMember", "FusionEngine"]

@@ -14,16 +14,18 @@ from torch.optim.swa_utils import AveragedModel
 from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
 from freetrain_parsl.extensions.fusion.engine.engine import UNFUSED, ArrayMember, FusionEngine
 from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
+from freetrain_parsl.extensions.fusion.slot.shared_batches import MemberBatches
+from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.runtime import Runtime
 from freetrain_parsl.training.step.closure import needs_closure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.extensions.fusion.slot.shared_batches import DataSource, SharedBatches
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report
     from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.extension import DataSource
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.recorder import Recorder
@@ -33,6 +35,18 @@ if TYPE_CHECKING:
 __all__ = ["MemberRuntime"]
 
 logger = logging.getLogger(__name__)
+
+
+class _SharedData(SessionExtension):
+    """Gives a member of an array the batches that its engine fetches once for all with the same data."""
+
+    def __init__(self, engine: FusionEngine) -> None:
+        self._engine = engine
+
+    def data(self, source: DataSource) -> MemberBatches | None:
+        """See `SessionExtension.data`."""
+        batches = self._engine.shared_batches(source)
+        return None if batches is None else MemberBatches(batches, source)
 
 
 class MemberRuntime(Runtime):
@@ -61,7 +75,7 @@ class MemberRuntime(Runtime):
         self._participant: ArrayMember | None = None
         self._number_of: dict[int, int] = {}  # id of an optimizer -> its place
         self._releases: list[Callable[[], None]] = []
-        super().__init__(options, members, mailbox, report, clock, recorder)
+        super().__init__(options, members, mailbox, report, clock, recorder, _SharedData(engine))
 
     def close(self) -> None:
         """Leave the array and wait for a background checkpoint; the group stays."""
@@ -88,10 +102,6 @@ class MemberRuntime(Runtime):
         ):
             if given:
                 self._train_alone(f"its loader has {option}=")
-
-    def shared_batches(self, source: DataSource) -> SharedBatches | None:
-        """See `Runtime.shared_batches`."""
-        return self._engine.shared_batches(source)
 
     def start(self, total_epochs: int) -> None:
         """See `Runtime.start`."""
@@ -157,7 +167,7 @@ class MemberRuntime(Runtime):
     def _take_part(self) -> None:
         """Let the engine compute the prepared models and optimizers."""
         things = list(self.state.objects.values())
-        if self.checkpoint_manager.sharded:
+        if not self.extension.in_place:
             self._train_alone("its model is sharded")
             return
         if any(isinstance(thing, torch.amp.GradScaler) for thing in things):

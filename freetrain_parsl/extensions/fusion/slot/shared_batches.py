@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -13,36 +12,12 @@ from torch.utils.data import Subset, TensorDataset
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from freetrain_parsl.training.data.order import Batch, Order
+    from freetrain_parsl.training.data.order import Batch
+    from freetrain_parsl.training.extension import DataSource
 
-__all__ = ["DataSource", "DatasetWatch", "SharedBatches", "same_source"]
+__all__ = ["MemberBatches", "SharedBatches", "same_source"]
 
 _KEPT = 2  # batches: that of the trainings that are ahead, and that of those behind
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """What determines the batches of a loader.
-
-    Parameters
-    ----------
-    dataset, sampler, collate_fn, num_workers, seed_samples
-        As for ``session.loader``.
-    order
-        The order.
-    """
-
-    dataset: Any
-    order: Order
-    sampler: Any
-    collate_fn: Any
-    num_workers: int
-    seed_samples: bool
-
-    @property
-    def can_be_shared(self) -> bool:
-        """Whether its batches can be fetched for several trainings: they are in one piece, in an order of our own."""
-        return self.sampler is None and self.order.micro_batch is None and self.order.shards is None
 
 
 def same_source(one: DataSource, other: DataSource) -> bool:
@@ -71,7 +46,7 @@ def _same_dataset(one: Any, other: Any) -> bool:
     return False
 
 
-class DatasetWatch:
+class _DatasetWatch:
     """Notes that user code has replaced or changed the tensors of a dataset, which was equal to another one before.
 
     Parameters
@@ -152,6 +127,28 @@ class SharedBatches:
     def spoiled(self) -> bool:
         """Whether a training has changed, in place, a batch that others have, too."""
         return not self._copying and any(_versions(tensors) != known for _, _, tensors, known in self._batches.values())
+
+
+class MemberBatches:
+    """The batches of a source as one training gets them, until user code changes its dataset.
+
+    Parameters
+    ----------
+    batches
+        Those of all trainings that share the source.
+    source
+        The training's own.
+    """
+
+    def __init__(self, batches: SharedBatches, source: DataSource) -> None:
+        self._batches = batches
+        self._watch = None if source.num_workers else _DatasetWatch(source.dataset)
+
+    def get(self, epoch: int, position: int, fetch: Callable[[], tuple[Batch, Any]]) -> tuple[Batch, Any] | None:
+        """See `SharedBatches.get`; ``None`` if the dataset was changed: it is the training's own now."""
+        if self._watch is not None and not self._watch.is_same():
+            return None
+        return self._batches.get(epoch, position, fetch)
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:

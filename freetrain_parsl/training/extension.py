@@ -1,0 +1,145 @@
+"""The port of a training's session: what takes part in a training in this process, and how it is found.
+
+A session has one extension. It is made by the run, such as for trainings that share a process, or it is found by the
+objects given to ``session.prepare``: by its entry point in the group ``freetrain.sessions``, whose name is its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from freetrain_parsl.training.checkpoints.saver import Saver, SaverParts
+    from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
+    from freetrain_parsl.training.data.order import Batch, Order
+    from freetrain_parsl.training.group.regrouping import GroupMember
+
+__all__ = ["BatchSource", "DataSource", "SessionExtension", "extension_for", "filled"]
+
+_ENTRY_POINTS = "freetrain.sessions"
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What determines the batches of a loader.
+
+    Parameters
+    ----------
+    dataset, sampler, collate_fn, num_workers, seed_samples
+        As for ``session.loader``.
+    order
+        The order.
+    """
+
+    dataset: Any
+    order: Order
+    sampler: Any
+    collate_fn: Any
+    num_workers: int
+    seed_samples: bool
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether its batches can be fetched for several trainings: they are in one piece, in an order of our own."""
+        return self.sampler is None and self.order.micro_batch is None and self.order.shards is None
+
+
+class BatchSource(Protocol):
+    """Provides the batches of a loader, which fetches one only when it is asked to."""
+
+    def get(self, epoch: int, position: int, fetch: Callable[[], tuple[Batch, Any]]) -> tuple[Batch, Any] | None:
+        """Return the batch at a position of an epoch and its data; ``None``: the loader fetches all from here on.
+
+        Parameters
+        ----------
+        epoch, position
+            Where the batch begins.
+        fetch
+            Fetches the batch.
+        """
+
+
+class SessionExtension:
+    """Takes part in a training in this process; every default leaves all to the session."""
+
+    in_place: bool = True
+    """Whether the group may change without a checkpoint."""
+
+    @classmethod
+    def applies(cls, objects: Mapping[str, Stateful]) -> bool:  # noqa: ARG003 - of the port, as below
+        """Return whether a training of these objects needs this extension."""
+        return False
+
+    @classmethod
+    def fill(cls, saved: Any, target: Stateful, checkpoint: Path) -> Any:  # noqa: ARG003
+        """Return an object's saved state as `target` can load it.
+
+        Every known extension is asked, since the checkpoint may be of a training that had another one.
+
+        Parameters
+        ----------
+        saved
+            The state of one object.
+        target
+            The object.
+        checkpoint
+            Directory of the checkpoint.
+
+        Raises
+        ------
+        DamagedCheckpoint
+            A file of the extension cannot be read.
+        KeyError
+            The target has no matching tensor.
+        """
+        return saved
+
+    def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
+        """Take notice of new objects, which are not restored yet; raises UsageError to refuse them."""
+
+    def data(self, source: DataSource) -> BatchSource | None:  # noqa: ARG002
+        """Return what provides a loader's batches; ``None``: the loader fetches them."""
+        return None
+
+    def started(self, state: SessionState) -> None:
+        """Begin the loop over the epochs; raises UsageError to refuse what the session was asked for before it."""
+
+    def spread(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
+        """Return whether the extension averages the gradients of a parameter over the members."""
+        return False
+
+    def saver(self, parts: SaverParts) -> Saver | None:  # noqa: ARG002
+        """Return what writes the state; ``None``: the first member writes it."""
+        return None
+
+
+@cache
+def _known() -> tuple[type[SessionExtension], ...]:
+    """Return the extensions that objects or checkpoints may need, our own first."""
+    own = import_module("freetrain_parsl.extensions").SESSIONS
+    others = [each.load() for each in entry_points(group=_ENTRY_POINTS) if each.name not in own]
+    return (*map(resolve_name, own.values()), *others)
+
+
+def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) -> SessionExtension:
+    """Return the extension that a training of these objects needs; the `present` one if it needs no other."""
+    kind = next((each for each in _known() if each.applies(objects)), None)
+    return present if kind is None or isinstance(present, kind) else kind()
+
+
+def filled(saved: Any, target: Stateful, checkpoint: Path) -> Any:
+    """Return an object's saved state as `target` can load it; see `SessionExtension.fill`."""
+    for kind in _known():
+        saved = kind.fill(saved, target, checkpoint)
+    return saved
