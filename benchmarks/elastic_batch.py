@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, run_fragment
-from freetrain_parsl.training.step.batch_choice import BatchChooser
+from freetrain_parsl.training.step.elastic_batch import BatchChooser
 from freetrain_parsl.training.step.gradient_noise import NoiseMeter
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 589
+MOST_FILES: Final = 582
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -33,33 +33,33 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
     "": 2_080,
-    "campaign": 5_910,
-    "cli": 2_660,
-    "cluster": 3_150,
-    "executor": 13_900,
-    "extensions/checking": 3_520,
+    "campaign": 5_900,
+    "cli": 2_650,
+    "cluster": 3_110,
+    "executor": 13_750,
+    "extensions/checking": 3_480,
     "extensions/dashboard": 940,
     "extensions/demo": 990,
-    "extensions/fusion": 7_800,
-    "extensions/globus": 9_420,
+    "extensions/fusion": 7_780,
+    "extensions/globus": 9_380,
     "extensions/goodput": 1_400,
-    "extensions/integrations": 1_870,
-    "extensions/notebook": 2_180,
-    "extensions/pages": 1_240,
-    "extensions/pbs": 1_430,
-    "extensions/replay": 7_400,
-    "extensions/resources": 1_360,
-    "extensions/sharding": 755,
-    "extensions/simulate": 2_120,
-    "extensions/sweeps": 320,
-    "extensions/trackers": 400,
-    "planning": 6_900,
-    "protocol": 2_100,
-    "report": 2_770,
+    "extensions/integrations": 1_850,
+    "extensions/notebook": 2_150,
+    "extensions/pages": 1_230,
+    "extensions/pbs": 1_420,
+    "extensions/replay": 7_370,
+    "extensions/resources": 1_350,
+    "extensions/sharding": 750,
+    "extensions/simulate": 2_100,
+    "extensions/sweeps": 329,
+    "extensions/trackers": 410,
+    "planning": 6_860,
+    "protocol": 2_080,
+    "report": 2_740,
     "storage": 2_200,
-    "testing": 1_810,
-    "training": 12_700,
-    "windows": 3_000,
+    "testing": 1_820,
+    "training": 12_870,
+    "windows": 2_970,
 }
 
 # Module that is no extension, and what it imports or names of extensions: each is to be replaced by a port.

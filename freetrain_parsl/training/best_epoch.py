@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.checkpoints.host_copy import HostBuffers
+from freetrain_parsl.training.checkpoints.background import HostBuffers
 from freetrain_parsl.training.data.loader_options import check_whole
 
 if TYPE_CHECKING:

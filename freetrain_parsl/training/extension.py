@@ -49,11 +49,6 @@ class DataSource:
     num_workers: int
     seed_samples: bool
 
-    @property
-    def can_be_shared(self) -> bool:
-        """Whether its batches can be fetched for several trainings: they are in one piece, in an order of our own."""
-        return self.sampler is None and self.order.micro_batch is None and self.order.shards is None
-
 
 class BatchSource(Protocol):
     """Provides the batches of a loader, which fetches one only when it is asked to."""

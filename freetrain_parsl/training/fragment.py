@@ -29,7 +29,7 @@ from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished, Me
 from freetrain_parsl.training.runtime import Runtime, Unwind
 from freetrain_parsl.training.session import TrainingSession
 from freetrain_parsl.training.signature import check_signature
-from freetrain_parsl.training.step.batch_choice import BatchChooser
+from freetrain_parsl.training.step.elastic_batch import BatchChooser
 
 if TYPE_CHECKING:  # torch.distributed does not export it
     from torch._C._distributed_c10d import Store

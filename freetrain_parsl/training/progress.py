@@ -60,16 +60,10 @@ class ProgressReporter:
 
     Parameters
     ----------
-    state
-        The training's position and metrics.
-    checkpoint_manager
-        Knows the newest checkpoint.
-    members
-        This member's view of the group.
-    report
-        Receives the progress; must not block.
-    clock
-        Monotonic clock, in seconds.
+    state, checkpoint_manager
+        The runtime's own.
+    members, report, clock
+        See `Runtime`.
     """
 
     def __init__(

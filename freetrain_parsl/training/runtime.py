@@ -24,8 +24,10 @@ from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
+from freetrain_parsl.training.decisions import Decisions
 from freetrain_parsl.training.extension import SessionExtension, extension_for
 from freetrain_parsl.training.group.process_group import Group
+from freetrain_parsl.training.group.shared_calls import SharedCalls
 from freetrain_parsl.training.group.shared_gradients import Link
 from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.preparation import parameters_of, size_of
@@ -49,9 +51,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
-
-
-_DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between, the steps of small models have no cost
 
 
 class Unwind(BaseException):
@@ -110,6 +109,8 @@ class Runtime:
         self.reporter = ProgressReporter(self.state, manager, members, report, clock)
         self.replicas = ReplicaCheck(options.name, self.state)
         self.replicas.loop = self.state.loop.shared
+        self._shared_calls = SharedCalls(self.state, members, self.reporter, self._interrupt, self._recover)
+        self._decisions = Decisions(options, members, mailbox, self.state, self.reporter, manager, self.replicas, clock)
         self.batch_runner: BatchRunner | None = None
         """Set by `start`."""
         self.at_start: list[Callable[[], None]] = []
@@ -121,10 +122,7 @@ class Runtime:
 
         self._mailbox = mailbox
         self._clock = clock
-        self._write_seconds = 0.0
-        self._decides_at = 0.0  # by the clock, for a group of one
         self._regrouped = False  # whether the group has changed since the last boundary
-        self._in_operation = False  # whether it changes in a collective operation of user code
         restored = None if members.is_newcomer else manager.restore()
         self._restored = None if restored is None else Restoration(restored)
         self._received: dict[str, Any] | None = None  # by a newcomer, until its loop comes to the batches
@@ -287,6 +285,7 @@ class Runtime:
             except PeerFailed as error:
                 self._recover(error)
         self.started = True
+        self._shared_calls.batch_runner = self.batch_runner
         # The interval starts here: before the loop there is nothing to save.
         now = self._clock()
         self.checkpoint_manager.due(now)
@@ -445,44 +444,9 @@ class Runtime:
             self.recorder.step()
 
     def together(self, operation: Callable[[Group], Any], *, name: str, of_parts: bool) -> Any:
-        """Return the result of a collective operation of user code, the same on all members.
-
-        If a member fails in it, the others take the result of one that has it, or repeat the operation.
-
-        Parameters
-        ----------
-        operation
-            Called with the group; raises PeerFailed if a member has failed.
-        name
-            The session's verb, for messages.
-        of_parts
-            Whether the result contains a part from each member. After a failure it can be computed again only if the
-            batch is repeated.
-
-        Raises
-        ------
-        UsageError
-            The other members might not call it, too.
-        PeerFailed
-            A member has failed, and its part is lost: the training resumes from a checkpoint.
-        """
-        self._check_all_call(name)
-        batch_runner, results = self.batch_runner, self.state.results
-        assert batch_runner is not None, "checked by start"
-        number = results.number + 1
-        while results.number < number:
-            try:
-                results.add(operation(self.members.group))
-            except PeerFailed as error:  # noqa: PERF203 - the loop is this handler's
-                if of_parts and (not batch_runner.has_piece or batch_runner.has_stepped):
-                    raise
-                self._in_operation = True
-                if batch_runner.has_piece:
-                    self._interrupt(error)
-                else:
-                    self._recover(error)
-                self._in_operation = False
-        return results.latest
+        """Return the result of a collective operation of user code, the same on all members; see `SharedCalls.make`."""
+        self.check_running()
+        return self._shared_calls.make(operation, name=name, of_parts=of_parts)
 
     def gradient_link(self, tensor: torch.Tensor, *, gathers: bool) -> Link | None:
         """Return what leads gradients of a result back to all members; ``None`` if it gets none, or outside a batch."""
@@ -490,28 +454,6 @@ class Runtime:
         if batch_runner is None or not batch_runner.has_piece or not (tensor.requires_grad and torch.is_grad_enabled()):
             return None
         return Link(self.members.group, batch_runner.link(gathers=gathers))
-
-    def _check_all_call(self, name: str) -> None:
-        """Check that a process that joins between two steps calls an operation as often as the others do."""
-        self.check_running()
-        if not self.started:
-            raise UsageError(f"call session.{name} inside or after `for epoch in session.epochs(…)`")
-        assert self.batch_runner is not None, "checked by start"
-        order, cursor = self.state.order, self.state.cursor
-        in_batch = self.batch_runner.has_piece
-        if self.batch_runner.in_closure:
-            raise UsageError(f"session.{name} cannot be called in the closure of session.step(closure)")
-        if in_batch and order is not None and order.shards is not None:
-            raise UsageError(
-                f"session.{name} in the loop over the batches cannot be combined with deterministic=True: there the "
-                "loop's body runs more often in some processes than in others; call it after this loop"
-            )
-        over = self.reporter.total_epochs is not None and cursor.epoch >= self.reporter.total_epochs
-        if not (in_batch or cursor.pass_ended or over):
-            raise UsageError(
-                f"session.{name} was called before the batches of an epoch, where a process that joins later would "
-                "call it alone; call it in the loop over the batches or after it"
-            )
 
     def end_pass(self, expected: Positions) -> None:
         """Close the metrics of an epoch after its last batch; `expected` are the positions of its samples."""
@@ -559,89 +501,22 @@ class Runtime:
 
     def _decide(self) -> None:
         """Agree with the other members on what to do at this boundary, and do it."""
-        group, manager = self.members.group, self.checkpoint_manager
-        if self.device.type == "cpu" or self.reporter.due:
-            self.state.training_metrics.settle()  # on a GPU this waits for the last step
-        if group.size == 1 and not self._has_to_decide():
+        decision = self._decisions.take()
+        if decision is None:
             return
-        commanded = self.members.has_command()  # raises if a member has failed
-        if group.is_first:
-            self._write_seconds = manager.write_seconds_estimate
-            self._look_after_writing(manager.poll)
-        requested: float = self._mailbox.pause_requested.is_set()
-        closing: float = self._closing()
-        save_due: float = group.is_first and manager.due(self._clock())
-        ready: float = manager.ready
-        batch: float = self._requested_batch()
-        if group.size > 1:
-            # One sum for the votes and for the first member's estimate, which only it can measure.
-            estimate = self._write_seconds if group.is_first else 0.0
-            own = [requested, closing, save_due, commanded, ready, batch, estimate]
-            votes = torch.tensor([*own, *self.replicas.votes(whole=self._is_last_boundary)], dtype=torch.float64)
-            *counts, self._write_seconds, hashes, squares = group.sum(votes).tolist()
-            requested, closing, save_due, commands, ready, batch = counts
-            self.replicas.judge(group, hashes, squares)
-            commanded = commands == group.size
-        if ready == group.size:
-            self._look_after_writing(manager.advance)
-        if batch:
-            self._change_batch(int(batch))
+        group = self.members.group
         assert self.batch_runner is not None, "checked by start"
-        if commanded or closing or requested or save_due or self.state.cursor.pass_ended:
+        if any(decision) or self.state.cursor.pass_ended:
             self.batch_runner.average_statistics(group)
-        if commanded or closing or requested or save_due:
+        if any(decision):
             self.replicas.compare_all(group)
-        if commanded:
+        if decision.commanded:
             began = self._clock()
             self._change_group(self.members.take_command, began)
-        elif closing or requested:
-            self._pause(PauseReason.CLOSING if closing else PauseReason.REQUESTED)
-        elif save_due:
+        elif decision.closing or decision.requested:
+            self._pause(PauseReason.CLOSING if decision.closing else PauseReason.REQUESTED)
+        elif decision.save_due:
             self._save("periodic", mark=self._mark)
-
-    @property
-    def _is_last_boundary(self) -> bool:
-        """Whether all batches of the last epoch are done."""
-        cursor, epochs = self.state.cursor, self.reporter.total_epochs
-        return cursor.pass_ended and epochs is not None and cursor.epoch + 1 >= epochs
-
-    def _has_to_decide(self) -> bool:
-        """Return whether there may be something to decide, for a group of one: the time is looked at now and then."""
-        now = self._clock()
-        if now < self._decides_at:
-            mailbox = self._mailbox
-            asked = mailbox.pause_requested.is_set() or mailbox.pending is not None or mailbox.batch_pending
-            return asked or self.state.cursor.pass_ended
-        self._decides_at = now + _DECISION_SECONDS
-        return True
-
-    def _requested_batch(self) -> int:
-        """Take the batch size that the driver has sent to this member; zero if there is none, or if it is late.
-
-        Only that of the first member counts: it was sent to an earlier first member otherwise. A batch that has had
-        one of several steps keeps its samples.
-        """
-        size = self._mailbox.take_batch()
-        in_time = self.members.group.is_first and self.state.batch is not None and not self.state.cursor.steps
-        return size if size is not None and in_time else 0
-
-    def _change_batch(self, size: int) -> None:
-        batch, pace = self.state.batch, self.reporter.pace
-        assert batch is not None, "requested"
-        before = batch.size
-        batch.change(size)
-        pace.restart()
-        pace.longest_step *= max(1.0, batch.size / before)  # a step more must still fit before the node closes
-        self.reporter.send(at_once=True)
-
-    def _closing(self) -> bool:
-        """Return whether another step would leave too little time for the last checkpoint."""
-        closes_in = self._mailbox.closes_in()
-        if closes_in is None:
-            return False
-        margin = self.options.save_margin.total_seconds()
-        writing = self.reporter.trainings * self._write_seconds  # the members of an array save one after another
-        return closes_in <= writing + margin + self.reporter.pace.longest_step
 
     def _pause(self, reason: PauseReason) -> NoReturn:
         own = self.state.loop.gather(self.members.group)
@@ -712,7 +587,7 @@ class Runtime:
     def _adopt(self, state: dict[str, Any]) -> None:
         """Load the state of a member that is ahead."""
         cursor = self.state.cursor
-        if self._in_operation and cursor.pass_ended and cursor.leads_to(state["cursor"]):
+        if self._shared_calls.underway and cursor.pass_ended and cursor.leads_to(state["cursor"]):
             # Only the result is missing: the others have done what this member's code will do after the epoch.
             self.state.results.load(state["results"])
             return
@@ -755,13 +630,6 @@ class Runtime:
     def _mark(self) -> tuple[int, ...]:
         """Identifies the current state, to compare it with saved ones."""
         return self.state.training_metrics.step, *self.state.cursor.place
-
-    def _look_after_writing(self, look: Callable[[], None]) -> None:
-        """Call `look`, and report progress if it has found a new checkpoint."""
-        before = self.checkpoint_manager.newest
-        look()
-        if self.checkpoint_manager.newest != before:
-            self.reporter.send(at_once=True)
 
     def _batch_runner_in_hand(self) -> BatchRunner:
         self.check_running()

@@ -1,53 +1,37 @@
-"""The session: the interface of FreeTrain for a training function."""
+"""The session: the interface of FreeTrain for a training function.
+
+Its verbs for data, for exchange between the processes and for helpers are in the modules of these parts.
+"""
 
 from __future__ import annotations
 
-import copy
-import math
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.best_epoch import KEEP, BestEpoch
 from freetrain_parsl.training.data.cursor import Position
-from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
-from freetrain_parsl.training.data.loader_options import (
-    check_batch_range,
-    check_fixed_size,
-    check_whole,
-    check_worker_options,
-    chosen_lr_scaling,
-)
-from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.data.sampler import chosen_sampler
-from freetrain_parsl.training.data.stream import Stream
-from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
-from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all, stand_in
-from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
+from freetrain_parsl.training.data.data_verbs import DataVerbs
+from freetrain_parsl.training.data.loader_options import check_whole
+from freetrain_parsl.training.group.exchange_verbs import ExchangeVerbs
+from freetrain_parsl.training.helper_verbs import HelperVerbs
 from freetrain_parsl.training.preparation import prepared
-from freetrain_parsl.training.resource_usage import ResourceUsage
+from freetrain_parsl.training.step.loss_kind import checked_reduction, item_count, scalar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from freetrain_parsl.training.best_epoch import EpochValue
     from freetrain_parsl.training.data.audit import Audit
-    from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.runtime import Runtime
-    from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
 
-T = TypeVar("T")
 
-
-class TrainingSession:
+class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
     """One training, in this process.
 
     A training function takes it as its first argument. Processes join and leave while it runs: the loop continues in
@@ -68,7 +52,6 @@ class TrainingSession:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._usage: ResourceUsage | None = None
 
     @property
     def rank(self) -> int:
@@ -246,218 +229,6 @@ class TrainingSession:
         """
         return self._runtime.keep(values, per_process=per_process)
 
-    def loader(
-        self,
-        dataset: MapDataset | Stream | DataLoader[Any],
-        batch_size: int | None = None,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        micro_batch: int | None = None,
-        deterministic: bool = False,
-        shards: int = 8,
-        scaled: bool = False,
-        batch_range: tuple[int, int] | None = None,
-        lr_scaling: LrScaling | None = None,
-        ramp: int = 100,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        seed_samples: bool = True,
-        sampler: IndexSampler | None = None,
-        order: Callable[[int], Sequence[int]] | Literal["torch"] | None = None,
-        worker_options: Mapping[str, Any] | None = None,
-    ) -> SessionLoader:
-        """Return the training data in batches, on the device; every sample exactly once per epoch.
-
-        Iterate over it once in each epoch. For validation use a plain ``torch.utils.data.DataLoader``, on all processes
-        or only on the first one.
-
-        Parameters
-        ----------
-        dataset
-            A map-style dataset (``len()`` and indexing), a `stream`, or a ``DataLoader`` over a map-style dataset, of
-            which dataset, batch size, sampler, ``drop_last``, ``num_workers`` and ``collate_fn`` are used.
-        batch_size
-            Samples in a batch, over all processes. With a ``DataLoader``: its own by default.
-        shuffle
-            Whether each epoch has its own order, which depends only on the seed and the epoch. Not for streams.
-        drop_last
-            Whether to drop an incomplete last batch.
-        micro_batch
-            Maximum samples that a process runs through the model at a time. If its part of a batch is larger, the
-            loop's body runs several times per step, and `step` returns False except for the last.
-        deterministic
-            Whether the parameters are bitwise equal for any number of processes, on the same kind of hardware. A batch
-            is then always divided into `shards` parts, each with its own pass through the model, summed in order.
-        shards
-            Number of these parts; at least the maximum number of processes, as further processes have nothing to do.
-        scaled
-            Whether `batch_size` is per process, so that the batch, and with it the learning rate, grows with the number
-            of processes.
-        batch_range
-            The smallest and the largest batch size. The driver then chooses the batch size within it, by the speed and
-            the noise of the gradient; training begins with `batch_size`, to which the learning rate belongs. No batch
-            is larger than the dataset.
-        lr_scaling
-            How the learning rate follows the batch size with `batch_range` or `scaled`: ``"linear"``, ``"sqrt"``,
-            ``"adascale"``, ``"none"``, or a function: batch size relative to the initial one -> factor. By default
-            ``"auto"`` with `batch_range`: linear for SGD, square root for other optimizers; linear with `scaled`.
-        ramp
-            Steps over which the learning rate is adjusted.
-        num_workers
-            Processes that fetch samples; 0: this process.
-        collate_fn
-            Merges a list of samples into a batch; torch's function by default.
-        seed_samples
-            Whether random numbers are seeded for each sample, so that augmentation does not depend on the fetching
-            process. Takes some microseconds per sample; not for datasets that fetch samples in bulk (``__getitems__``).
-        sampler
-            Yields the positions of an epoch instead of `shuffle`, with repetitions if it likes: weighted, sorted by
-            length, a subset. What it yields is divided over the processes, each position exactly as often as yielded.
-            It must have a length and draw its random numbers from the global generators of torch, numpy or Python.
-        order
-            The same as a function: epoch -> positions, the same number in each epoch. A batch is the next `batch_size`
-            of them, so that an order by length puts samples of similar length into a batch. It depends on nothing but
-            the epoch and, if it likes, the global generators, which are seeded for each epoch.
-            ``"torch"``: the order that a plain loop over a ``DataLoader`` has after ``torch.manual_seed(seed)``, also
-            with the `sampler`, or the ``generator`` of a ``DataLoader``.
-        worker_options
-            Arguments of torch's ``DataLoader`` for the workers: ``worker_init_fn``, ``timeout``, ``prefetch_factor``,
-            ``multiprocessing_context``.
-
-        Raises
-        ------
-        UsageError
-            The dataset is not map-style, it yields no batch, or an option is wrong.
-        CheckpointMismatch
-            The newest checkpoint belongs to another dataset or batch size.
-        """
-        if isinstance(dataset, DataLoader):
-            given = {
-                "batch_size": batch_size,
-                "num_workers": num_workers,
-                "collate_fn": collate_fn,
-                "sampler": sampler,
-                "order": order,
-                "worker_options": worker_options,
-            }
-            return self.adopt(
-                dataset,
-                **{name: value for name, value in given.items() if value},
-                micro_batch=micro_batch,
-                deterministic=deterministic,
-                shards=shards,
-                scaled=scaled,
-                batch_range=batch_range,
-                lr_scaling=lr_scaling,
-                ramp=ramp,
-                seed_samples=seed_samples,
-            )
-        if batch_size is None:
-            raise UsageError("session.loader: give batch_size=…, the samples in a batch over all processes")
-        for name, number in (
-            ("batch_size", batch_size),
-            ("micro_batch", micro_batch),
-            ("shards", shards),
-            ("ramp", ramp),
-            ("num_workers", num_workers),
-        ):
-            if number is not None:
-                check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
-        check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
-        check_worker_options(worker_options or {}, num_workers)
-        seed = self._runtime.options.seed
-        sampler = chosen_sampler(sampler, order, dataset, batch_size, seed, shuffle=shuffle, drop_last=drop_last)
-        if deterministic and scaled:
-            raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
-        if batch_range is not None:
-            batch_range = check_batch_range(batch_range, batch_size)
-            check_fixed_size(deterministic=deterministic, scaled=scaled, drop_last=drop_last)
-        lr_scaling = chosen_lr_scaling(lr_scaling, elastic=batch_range is not None, scaled=scaled)
-        plan = Order(
-            len(dataset),
-            batch_size,
-            seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            micro_batch=micro_batch,
-            shards=shards if deterministic else None,
-            scaled=scaled,
-            drawn=None if sampler is None else len(sampler),
-            batch_range=batch_range,
-        )
-        plan = self._runtime.planned(plan)
-        if isinstance(sampler, TorchOrder):
-            self._runtime.at_start.append(sampler.begin)
-        self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
-        return SessionLoader(
-            self._runtime,
-            dataset,
-            plan,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            seed_samples=seed_samples,
-            sampler=sampler,
-            worker_options=worker_options or {},
-        )
-
-    def adopt(self, dataloader: DataLoader[Any], **options: Any) -> SessionLoader:
-        """Return the training data of the user's ``DataLoader``, divided over the processes; see `loader`.
-
-        Its dataset, batch size, sampler, ``drop_last``, ``collate_fn`` and workers are used. Its ``shuffle=True`` means
-        the session's own order, and its ``generator`` is seeded for each epoch if a sampler draws from it, unless
-        ``order="torch"`` is given.
-
-        Parameters
-        ----------
-        dataloader
-            Over a map-style dataset. Its batch size is that over all processes.
-        options
-            Those of `loader`, in place of the DataLoader's own: ``batch_size=256``.
-
-        Raises
-        ------
-        UsageError
-            Its batches cannot be divided: it has a batch sampler of its own or none, divides the data itself, or reads
-            an ``IterableDataset``.
-        CheckpointMismatch
-            The newest checkpoint belongs to another dataset or batch size.
-        """
-        if not isinstance(dataloader, DataLoader):
-            raise UsageError(f"session.adopt needs a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
-        dataset, own = parts_of(dataloader)
-        if options.get("order") == "torch":
-            own["sampler"] = torch_order_like(dataloader, **(own | options))
-            options = {name: value for name, value in options.items() if name not in ("order", "sampler")}
-        elif options.get("order") is not None:
-            own.pop("sampler", None)
-        return self.loader(dataset, **(own | options))
-
-    def stream(self, source: Iterable[Any], samples: int) -> Stream:
-        """Make a stream accessible by position, so that `loader` can divide it with each sample exactly once.
-
-        Pass the result to `prepare`, too: a source with ``state_dict`` and ``load_state_dict`` is then not read from
-        its start again after a move.
-
-        Parameters
-        ----------
-        source
-            Yields samples, always the same ones, when it is iterated over: an ``IterableDataset``, or torchdata's
-            ``StatefulDataLoader`` with ``batch_size=None``. Its ``set_epoch``, if any, is called for each epoch.
-        samples
-            Number of samples in an epoch.
-
-        Raises
-        ------
-        UsageError
-            `samples` is less than 1, or the source is not iterable.
-        """
-        if samples < 1:
-            raise UsageError(f"session.stream: samples must be at least 1, got {samples}")
-        if not hasattr(source, "__iter__"):
-            raise UsageError(f"session.stream needs something to iterate over, got {type(source).__name__}")
-        return Stream(source, samples)
-
     def epochs(self, count: int | None = None) -> Iterator[int]:
         """Yield the epoch numbers of the whole training, beginning with the first one that is not done.
 
@@ -509,7 +280,7 @@ class TrainingSession:
         UsageError
             See `step`. Later, when the next batch is requested: there was no step, and the gradients are not zero.
         """
-        return self._runtime.backward(_scalar(loss), _count(items), _checked(reduction, items))
+        return self._runtime.backward(scalar(loss), item_count(items), checked_reduction(reduction, items))
 
     def step(
         self,
@@ -553,16 +324,16 @@ class TrainingSession:
         UsageError
             There is no batch or no loss for a step, or it is not clear what the loss is a mean over.
         """
-        reduction = _checked(reduction, items)
+        reduction = checked_reduction(reduction, items)
         if loss is None and (items is not None or reduction is not None):
             raise UsageError(
                 "session.step: items belong to a loss, as does reduction: session.step(loss, items=…) or "
                 "session.backward(loss, items=…)"
             )
         if isinstance(loss, torch.Tensor) or not callable(loss):
-            given = None if loss is None else _scalar(loss)
-            return self._runtime.step(given, optimizer, _count(items), reduction)
-        return self._runtime.step_by_closure(lambda: _scalar(loss()), optimizer, _count(items), reduction)
+            given = None if loss is None else scalar(loss)
+            return self._runtime.step(given, optimizer, item_count(items), reduction)
+        return self._runtime.step_by_closure(lambda: scalar(loss()), optimizer, item_count(items), reduction)
 
     def log(self, *, every: int | None = None, **values: Any) -> None:
         """Add numbers or strings to this epoch's row of ``metrics["history"]``, and pass them to the trackers.
@@ -590,192 +361,6 @@ class TrainingSession:
             check_whole("session.log: every", every, least=1)
             metrics.log_step(every, values)
 
-    def usage(self) -> dict[str, float]:
-        """Return what this process uses of its node, and how fast the training is, for `log`.
-
-        ::
-
-            session.log(every=50, **session.usage())
-
-        Trackers get the values of the first process.
-
-        Returns
-        -------
-        values
-            ``samples_per_second`` of the whole training, ``cpu_percent`` of one core and ``memory_gib`` of this process
-            without its loader's workers; on a GPU ``gpu_memory_gib``, in use by all its processes, and, if
-            ``nvidia-ml-py`` is installed, ``gpu_percent``. Rates are means since the values were measured before, at
-            least one second. Empty in the first second.
-        """
-        samples = self._runtime.state.training_metrics.samples
-        if self._usage is None:
-            self._usage = ResourceUsage(self.device, samples)
-        return self._usage.read(samples)
-
-    def keep_best(self, metric: str, *, mode: Literal["min", "max"]) -> None:
-        """Keep the model's state after the epoch with the best value, for `load_best`; call it before the loop.
-
-        It is kept in host memory and is part of each checkpoint. The first process's values count, so all processes
-        keep the same epoch. An epoch that ``break`` ends together with the loop over the epochs does not count.
-
-        Parameters
-        ----------
-        metric
-            Name of the value: ``"loss"``, or one that is passed to `log` in each epoch.
-        mode
-            Whether the smallest or the largest value is the best.
-
-        Raises
-        ------
-        UsageError
-            It is called inside the loop or twice, or the mode is wrong. Later, after an epoch: it has no such value.
-        """
-        self._runtime.follow(BestEpoch(KEEP, metric, mode))
-
-    def load_best(self) -> EpochValue:
-        """Load the state of the best epoch into the model, usually after the loop; see `keep_best`.
-
-        Returns
-        -------
-        best
-            The epoch and its value: ``best.epoch``, ``best.value``.
-
-        Raises
-        ------
-        UsageError
-            There is no best epoch, or the loop has not begun.
-        """
-        state = self._runtime.state
-        if not self._runtime.started:
-            raise UsageError("call session.load_best inside or after `for epoch in session.epochs(…)`")
-        best, kept = state.best_epochs.kept()
-        state.objects["model"].load_state_dict(kept)
-        return best
-
-    def stop_early(self, metric: str, *, mode: Literal["min", "max"], patience: int, min_delta: float = 0.0) -> None:
-        """End the loop over the epochs when a value no longer gets better; call it before the loop.
-
-        All processes end it after the same epoch, also if their values differ, and after a restart.
-
-        Parameters
-        ----------
-        metric
-            Name of the value: ``"loss"``, or one that is passed to `log` in each epoch.
-        mode
-            Whether the smallest or the largest value is the best.
-        patience
-            Epochs in a row that are not better than the best, after which the loop ends.
-        min_delta
-            How much better than the best a value must be.
-
-        Raises
-        ------
-        UsageError
-            It is called inside the loop or twice, or a parameter is out of range. Later, after an epoch: it has no such
-            value.
-        """
-        check_whole("session.stop_early: patience", patience, least=1)
-        self._runtime.follow(BestEpoch("stop_early", metric, mode, min_delta, patience))
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all processes, the same on each; `tensor` is not changed.
-
-        In the loop over the batches it can be part of a loss: gradients reach the parts of all processes. A process
-        whose share of a batch is empty contributes zeros there.
-
-        All processes call it, in the loop over the batches or after this loop, as for a validation that they divide::
-
-            for epoch in session.epochs(10):
-                for x, y in data:
-                    session.step(cross_entropy(model(x), y))
-                mine = torch.tensor(count_hits(model, validation[session.rank :: session.world_size]))
-                session.log(accuracy=session.sum(mine) / len(validation))
-
-        If a process fails meanwhile, its part is lost: before the step of a batch, the batch is repeated; otherwise the
-        training resumes from its last checkpoint.
-
-        Parameters
-        ----------
-        tensor
-            Of the same shape and type on all processes; a sum of a bool tensor is one of int64.
-
-        Raises
-        ------
-        UsageError
-            It is no tensor, or the call is where a process that joins later would be alone with it.
-        """
-        if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"session.sum needs a tensor, got {type(tensor).__name__}: session.sum(torch.tensor(…))")
-        part = self._own_part(tensor.long() if tensor.dtype == torch.bool else tensor, rows=False)
-        result = self._runtime.together(lambda group: total(group, part), name="sum", of_parts=True)
-        result = result.to(tensor.device, copy=True)
-        link = self._runtime.gradient_link(part, gathers=False)
-        return result if link is None else link.sum(part, result)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all processes, concatenated along their first dimension in the order of the batch.
-
-        For losses over the whole batch, such as contrastive ones: gradients reach the parts of all processes, and the
-        gradient of the loss is that of one process with the whole batch::
-
-            one, other = session.gather(model(x)), session.gather(model(augmented(x)))
-            session.step(nt_xent(one, other), reduction="batch")
-
-        All processes call it, where they may call `sum`. Not in a loss with ``micro_batch`` or ``deterministic=True``.
-
-        Parameters
-        ----------
-        tensor
-            Shape (samples, ...); only the first dimension may differ between processes. If this process's share of a
-            batch is empty, nothing of it is used.
-
-        Returns
-        -------
-        gathered
-            Shape (samples of the whole batch, ...), the same on all processes.
-
-        Raises
-        ------
-        UsageError
-            It is no tensor or has no dimension, or see `sum`.
-        """
-        if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"session.gather needs a tensor of shape (samples, …), got {type(tensor).__name__}")
-        if not tensor.dim():
-            raise UsageError("session.gather needs a tensor of shape (samples, …), got one without dimensions")
-        part = self._own_part(tensor, rows=True)
-        result = self._runtime.together(lambda group: rows_of_all(group, part), name="gather", of_parts=True)
-        assert self._runtime.batch_runner is not None, "checked by together"
-        rows = self._runtime.batch_runner.expected_rows(tensor.shape[0], sum(result["rows"]))
-        if rows is not None:
-            return stand_in(tensor, rows)
-        gathered = result["tensor"].to(tensor.device, copy=True)
-        link = self._runtime.gradient_link(part, gathers=True)
-        return gathered if link is None else link.concatenation(part, gathered, result["rows"])
-
-    def _own_part(self, tensor: torch.Tensor, *, rows: bool) -> torch.Tensor:
-        batch_runner = self._runtime.batch_runner
-        return own_part(tensor, counts=batch_runner is None or batch_runner.has_samples, rows=rows)
-
-    def agree(self, value: T) -> T:
-        """Return the first process's value, on all processes, so that they decide alike.
-
-        All processes call it, in the loop over the batches or after this loop: ``if session.agree(is_late()): break``.
-
-        Parameters
-        ----------
-        value
-            A number, string or ``None``, or lists, tuples and dictionaries of these.
-
-        Raises
-        ------
-        UsageError
-            It contains something else, or the call is where a process that joins later would be alone with it.
-        """
-        check_plain(value)
-        result = self._runtime.together(lambda group: first_value(group, value), name="agree", of_parts=False)
-        return copy.deepcopy(result)  # type: ignore[no-any-return]
-
     def _last_loss(self, name: str) -> torch.Tensor | float:
         loss = None if self._runtime.batch_runner is None else self._runtime.batch_runner.batch_loss
         if loss is None:
@@ -789,35 +374,3 @@ class TrainingSession:
         while state.cursor.epoch < count and not state.best_epochs.stops_early:
             yield self._runtime.open_epoch()
             self._runtime.end_epoch()
-
-
-def _scalar(loss: object) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise UsageError(f"session.step() needs the mean loss, a tensor with one element; got {given}")
-    return loss.reshape(()) if loss.dim() else loss
-
-
-def _checked(reduction: Reduction | None, items: object) -> Reduction | None:
-    if reduction not in (None, "mean", "sum", "batch"):
-        raise UsageError(f'session.step: reduction must be "mean", "sum" or "batch", got {reduction!r}')
-    if reduction in ("sum", "batch") and items is not None:
-        raise UsageError(
-            f'session.step: items=… says that the loss is a mean, and reduction="{reduction}" that it is not'
-        )
-    return reduction
-
-
-def _count(items: object) -> torch.Tensor | float | None:
-    """Return a number of items; one on a GPU is not read."""
-    if items is None:
-        return None
-    if isinstance(items, torch.Tensor) and items.numel() == 1:
-        items = items.detach().reshape(())
-        if items.is_cuda:
-            return items
-        items = items.item()
-    if isinstance(items, bool) or not isinstance(items, (int, float)) or not 0 <= items < math.inf:
-        given = f"a tensor of shape {tuple(items.shape)}" if isinstance(items, torch.Tensor) else repr(items)
-        raise UsageError(f"session.step: items must be a number that is not negative, got {given}")
-    return items

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from freetrain_parsl.protocol.reports import BatchReport, Joined, Progress
 from freetrain_parsl.training.mailbox import ControlMailbox
-from freetrain_parsl.training.step.batch_choice import BatchChooser
+from freetrain_parsl.training.step.elastic_batch import BatchChooser
 
 
 def report(step: int, size: int = 32, seconds: float = 0.01, variance: float | None = 5000.0) -> Progress:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset, default_collate
 from training_crew import net
 
-from freetrain_parsl.training.data.gather import Gather
+from freetrain_parsl.training.data.loader import Gather
 from freetrain_parsl.training.fragment import run_alone
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import Logged
 from freetrain_parsl.training.fragment import run_fragment
-from freetrain_parsl.training.logged_rows import LoggedRows
 from freetrain_parsl.training.mailbox import ControlMailbox, Membership
-from freetrain_parsl.training.metrics import TrainingMetrics
+from freetrain_parsl.training.metrics import LoggedRows, TrainingMetrics
 
 
 def _train(session, mailbox=None, stop_at=None, every=2, fail_at=None):

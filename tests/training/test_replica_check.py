@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from freetrain_parsl.errors import ReplicasDiffer
+from freetrain_parsl.training.checkpoints.parameters import TrainableFlags
 from freetrain_parsl.training.checkpoints.state import SessionState
-from freetrain_parsl.training.checkpoints.trainable import TrainableFlags
 from freetrain_parsl.training.group import regrouping
 from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.replicas.accusation import Since, differences, sentence
 from freetrain_parsl.training.replicas.check import ReplicaCheck, all_equal
-from freetrain_parsl.training.replicas.checksum import Checksum
+from freetrain_parsl.training.replicas.checksum import STEPS, Checksum, Rotation
 from freetrain_parsl.training.replicas.contents import Fact, plain
-from freetrain_parsl.training.replicas.rotation import STEPS, Rotation
 from freetrain_parsl.training.step.buffers import persistent_buffers
 
 HASHES = st.integers(0, 2**20 - 1)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from freetrain_parsl.training.resource_usage import ResourceUsage
+from freetrain_parsl.training.helper_verbs import ResourceUsage
 
 
 class Clock:

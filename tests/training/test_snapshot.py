@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from freetrain_parsl.training.checkpoints.host_copy import HostBuffers, in_host_memory
+from freetrain_parsl.training.checkpoints.background import HostBuffers, in_host_memory
 
 
 def tensors(value: Any) -> list[torch.Tensor]:

@@ -15,8 +15,7 @@ import torch
 from freetrain_parsl.errors import CheckpointError
 from freetrain_parsl.extensions.sharding import state as sharded
 from freetrain_parsl.extensions.sharding.write import JointWrite
-from freetrain_parsl.training.checkpoints.background import Background
-from freetrain_parsl.training.checkpoints.host_copy import HostBuffers, in_host_memory
+from freetrain_parsl.training.checkpoints.background import Background, HostBuffers, in_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

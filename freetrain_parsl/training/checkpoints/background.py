@@ -1,15 +1,107 @@
-"""One background task at a time."""
+"""Copies of a state in host memory, which the training does not change, and the thread that writes them."""
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class HostBuffers:
+    """Copies states, reusing the memory of the previous copy where shapes match."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copy(self, state: Any) -> Any:
+        """Return a state with all its tensors in host memory; this overwrites the previous copy.
+
+        Tensors that share their memory, such as tied weights, share it in the copy.
+
+        Parameters
+        ----------
+        state
+            Tensors, numbers, strings, lists and dictionaries.
+        """
+        copying = _Copying(self._buffers)
+        with _one_thread():
+            result = copying.copy(state, ())
+        for device in copying.devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._buffers = copying.buffers  # releases the memory of tensors that no longer exist
+        return result
+
+
+def in_host_memory(state: Any) -> Any:
+    """Return a state that a process without a GPU can load: tensors of devices are copied, all others are shared."""
+    return _Copying({}, share=True).copy(state, ())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Copy with one thread: memory bandwidth is the limit or, on shared cores, threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Copying:
+    """A copy in progress."""
+
+    def __init__(self, before: dict[tuple[Any, ...], torch.Tensor], *, share: bool = False) -> None:
+        self._before = before
+        self._share = share
+        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.devices: set[torch.device] = set()
+
+    def copy(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, _IMMUTABLE):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value.detach(), path)
+        if isinstance(value, dict):
+            result = copy.copy(value)  # keeps the module versions that torch attaches to a model's state
+            for key, item in value.items():
+                result[key] = self.copy(item, (*path, key))
+            return result
+        if type(value) in (list, tuple):
+            return type(value)(self.copy(item, (*path, position)) for position, item in enumerate(value))
+        return copy.deepcopy(value)
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        # A view would be written with all of the memory that it is a part of.
+        if self._share and tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        if tensor.layout is not torch.strided:
+            return tensor.to("cpu", copy=True)
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and memory in self._seen:
+            return self._seen[memory]
+        buffer = self._before.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda and not self._share)
+        asynchronous = buffer.is_pinned() if tensor.is_cuda else False
+        buffer.copy_(tensor, non_blocking=asynchronous)
+        if asynchronous:
+            self.devices.add(tensor.device)
+        self.buffers[path] = self._seen[memory] = buffer
+        return buffer
+
 
 T = TypeVar("T")
 

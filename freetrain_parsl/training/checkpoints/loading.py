@@ -12,8 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.checkpoints.format import is_spread
-from freetrain_parsl.training.checkpoints.outside import load_outside
-from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups
+from freetrain_parsl.training.checkpoints.parameters import add_missing_groups, load_outside
 from freetrain_parsl.training.extension import filled
 
 if TYPE_CHECKING:

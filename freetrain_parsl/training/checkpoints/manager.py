@@ -13,8 +13,7 @@ from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training.checkpoints.code.code_change import accept_code, other_code_of_this_call
 from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts
 from freetrain_parsl.training.checkpoints.save_schedule import TRIES, Schedule
-from freetrain_parsl.training.checkpoints.saver import SaverParts
-from freetrain_parsl.training.checkpoints.whole_saver import WholeSaver
+from freetrain_parsl.training.checkpoints.saver import SaverParts, WholeSaver
 from freetrain_parsl.training.checkpoints.writer_claim import WriterClaim
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class CheckpointManager:
         self._checkpoints = Checkpoints(self._directory, options.name, options.keep)
         self._schedule = Schedule(options)
         self._parts = SaverParts(self._directory, self._checkpoints, self._claim, self._schedule, group_of)
-        self._saver: Saver = WholeSaver(self._checkpoints, self._claim, self._schedule)
+        self._saver: Saver = WholeSaver(self._parts)
         self._began = 0.0  # start of the background write
         self._mark: Hashable = None  # of the state saved last or being saved
         self.storage_problem = ""

@@ -9,9 +9,13 @@ from torch.optim import Optimizer
 
 from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
-from freetrain_parsl.training.checkpoints.outside import load_outside, outside_state
-from freetrain_parsl.training.checkpoints.param_groups import add_missing_groups, names_of_groups
-from freetrain_parsl.training.checkpoints.trainable import TrainableFlags
+from freetrain_parsl.training.checkpoints.parameters import (
+    TrainableFlags,
+    add_missing_groups,
+    load_outside,
+    names_of_groups,
+    outside_state,
+)
 from freetrain_parsl.training.data.cursor import Cursor
 from freetrain_parsl.training.group.shared_results import SharedResults
 from freetrain_parsl.training.loop_state import LoopStates

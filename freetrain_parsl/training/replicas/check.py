@@ -19,9 +19,8 @@ import torch
 
 from freetrain_parsl.training.data.random_streams import mix
 from freetrain_parsl.training.replicas.accusation import Since, accuse
-from freetrain_parsl.training.replicas.checksum import Checksum
+from freetrain_parsl.training.replicas.checksum import Checksum, Rotation
 from freetrain_parsl.training.replicas.contents import Contents
-from freetrain_parsl.training.replicas.rotation import Rotation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -18,9 +18,8 @@ from freetrain_parsl.training.step.batch_parts import BatchParts
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
 from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
-from freetrain_parsl.training.step.hyperparameters import Hyperparameters
 from freetrain_parsl.training.step.loss_kind import LossReader, Weighing, check_weighing
-from freetrain_parsl.training.step.once_per_step import guard
+from freetrain_parsl.training.step.once_per_step import Hyperparameters, guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

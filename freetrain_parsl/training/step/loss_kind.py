@@ -21,7 +21,16 @@ from freetrain_parsl.training.group.shared_gradients import Shared
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LossReader", "Reduction", "Weighing", "check_weighing", "weighing_of"]
+__all__ = [
+    "LossReader",
+    "Reduction",
+    "Weighing",
+    "check_weighing",
+    "checked_reduction",
+    "item_count",
+    "scalar",
+    "weighing_of",
+]
 
 Reduction = Literal["mean", "sum", "batch"]
 
@@ -381,3 +390,37 @@ def _is_penalty(root: Any) -> bool:
         nodes.extend(fresh)
     size = math.prod(getattr(root, "_saved_self_sym_sizes", (math.inf,)))
     return not has_constants or size <= elements
+
+
+def scalar(loss: object) -> torch.Tensor:
+    """Return a loss without dimensions; raises UsageError if it has several elements, or is no tensor."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        given = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise UsageError(f"session.step() needs the mean loss, a tensor with one element; got {given}")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def checked_reduction(reduction: Reduction | None, items: object) -> Reduction | None:
+    """Return what a loss is; raises UsageError if it does not exist, or contradicts the items."""
+    if reduction not in (None, "mean", "sum", "batch"):
+        raise UsageError(f'session.step: reduction must be "mean", "sum" or "batch", got {reduction!r}')
+    if reduction in ("sum", "batch") and items is not None:
+        raise UsageError(
+            f'session.step: items=… says that the loss is a mean, and reduction="{reduction}" that it is not'
+        )
+    return reduction
+
+
+def item_count(items: object) -> torch.Tensor | float | None:
+    """Return a number of items; one on a GPU is not read. Raises UsageError if it is none."""
+    if items is None:
+        return None
+    if isinstance(items, torch.Tensor) and items.numel() == 1:
+        items = items.detach().reshape(())
+        if items.is_cuda:
+            return items
+        items = items.item()
+    if isinstance(items, bool) or not isinstance(items, (int, float)) or not 0 <= items < math.inf:
+        given = f"a tensor of shape {tuple(items.shape)}" if isinstance(items, torch.Tensor) else repr(items)
+        raise UsageError(f"session.step: items must be a number that is not negative, got {given}")
+    return items

@@ -1,7 +1,8 @@
-"""Methods that act once per optimizer step, such as ``scheduler.step()``, in a loop that sees a batch in pieces.
+"""What user code does once per optimizer step, in a loop that sees a batch in pieces, or repeats it after a failure.
 
-The user's loop calls them after each piece, or after a batch that was cut off by a failure. Their classes are patched
-while objects of them are guarded, so that the objects keep their class, can be pickled, and have the same state.
+Methods such as ``scheduler.step()`` have no effect if no step is made: their classes are patched while objects of them
+are guarded, so that the objects keep their class, can be pickled, and have the same state. Learning rates and other
+hyperparameters that user code sets in a batch are set back if it is interrupted.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-__all__ = ["guard"]
+    from torch.optim import Optimizer
+
+__all__ = ["Hyperparameters", "guard"]
 
 _guards: WeakKeyDictionary[Any, Callable[[], bool]] = WeakKeyDictionary()
 _originals: dict[tuple[type, str], Any] = {}
@@ -57,3 +60,28 @@ def _guarded(original: Any) -> Any:
         return original(self, *args, **options) if acts is None or acts() else None
 
     return call
+
+
+class Hyperparameters:
+    """Those of the parameter groups of optimizers, as they are at creation.
+
+    A batch that is interrupted is repeated, and so is what the loop's body does in it: without this, a rate that is
+    multiplied in each batch would be multiplied twice.
+
+    Parameters
+    ----------
+    optimizers
+        Of the prepared objects.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (group, {name: value for name, value in group.items() if name != "params"})
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def put_back(self) -> None:
+        """Set them to what they were; groups that were added since stay as they are."""
+        for group, before in self._groups:
+            group.update(before)

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from freetrain_parsl.extensions.fusion.slot.shared_batches import MemberBatches, SharedBatches, same_source
+from freetrain_parsl.extensions.fusion.slot.shared_batches import (
+    MemberBatches,
+    SharedBatches,
+    can_be_shared,
+    same_source,
+)
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.extension import DataSource
 
@@ -49,11 +54,11 @@ def test_other_sources_are_not(one: DataSource, other: DataSource) -> None:
 
 
 def test_what_depends_on_more_than_the_order_is_not_shared() -> None:
-    assert source(tensors()).can_be_shared
-    assert not source(tensors(), sampler=[0, 1]).can_be_shared
+    assert can_be_shared(source(tensors()))
+    assert not can_be_shared(source(tensors(), sampler=[0, 1]))
     for option in ("micro_batch", "shards"):
         whole = source(tensors())
-        assert not replace(whole, order=replace(whole.order, **{option: 2})).can_be_shared
+        assert not can_be_shared(replace(whole, order=replace(whole.order, **{option: 2})))
 
 
 class Counting:

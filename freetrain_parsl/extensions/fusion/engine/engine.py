@@ -24,7 +24,7 @@ from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
-from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, same_source
+from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -146,7 +146,7 @@ class FusionEngine:
 
     def shared_batches(self, source: DataSource) -> SharedBatches | None:
         """Return the batches of this source, or of one that certainly is the same."""
-        if not source.can_be_shared:
+        if not can_be_shared(source):
             return None
         for known, batches in self._sources:
             if same_source(known, source):

@@ -15,9 +15,14 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Batch
     from freetrain_parsl.training.extension import DataSource
 
-__all__ = ["MemberBatches", "SharedBatches", "same_source"]
+__all__ = ["MemberBatches", "SharedBatches", "can_be_shared", "same_source"]
 
 _KEPT = 2  # batches: that of the trainings that are ahead, and that of those behind
+
+
+def can_be_shared(source: DataSource) -> bool:
+    """Return whether batches can be fetched for several trainings: they are in one piece, in an order of our own."""
+    return source.sampler is None and source.order.micro_batch is None and source.order.shards is None
 
 
 def same_source(one: DataSource, other: DataSource) -> bool:

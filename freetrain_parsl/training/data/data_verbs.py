@@ -1,0 +1,248 @@
+"""The session's verbs for its training data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.utils.data import DataLoader
+
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
+from freetrain_parsl.training.data.loader_options import (
+    check_batch_range,
+    check_fixed_size,
+    check_whole,
+    check_worker_options,
+    chosen_lr_scaling,
+)
+from freetrain_parsl.training.data.order import Order
+from freetrain_parsl.training.data.sampler import chosen_sampler
+from freetrain_parsl.training.data.stream import Stream
+from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from freetrain_parsl.training.data.sampler import IndexSampler
+    from freetrain_parsl.training.runtime import Runtime
+    from freetrain_parsl.training.step.learning_rate import LrScaling
+
+__all__ = ["DataVerbs"]
+
+
+class DataVerbs:
+    """A part of `TrainingSession`."""
+
+    _runtime: Runtime
+
+    def loader(
+        self,
+        dataset: MapDataset | Stream | DataLoader[Any],
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        micro_batch: int | None = None,
+        deterministic: bool = False,
+        shards: int = 8,
+        scaled: bool = False,
+        batch_range: tuple[int, int] | None = None,
+        lr_scaling: LrScaling | None = None,
+        ramp: int = 100,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed_samples: bool = True,
+        sampler: IndexSampler | None = None,
+        order: Callable[[int], Sequence[int]] | Literal["torch"] | None = None,
+        worker_options: Mapping[str, Any] | None = None,
+    ) -> SessionLoader:
+        """Return the training data in batches, on the device; every sample exactly once per epoch.
+
+        Iterate over it once in each epoch. For validation use a plain ``torch.utils.data.DataLoader``, on all processes
+        or only on the first one.
+
+        Parameters
+        ----------
+        dataset
+            A map-style dataset (``len()`` and indexing), a `stream`, or a ``DataLoader`` over a map-style dataset, of
+            which dataset, batch size, sampler, ``drop_last``, ``num_workers`` and ``collate_fn`` are used.
+        batch_size
+            Samples in a batch, over all processes. With a ``DataLoader``: its own by default.
+        shuffle
+            Whether each epoch has its own order, which depends only on the seed and the epoch. Not for streams.
+        drop_last
+            Whether to drop an incomplete last batch.
+        micro_batch
+            Maximum samples that a process runs through the model at a time. If its part of a batch is larger, the
+            loop's body runs several times per step, and `step` returns False except for the last.
+        deterministic
+            Whether the parameters are bitwise equal for any number of processes, on the same kind of hardware. A batch
+            is then always divided into `shards` parts, each with its own pass through the model, summed in order.
+        shards
+            Number of these parts; at least the maximum number of processes, as further processes have nothing to do.
+        scaled
+            Whether `batch_size` is per process, so that the batch, and with it the learning rate, grows with the number
+            of processes.
+        batch_range
+            The smallest and the largest batch size. The driver then chooses the batch size within it, by the speed and
+            the noise of the gradient; training begins with `batch_size`, to which the learning rate belongs. No batch
+            is larger than the dataset.
+        lr_scaling
+            How the learning rate follows the batch size with `batch_range` or `scaled`: ``"linear"``, ``"sqrt"``,
+            ``"adascale"``, ``"none"``, or a function: batch size relative to the initial one -> factor. By default
+            ``"auto"`` with `batch_range`: linear for SGD, square root for other optimizers; linear with `scaled`.
+        ramp
+            Steps over which the learning rate is adjusted.
+        num_workers
+            Processes that fetch samples; 0: this process.
+        collate_fn
+            Merges a list of samples into a batch; torch's function by default.
+        seed_samples
+            Whether random numbers are seeded for each sample, so that augmentation does not depend on the fetching
+            process. Takes some microseconds per sample; not for datasets that fetch samples in bulk (``__getitems__``).
+        sampler
+            Yields the positions of an epoch instead of `shuffle`, with repetitions if it likes: weighted, sorted by
+            length, a subset. What it yields is divided over the processes, each position exactly as often as yielded.
+            It must have a length and draw its random numbers from the global generators of torch, numpy or Python.
+        order
+            The same as a function: epoch -> positions, the same number in each epoch. A batch is the next `batch_size`
+            of them, so that an order by length puts samples of similar length into a batch. It depends on nothing but
+            the epoch and, if it likes, the global generators, which are seeded for each epoch.
+            ``"torch"``: the order that a plain loop over a ``DataLoader`` has after ``torch.manual_seed(seed)``, also
+            with the `sampler`, or the ``generator`` of a ``DataLoader``.
+        worker_options
+            Arguments of torch's ``DataLoader`` for the workers: ``worker_init_fn``, ``timeout``, ``prefetch_factor``,
+            ``multiprocessing_context``.
+
+        Raises
+        ------
+        UsageError
+            The dataset is not map-style, it yields no batch, or an option is wrong.
+        CheckpointMismatch
+            The newest checkpoint belongs to another dataset or batch size.
+        """
+        if isinstance(dataset, DataLoader):
+            given = {
+                "batch_size": batch_size,
+                "num_workers": num_workers,
+                "collate_fn": collate_fn,
+                "sampler": sampler,
+                "order": order,
+                "worker_options": worker_options,
+            }
+            return self.adopt(
+                dataset,
+                **{name: value for name, value in given.items() if value},
+                micro_batch=micro_batch,
+                deterministic=deterministic,
+                shards=shards,
+                scaled=scaled,
+                batch_range=batch_range,
+                lr_scaling=lr_scaling,
+                ramp=ramp,
+                seed_samples=seed_samples,
+            )
+        if batch_size is None:
+            raise UsageError("session.loader: give batch_size=…, the samples in a batch over all processes")
+        for name, number in (
+            ("batch_size", batch_size),
+            ("micro_batch", micro_batch),
+            ("shards", shards),
+            ("ramp", ramp),
+            ("num_workers", num_workers),
+        ):
+            if number is not None:
+                check_whole(f"session.loader: {name}", number, least=0 if name == "num_workers" else 1)
+        check_dataset(dataset, batch_size, shuffle=shuffle, drop_last=drop_last)
+        check_worker_options(worker_options or {}, num_workers)
+        seed = self._runtime.options.seed
+        sampler = chosen_sampler(sampler, order, dataset, batch_size, seed, shuffle=shuffle, drop_last=drop_last)
+        if deterministic and scaled:
+            raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
+        if batch_range is not None:
+            batch_range = check_batch_range(batch_range, batch_size)
+            check_fixed_size(deterministic=deterministic, scaled=scaled, drop_last=drop_last)
+        lr_scaling = chosen_lr_scaling(lr_scaling, elastic=batch_range is not None, scaled=scaled)
+        plan = Order(
+            len(dataset),
+            batch_size,
+            seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            micro_batch=micro_batch,
+            shards=shards if deterministic else None,
+            scaled=scaled,
+            drawn=None if sampler is None else len(sampler),
+            batch_range=batch_range,
+        )
+        plan = self._runtime.planned(plan)
+        if isinstance(sampler, TorchOrder):
+            self._runtime.at_start.append(sampler.begin)
+        self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
+        return SessionLoader(
+            self._runtime,
+            dataset,
+            plan,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            seed_samples=seed_samples,
+            sampler=sampler,
+            worker_options=worker_options or {},
+        )
+
+    def adopt(self, dataloader: DataLoader[Any], **options: Any) -> SessionLoader:
+        """Return the training data of the user's ``DataLoader``, divided over the processes; see `loader`.
+
+        Its dataset, batch size, sampler, ``drop_last``, ``collate_fn`` and workers are used. Its ``shuffle=True`` means
+        the session's own order, and its ``generator`` is seeded for each epoch if a sampler draws from it, unless
+        ``order="torch"`` is given.
+
+        Parameters
+        ----------
+        dataloader
+            Over a map-style dataset. Its batch size is that over all processes.
+        options
+            Those of `loader`, in place of the DataLoader's own: ``batch_size=256``.
+
+        Raises
+        ------
+        UsageError
+            Its batches cannot be divided: it has a batch sampler of its own or none, divides the data itself, or reads
+            an ``IterableDataset``.
+        CheckpointMismatch
+            The newest checkpoint belongs to another dataset or batch size.
+        """
+        if not isinstance(dataloader, DataLoader):
+            raise UsageError(f"session.adopt needs a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
+        dataset, own = parts_of(dataloader)
+        if options.get("order") == "torch":
+            own["sampler"] = torch_order_like(dataloader, **(own | options))
+            options = {name: value for name, value in options.items() if name not in ("order", "sampler")}
+        elif options.get("order") is not None:
+            own.pop("sampler", None)
+        return self.loader(dataset, **(own | options))
+
+    def stream(self, source: Iterable[Any], samples: int) -> Stream:
+        """Make a stream accessible by position, so that `loader` can divide it with each sample exactly once.
+
+        Pass the result to `prepare`, too: a source with ``state_dict`` and ``load_state_dict`` is then not read from
+        its start again after a move.
+
+        Parameters
+        ----------
+        source
+            Yields samples, always the same ones, when it is iterated over: an ``IterableDataset``, or torchdata's
+            ``StatefulDataLoader`` with ``batch_size=None``. Its ``set_epoch``, if any, is called for each epoch.
+        samples
+            Number of samples in an epoch.
+
+        Raises
+        ------
+        UsageError
+            `samples` is less than 1, or the source is not iterable.
+        """
+        if samples < 1:
+            raise UsageError(f"session.stream: samples must be at least 1, got {samples}")
+        if not hasattr(source, "__iter__"):
+            raise UsageError(f"session.stream needs something to iterate over, got {type(source).__name__}")
+        return Stream(source, samples)

@@ -1,0 +1,168 @@
+"""What the members of a group decide together at a boundary: one sum of their votes, the same for all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.training.checkpoints.manager import CheckpointManager
+    from freetrain_parsl.training.checkpoints.state import SessionState
+    from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.progress import ProgressReporter
+    from freetrain_parsl.training.replicas.check import ReplicaCheck
+
+__all__ = ["BoundaryDecision", "Decisions"]
+
+_DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between, the steps of small models have no cost
+
+
+class BoundaryDecision(NamedTuple):
+    """What the members have decided; the first that holds is done.
+
+    Parameters
+    ----------
+    commanded
+        All have a command to change the group.
+    closing
+        A node closes before another step and a checkpoint are certain.
+    requested
+        The driver has asked for a pause.
+    save_due
+        A periodic save is due.
+    """
+
+    commanded: bool
+    closing: bool
+    requested: bool
+    save_due: bool
+
+
+class Decisions:
+    """Takes the decisions of one member, together with the others.
+
+    Parameters
+    ----------
+    options, members, mailbox, clock
+        See `Runtime`.
+    state, reporter, checkpoint_manager, replicas
+        The runtime's own.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        members: GroupMember,
+        mailbox: ControlMailbox,
+        state: SessionState,
+        reporter: ProgressReporter,
+        checkpoint_manager: CheckpointManager,
+        replicas: ReplicaCheck,
+        clock: Clock,
+    ) -> None:
+        self._options = options
+        self._members = members
+        self._mailbox = mailbox
+        self._state = state
+        self._reporter = reporter
+        self._checkpoint_manager = checkpoint_manager
+        self._replicas = replicas
+        self._clock = clock
+        self._on_gpu = torch.cuda.is_available()
+        self._write_seconds = 0.0
+        self._due_at = 0.0  # by the clock, for a group of one
+
+    def take(self) -> BoundaryDecision | None:
+        """Decide; ``None``: there was nothing to decide. Saves in progress and the batch size are taken care of here.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        TrainingError
+            No checkpoint can be written.
+        """
+        group, manager = self._members.group, self._checkpoint_manager
+        if not self._on_gpu or self._reporter.due:
+            self._state.training_metrics.settle()  # on a GPU this waits for the last step
+        if group.size == 1 and not self._is_due():
+            return None
+        commanded = self._members.has_command()  # raises if a member has failed
+        if group.is_first:
+            self._write_seconds = manager.write_seconds_estimate
+            self._look_after_writing(manager.poll)
+        requested: float = self._mailbox.pause_requested.is_set()
+        closing: float = self._closing()
+        save_due: float = group.is_first and manager.due(self._clock())
+        ready: float = manager.ready
+        batch: float = self._requested_batch()
+        if group.size > 1:
+            # One sum for the votes and for the first member's estimate, which only it can measure.
+            estimate = self._write_seconds if group.is_first else 0.0
+            own = [requested, closing, save_due, commanded, ready, batch, estimate]
+            votes = torch.tensor([*own, *self._replicas.votes(whole=self._is_last_boundary)], dtype=torch.float64)
+            *counts, self._write_seconds, hashes, squares = group.sum(votes).tolist()
+            requested, closing, save_due, commands, ready, batch = counts
+            self._replicas.judge(group, hashes, squares)
+            commanded = commands == group.size
+        if ready == group.size:
+            self._look_after_writing(manager.advance)
+        if batch:
+            self._change_batch(int(batch))
+        return BoundaryDecision(commanded, bool(closing), bool(requested), bool(save_due))
+
+    @property
+    def _is_last_boundary(self) -> bool:
+        """Whether all batches of the last epoch are done."""
+        cursor, epochs = self._state.cursor, self._reporter.total_epochs
+        return cursor.pass_ended and epochs is not None and cursor.epoch + 1 >= epochs
+
+    def _is_due(self) -> bool:
+        """Return whether there may be something to decide, for a group of one: the time is looked at now and then."""
+        now = self._clock()
+        if now < self._due_at:
+            mailbox = self._mailbox
+            asked = mailbox.pause_requested.is_set() or mailbox.pending is not None or mailbox.batch_pending
+            return asked or self._state.cursor.pass_ended
+        self._due_at = now + _DECISION_SECONDS
+        return True
+
+    def _requested_batch(self) -> int:
+        """Take the batch size that the driver has sent to this member; zero if there is none, or if it is late.
+
+        Only that of the first member counts: it was sent to an earlier first member otherwise. A batch that has had
+        one of several steps keeps its samples.
+        """
+        size = self._mailbox.take_batch()
+        in_time = self._members.group.is_first and self._state.batch is not None and not self._state.cursor.steps
+        return size if size is not None and in_time else 0
+
+    def _change_batch(self, size: int) -> None:
+        batch, pace = self._state.batch, self._reporter.pace
+        assert batch is not None, "requested"
+        before = batch.size
+        batch.change(size)
+        pace.restart()
+        pace.longest_step *= max(1.0, batch.size / before)  # a step more must still fit before the node closes
+        self._reporter.send(at_once=True)
+
+    def _closing(self) -> bool:
+        """Return whether another step would leave too little time for the last checkpoint."""
+        closes_in = self._mailbox.closes_in()
+        if closes_in is None:
+            return False
+        margin = self._options.save_margin.total_seconds()
+        writing = self._reporter.trainings * self._write_seconds  # the members of an array save one after another
+        return closes_in <= writing + margin + self._reporter.pace.longest_step
+
+    def _look_after_writing(self, look: Callable[[], object]) -> None:
+        """Call `look`, and report progress if it has found a new checkpoint."""
+        before = self._checkpoint_manager.newest
+        look()
+        if self._checkpoint_manager.newest != before:
+            self._reporter.send(at_once=True)
