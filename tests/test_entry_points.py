@@ -18,12 +18,14 @@ from freetrain_parsl.entry_points import own_entry_points
 from freetrain_parsl.executor.values.specs import TRACKERS
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
+from freetrain_parsl.training.extension import SESSIONS
 
 ROOT = Path(__file__).parents[1]
 GROUPS = {
     "freetrain.policies": POLICIES,
     "freetrain.objectives": OBJECTIVES,
     "freetrain.trackers": TRACKERS,
+    "freetrain.sessions": SESSIONS,
     "freetrain.commands": VERBS,
     "freetrain.storage": HOME_KINDS,
     "freetrain.runs": RUN_KINDS,

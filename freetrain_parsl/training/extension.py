@@ -7,11 +7,9 @@ objects given to ``session.prepare``: by its entry point in the group ``freetrai
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.metadata import entry_points
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from freetrain_parsl.entry_points import EntryPoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,9 +23,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Batch, Order
     from freetrain_parsl.training.group.regrouping import GroupMember
 
-__all__ = ["BatchSource", "DataSource", "SessionExtension", "extension_for", "filled"]
-
-_ENTRY_POINTS = "freetrain.sessions"
+__all__ = ["SESSIONS", "BatchSource", "DataSource", "SessionExtension", "extension_for", "filled"]
 
 
 @dataclass(frozen=True)
@@ -119,22 +115,24 @@ class SessionExtension:
         return None
 
 
-@cache
-def _known() -> tuple[type[SessionExtension], ...]:
-    """Return the extensions that objects or checkpoints may need, our own first."""
-    own = import_module("freetrain_parsl.extensions").SESSIONS
-    others = [each.load() for each in entry_points(group=_ENTRY_POINTS) if each.name not in own]
-    return (*map(resolve_name, own.values()), *others)
+def _read(found: Any) -> type[SessionExtension]:
+    if not (isinstance(found, type) and issubclass(found, SessionExtension)):
+        raise TypeError(f"{found!r} is not a subclass of SessionExtension")
+    return found
+
+
+SESSIONS: Final = EntryPoints[type[SessionExtension]]("freetrain.sessions", "session extension", _read)
+"""Name -> class: those that objects or checkpoints may need."""
 
 
 def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) -> SessionExtension:
     """Return the extension that a training of these objects needs; the `present` one if it needs no other."""
-    kind = next((each for each in _known() if each.applies(objects)), None)
+    kind = next((each for each in SESSIONS.values() if each.applies(objects)), None)
     return present if kind is None or isinstance(present, kind) else kind()
 
 
 def filled(saved: Any, target: Stateful, checkpoint: Path) -> Any:
     """Return an object's saved state as `target` can load it; see `SessionExtension.fill`."""
-    for kind in _known():
+    for kind in SESSIONS.values():
         saved = kind.fill(saved, target, checkpoint)
     return saved

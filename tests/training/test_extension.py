@@ -12,11 +12,10 @@ from torch.utils.data import TensorDataset
 
 from freetrain_parsl import run_alone
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training import extension
-from freetrain_parsl.training.extension import SessionExtension, extension_for, filled
+from freetrain_parsl.training.extension import SESSIONS, SessionExtension, extension_for, filled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 
@@ -55,20 +54,10 @@ class Counted(SessionExtension):
         self.calls.append("started")
 
 
-class _EntryPoint:
-    name = "counted"
-
-    def load(self) -> type[SessionExtension]:
-        return Counted
-
-
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(extension, "entry_points", lambda group: [_EntryPoint()] * (group == "freetrain.sessions"))
-    extension._known.cache_clear()
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SESSIONS, "counted", Counted)
     Counted.calls.clear()
-    yield
-    extension._known.cache_clear()
 
 
 def train(session: Any, kind: type[nn.Linear], *, best: bool = False) -> dict[str, list[float]]:
