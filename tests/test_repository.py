@@ -72,7 +72,7 @@ ROOMS = {
         "training",
         "extensions/pages",
     },
-    "extensions/pages": {"protocol", "report"},
+    "extensions/pages": {"protocol", "report", "windows"},
     "extensions/pbs": {"planning", "windows"},
     "extensions/replay": {
         "cli",

@@ -1,4 +1,4 @@
-"""Reads the journals of a run, as its drivers write them, into its view."""
+"""Reads the journals of a run, as its drivers write them, into its projection."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sqlite3
 import time
 from dataclasses import dataclass
 from operator import length_hint
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from freetrain_parsl.executor.journal import newest_entry, newest_report, read_journal, read_progress
-from freetrain_parsl.extensions.pages.run_view import RunView
+from freetrain_parsl.report.projection.projection import Projection
 from freetrain_parsl.storage.read_only_database import seen_state
 
 if TYPE_CHECKING:
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.journal import Record
 
-__all__ = ["DAMAGED", "DriverJournal", "RunReader"]
+__all__ = ["DAMAGED", "DriverJournal", "RunReader", "read_whole"]
 
 _PORTION: Final = 5000  # records taken at once
 DAMAGED: Final = (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError, RecursionError)
 """What records with unexpected content raise, wherever that is noticed."""
+
+
+_P = TypeVar("_P", bound=Projection)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,23 @@ class DriverJournal:
     ended: float | None = None
 
 
+def read_whole(run: Projection, journal: DriverJournal, clock: Callable[[], float] = time.time) -> None:
+    """Fold the journal of the next driver.
+
+    Raises
+    ------
+    OSError, sqlite3.Error, and those of `DAMAGED`
+        It cannot be read.
+    """
+    run.begin_driver()
+    run.take((entry.time, entry.record) for _, entry in read_journal(journal.path))
+    run.take_progress(read_progress(journal.path), newest_report(journal.path))
+    if journal.how is None:
+        run.pass_time(clock())
+    else:
+        run.end_driver(journal.ended, journal.how)
+
+
 @dataclass
 class _Place:
     """How far a journal has been read."""
@@ -58,15 +78,15 @@ class _Place:
     """Sizes and times of its files when they were read last."""
 
 
-class RunReader:
+class RunReader(Generic[_P]):
     """Follows the journals of a run.
 
-    What cannot be read is stated by name in the view, and what was read before stays.
+    What cannot be read is stated by name in the projection, and what was read before stays.
 
     Parameters
     ----------
-    name
-        Name of the run.
+    run
+        Takes what they say: a `Projection`, or a view, which is one.
     journals
         Returns the journals of its drivers so far, the first one first.
     clock
@@ -74,9 +94,9 @@ class RunReader:
     """
 
     def __init__(
-        self, name: str, journals: Callable[[], Sequence[DriverJournal]], clock: Callable[[], float] = time.time
+        self, run: _P, journals: Callable[[], Sequence[DriverJournal]], clock: Callable[[], float] = time.time
     ) -> None:
-        self.view = RunView(name)
+        self.run = run
         self._journals = journals
         self._clock = clock
         self._found: Sequence[DriverJournal] = ()
@@ -85,7 +105,7 @@ class RunReader:
         self.is_behind = False
         """Whether the last `refresh` stopped before the end."""
 
-    def refresh(self, most: int | None = None) -> RunView:
+    def refresh(self, most: int | None = None) -> _P:
         """Read what is new.
 
         Parameters
@@ -118,15 +138,15 @@ class RunReader:
                 self._end(journal, place)
             if place.damage:
                 problem = f"the journal {journal.path} is damaged: {place.damage}; the rest of it is shown"
-        self.view.report_problem(problem)
-        self.view.report_reading(self.is_behind)
-        return self.view
+        self.run.report_problem(problem)
+        self.run.report_reading(self.is_behind)
+        return self.run
 
     def _follow(self, journal: DriverJournal, place: _Place) -> None:
         status = journal.path.stat()
         if place.file is None:
             place.file = (status.st_dev, status.st_ino)
-            self.view.begin_driver()
+            self.run.begin_driver()
         elif place.file != (status.st_dev, status.st_ino):
             raise ValueError("it was replaced by another file")
         changed = seen_state(journal.path)
@@ -138,8 +158,8 @@ class RunReader:
         if journal.how is None:
             if place.is_over:
                 place.is_over = False
-                self.view.begin_driver()
-            self.view.pass_time(self._clock())
+                self.run.begin_driver()
+            self.run.pass_time(self._clock())
         else:
             self._end(journal, place)
 
@@ -147,7 +167,7 @@ class RunReader:
         """State that the driver has ended, unless it runs or that was stated before."""
         if journal.how is not None and not place.is_over:
             place.is_over = True
-            self.view.end_driver(journal.ended, journal.how)
+            self.run.end_driver(journal.ended, journal.how)
 
     def _read(self, journal: DriverJournal, place: _Place) -> None:
         if newest_entry(journal.path) < place.entry:
@@ -167,7 +187,7 @@ class RunReader:
             if portion:
                 self._take(portion, place, number)
         reported = newest_report(journal.path)
-        self.view.take_progress(read_progress(journal.path), reported)
+        self.run.take_progress(read_progress(journal.path), reported)
 
     def _take(self, portion: list[tuple[float, Record | None]], place: _Place, number: int) -> None:
         """Pass records on, the last of which has this number; those with unexpected content are left out."""
@@ -175,7 +195,7 @@ class RunReader:
         waiting = iter(portion)
         while length_hint(waiting):
             try:
-                self.view.take(waiting)
+                self.run.take(waiting)
             except DAMAGED as error:  # noqa: PERF203 - once for each damaged entry
                 place.damage = f"entry {number - length_hint(waiting)} has unexpected content ({error!r})"
         portion.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.counted_steps import CountedSteps
-from freetrain_parsl.report.projection.node_time import NodePhase, NodeTime, node_time
-from tests.report.test_node_time import entry
+from freetrain_parsl.report.projection.node_time import NodePhase
+from freetrain_parsl.report.projection.projection import Projection
+
+if TYPE_CHECKING:
+    from freetrain_parsl.report.projection.node_time import NodeTime
 
 
 @dataclass
@@ -187,29 +191,27 @@ _ACTIONS = st.one_of(
 )
 
 
+def _shown_by(run: Projection, world: _World) -> Projection:
+    for timed, progress, reported, ended in zip(
+        world.journals, world.progress, world.reported, world.ended, strict=True
+    ):
+        run.begin_driver()
+        run.take(timed)
+        run.take_progress(progress, reported)
+        run.end_driver(ended, "killed" if ended is None else "stopped")
+    return run
+
+
 def _figures(world: _World) -> tuple[NodeTime, float]:
-    account, counted = NodeTime(), CountedSteps()
-    for timed, progress, reported, ended in zip(
-        world.journals, world.progress, world.reported, world.ended, strict=True
-    ):
-        entries = [entry(time, written) for time, written in timed]
-        driver = node_time(entries, ended=ended, reported=reported, observe=counted.take)
-        account.add(driver)
-        counted.take_progress(progress)
-        counted.end_driver(driver.slot_seconds)
-    return account, counted.total()
+    account = _shown_by(Projection(), world).node_time()
+    return account, account.useful_slot_seconds
 
 
-def _page(world: _World) -> dict[str, float]:
+def _page(world: _World) -> dict[str, Any]:
     view = RunView("run")
-    for timed, progress, reported, ended in zip(
-        world.journals, world.progress, world.reported, world.ended, strict=True
-    ):
-        view.begin_driver()
-        view.take(timed)
-        view.take_progress(progress, reported)
-        view.end_driver(ended, "killed" if ended is None else "stopped")
-    return view.since()["run"]
+    _shown_by(view, world)
+    run: dict[str, Any] = view.since()["run"]
+    return run
 
 
 def _play(world: _World, actions: list[tuple]) -> None:

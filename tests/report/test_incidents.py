@@ -13,6 +13,7 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.extensions.notebook.shown import ShownCampaign
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.incidents import Incidents, count_failures
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
@@ -85,7 +86,7 @@ def test_every_view_has_the_same_number_of_failures(run):
         return CliRunner().invoke(app, [*arguments, str(run)]).stdout
 
     journals = [run / f"journal-{number}.sqlite" for number in (0, 1)]
-    view = RunReader("run", lambda: [DriverJournal(path, "stopped", 50.0) for path in journals]).refresh()
+    view = RunReader(RunView("run"), lambda: [DriverJournal(path, "stopped", 50.0) for path in journals]).refresh()
     assert view.since()["run"]["failures"] == len(FAILURES)
     assert len(view.since()["incidents"]["row"]) == len(FAILURES)  # no repair in this run
     assert json.loads(shown("report", "--json"))["failures"] == len(FAILURES)

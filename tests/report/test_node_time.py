@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.executor.journal import JournalEntry
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.codec import type_name
-from freetrain_parsl.report.projection.node_time import NodePhase, NodeTime, node_time
-
-
-def entry(time, written):
-    detail = asdict(written)
-    return JournalEntry(time, type_name(type(written)), detail.pop("subject"), detail)
+from freetrain_parsl.report.projection.node_time import NodePhase, NodeTime
+from freetrain_parsl.report.projection.projection import Projection
 
 
 def account(*timed, ended=True, end=None, now=None):
     """Account for a driver; if it has ended, then at `end` or with its last entry."""
-    end = end if timed == () or end is not None else timed[-1][0]
-    return node_time([entry(time, written) for time, written in timed], ended=(end or 0.0) if ended else None, now=now)
+    run = Projection()
+    run.take(timed)
+    if ended:
+        run.end_driver(timed[-1][0] if timed and end is None else end or 0.0, "finished")
+    elif now is None:
+        run.end_driver(None, "killed")
+    else:
+        run.pass_time(now)
+    return run.node_time()
 
 
 def fragment(training, generation, *nodes):

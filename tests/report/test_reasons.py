@@ -22,6 +22,7 @@ from freetrain_parsl.executor.executor import FreeTrainExecutor
 from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.extensions.notebook.shown import ShownCampaign
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import BlockTerms, Window
 from freetrain_parsl.protocol import journal as record
@@ -169,7 +170,7 @@ def test_every_place_has_the_reasons(run, why):
         return CliRunner().invoke(app, [*arguments, str(run)]).stdout
 
     journal = run / "journal.sqlite"
-    view = RunReader("run", lambda: [DriverJournal(journal)]).refresh().since()
+    view = RunReader(RunView("run"), lambda: [DriverJournal(journal)]).refresh().since()
     assert why in "\n".join(view["run"]["reasons"])
     assert view["trainings"]["remark"] == ["waits for a node to join", "not fused: its model has hooks"]
     assert why in shown("status")

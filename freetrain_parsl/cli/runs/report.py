@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,16 +15,13 @@ from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.pages.report_page import PHASES, UNUSED, missing_lines, write_report_page
+from freetrain_parsl.report.report_page import PHASES, UNUSED, missing_lines, write_report_page
 from freetrain_parsl.screen import say_json
 from freetrain_parsl.texts import shortened
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run_source import RunSource
-    from freetrain_parsl.protocol.journal import Record
-    from freetrain_parsl.report.projection.counted_steps import CountedSteps
-    from freetrain_parsl.report.projection.incidents import Incidents
-    from freetrain_parsl.report.projection.node_time import NodeTime
+    from freetrain_parsl.report.projection.projection import Projection
 
 __all__ = ["report"]
 
@@ -84,8 +79,8 @@ def run_report(source: RunSource) -> dict[str, Any]:
     InvalidInput
         A journal cannot be read.
     """
-    found = _read(source)
-    account, progress = found.account, found.progress
+    run, missing = _read(source)
+    account, progress = run.node_time(), run.progress
     trainings = source.trainings()
     states = ("finished", "running", "waiting", "failed", "cancelled")
     return {
@@ -100,7 +95,7 @@ def run_report(source: RunSource) -> dict[str, Any]:
         "duplicate_samples": int(sum(each.get("duplicate_samples", 0) for each in progress.values())),
         "held_node_seconds": account.held,
         "node_seconds": {phase.value: seconds for phase, seconds in account.phases.items()},
-        "useful_node_seconds": found.counted.total() / account.slots_per_node,
+        "useful_node_seconds": account.useful,
         "returned_node_seconds": account.returned,
         "cut_short_node_seconds": account.cut_short,
         "blocks_requested": account.requested,
@@ -109,61 +104,32 @@ def run_report(source: RunSource) -> dict[str, Any]:
         "block_endings": dict(account.endings.most_common()),
         "blocks_yielded": account.yielded,
         "closing_notices": account.closing_notices,
-        "failures": found.incidents.failures,
-        "notices": found.incidents.notices,
+        "failures": run.incidents.failures,
+        "notices": run.incidents.notices,
         "fragments_lost": account.lost_fragments,
         "requests": dict(sum(account.requests.values(), Counter[str]())),
         "requests_by_hour": [
             {"begin": hour, "counts": dict(counts)} for hour, counts in sorted(account.requests.items())
         ],
-        "missing_journals": found.missing,
+        "missing_journals": missing,
     }
 
 
-@dataclass
-class _Journals:
-    """What the journals of a run say together."""
+def _read(source: RunSource) -> tuple[Projection, list[str]]:
+    """Fold the journals, and list missing ones."""
+    from freetrain_parsl.report.projection.projection import Projection
+    from freetrain_parsl.report.run_reader import DAMAGED, read_whole
 
-    account: NodeTime
-    counted: CountedSteps
-    incidents: Incidents
-    progress: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The last report of each training to the last driver that ran it."""
-    missing: list[str] = field(default_factory=list)
-
-
-def _read(source: RunSource) -> _Journals:
-    """Add up the journals, and list missing ones."""
-    from freetrain_parsl.executor.journal import newest_report, read_journal, read_progress
-    from freetrain_parsl.report.projection.counted_steps import CountedSteps
-    from freetrain_parsl.report.projection.incidents import Incidents
-    from freetrain_parsl.report.projection.node_time import NodeTime, node_time
-    from freetrain_parsl.report.run_reader import DAMAGED
-
-    found = _Journals(NodeTime(), CountedSteps(), Incidents())
-
-    def observe(entry: Record | None) -> None:
-        found.counted.take(entry)
-        found.incidents.take(entry)
-
+    run, missing = Projection(), []
     for journal in source.journals():
-        path = journal.path
         try:
-            if not path.exists():
-                found.missing.append(str(path))
+            if not journal.path.exists():
+                missing.append(str(journal.path))
                 continue
-            entries = (entry for _, entry in read_journal(path))
-            now = time.time() if journal.how is None else None
-            reported = newest_report(path)
-            account = node_time(entries, ended=journal.ended, now=now, reported=reported, observe=observe)
-            reports = read_progress(path)
-            found.account.add(account)
-            found.counted.take_progress(reports)
-            found.counted.end_driver(account.slot_seconds)
-            found.progress |= reports
+            read_whole(run, journal)
         except (OSError, sqlite3.Error, *DAMAGED) as error:
-            raise InvalidInput(f"the journal {path} cannot be read: {error}") from None
-    return found
+            raise InvalidInput(f"the journal {journal.path} cannot be read: {error}") from None
+    return run, missing
 
 
 def _time_table(figures: dict[str, Any]) -> Table:

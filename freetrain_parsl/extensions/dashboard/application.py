@@ -16,8 +16,9 @@ from starlette.routing import Route
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.extensions.dashboard.access import Access, AccessVerdict
 from freetrain_parsl.extensions.dashboard.feed import Feed
-from freetrain_parsl.extensions.pages.markup import document, element
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.extensions.pages.web import run_view_script, run_view_style
+from freetrain_parsl.report.markup import document, element
 from freetrain_parsl.report.run_reader import RunReader
 from freetrain_parsl.texts import printable, printable_lines, shortened
 
@@ -128,7 +129,7 @@ class _Pages:
         self._access = access
         self._prefix = prefix
         self._reading_log = asyncio.Semaphore(2)
-        self.feed = Feed(RunReader(self._name, source.journals))
+        self.feed = Feed(RunReader(RunView(self._name), source.journals))
         self.events = _Events(self.feed)
 
     async def page(self, _request: Request) -> Response:

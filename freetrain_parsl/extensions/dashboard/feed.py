@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from freetrain_parsl.extensions.pages.run_view import RunView
     from freetrain_parsl.report.run_reader import RunReader
 
 __all__ = ["Feed"]
@@ -33,7 +34,7 @@ class Feed:
         Seconds between looks at the journal.
     """
 
-    def __init__(self, reader: RunReader, period: float = _PERIOD) -> None:
+    def __init__(self, reader: RunReader[RunView], period: float = _PERIOD) -> None:
         self._reader = reader
         self._period = period
         self._lock = threading.Lock()
@@ -98,8 +99,8 @@ class Feed:
     def _since(self, after: int) -> tuple[int, str, str]:
         with self._lock:
             made = self._made.get(after)
-            if made is None or made[0] != self._reader.view.version:
-                delta = self._reader.view.since(after)
+            if made is None or made[0] != self._reader.run.version:
+                delta = self._reader.run.since(after)
                 version = delta["version"]
                 made = version, f"{self._instance}-{version}", json.dumps(delta, separators=(",", ":"))
                 self._made = {known: one for known, one in self._made.items() if one[0] == version} | {after: made}
@@ -108,7 +109,7 @@ class Feed:
     async def _follow(self) -> None:
         while True:
             behind = await asyncio.to_thread(self._refresh)
-            version = self._reader.view.version
+            version = self._reader.run.version
             if version != self._version:
                 async with self._changed:
                     self._version = version

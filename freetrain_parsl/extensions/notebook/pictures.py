@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.extensions.notebook.values import Picture
-from freetrain_parsl.report.projection.node_states import NodeState
+from freetrain_parsl.extensions.pages.node_states import NodeState
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED
 

@@ -20,6 +20,7 @@ from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.extensions.notebook.launch import reason_in
 from freetrain_parsl.extensions.notebook.snapshot import RunSnapshot, TrainingRow, short_path
 from freetrain_parsl.extensions.notebook.values import outcome_row
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal, RunReader
 from freetrain_parsl.texts import storable, text_of
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from freetrain_parsl.campaign.store import TrainingRecord
-    from freetrain_parsl.extensions.pages.run_view import RunView
     from freetrain_parsl.report.projection.run import TrainingState
 
 __all__ = ["ShownCampaign", "ShownFutures", "ShownRun"]
@@ -118,7 +118,7 @@ class ShownCampaign(ShownRun):
         self._campaign: CampaignSource | None = None
         if self._open() is None and driver_process(self.directory) is None:
             StoredRun(self.directory)  # it refuses by name
-        self._reader = RunReader(self._name, self._driver_journals, clock)
+        self._reader = RunReader(RunView(self._name), self._driver_journals, clock)
 
     @property
     def store(self) -> StoredRun:
@@ -244,7 +244,7 @@ class ShownFutures(ShownRun):
         self._path = journal
         self._clock = clock
         self._journal = _JournalReader()
-        self._reader = RunReader(directory.name, self._driver_journals, clock)
+        self._reader = RunReader(RunView(directory.name), self._driver_journals, clock)
 
     def _snapshot(self) -> RunSnapshot:
         """Return the state of the futures, with progress from the journal."""

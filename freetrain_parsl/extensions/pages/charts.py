@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from freetrain_parsl.extensions.pages.markup import element
+from freetrain_parsl.report.markup import element
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""A run as its page shows it: folded from the journal's records, and passed on as changes since a version.
+"""A run as its page shows it: the projection of its journals, passed on as changes since a version.
 
 The state is in tables (`extensions.pages.changes`): arrays of plain values by column, in JSON. A reader that has
 version n gets the rows that have changed since; one that has nothing gets all of them. Times are in seconds since
@@ -10,16 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages.changes import CurvePoints, Rows
+from freetrain_parsl.extensions.pages.node_states import NodeStates, WindowHistory, short_hosts
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.report.projection.counted_steps import CountedSteps
-from freetrain_parsl.report.projection.incidents import Incidents
-from freetrain_parsl.report.projection.node_states import NodeStates, WindowHistory, short_hosts
-from freetrain_parsl.report.projection.node_time import NodeTime, NodeTimeFold
-from freetrain_parsl.report.projection.run import RunState
+from freetrain_parsl.report.projection.projection import Projection
 from freetrain_parsl.report.sentences import IncidentLevel, actions_in_words, cause_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from freetrain_parsl.report.projection.blocks import BlockHistory
     from freetrain_parsl.report.projection.run import TrainingState
@@ -49,7 +46,7 @@ _TABLES = {
 _BOUNDED = ("decisions", "windows", "incidents", "notices")
 
 
-class RunView:
+class RunView(Projection):
     """The view of a run, over all its drivers, one after the other.
 
     Parameters
@@ -59,19 +56,10 @@ class RunView:
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self._name = name
         self._version = 1  # a reader that has 0 has nothing
-        self._origin: float | None = None
-        self._now = 0.0
-        self._driver_now = 0.0
-        """Time of the present driver; earlier than ``_now`` if the wall clock was set back before it began."""
-        self._last_record = 0.0
-        """Time of the last record of the present driver."""
         self._stated_now = 0.0
-        self._state = RunState()
-        self._ended: str | None = None
-        self._problem = ""
-        self._reading = False
         self._policy = ""
         self._tables = {
             table: Rows(columns, lambda: self._version, _MOST_SHOWN if table in _BOUNDED else None)
@@ -80,117 +68,58 @@ class RunView:
         self._curves = CurvePoints(lambda: self._version)
         self._node_states = NodeStates(self._tables["nodes"], self._tables["spans"], self._relative)
         self._windows = WindowHistory(self._tables["windows"], self._relative)
-        self._node_time = NodeTimeFold()
-        self._earlier = NodeTime()
-        """Node time of earlier drivers."""
-        self._counted = CountedSteps()
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
         self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
-        self._incidents = Incidents()
         self._touched: set[str] = set()  # trainings whose rows are to be written
         self._solves: list[record.Decision] = []
 
     # What happened.
 
-    def take(self, entries: Iterable[tuple[float, record.Record | None]]) -> None:
-        """Take records of the present driver's journal, each with its time, seconds since the epoch."""
+    def on_change(self) -> None:
+        """Begin a new version."""
         self._version += 1
-        self._ended = None
-        for time, entry in entries:
-            self._origin = time if self._origin is None else self._origin
-            self._last_record = max(self._last_record, time)
-            self._driver_now = max(self._driver_now, time)
-            self._now = max(self._now, time)
-            self._state.take(time, entry)
-            self._node_time.take(time, entry)
-            self._counted.take(entry)
-            if entry is not None:
-                self._take(time, entry)
+
+    def on_driver_begun(self) -> None:
+        """Expect blocks with names that an earlier driver has used."""
+        self._block_rows = {}
+
+    def on_taken(self) -> None:
+        """Write the rows of the trainings that records were about."""
         self._write_trainings()
 
-    def take_progress(self, reports: Mapping[str, dict[str, Any]], time: float = 0.0) -> None:
-        """Take the last progress report of each training, the newest one of `time`, seconds since the epoch."""
-        self._version += 1
-        if self._origin is not None and time > self._last_record:  # the driver still ran then, if it was killed
-            self._last_record = time
-            self._driver_now, self._now = max(self._driver_now, time), max(self._now, time)
-            self._node_time.pass_time(time)
-        self._state.take_progress(reports)
-        self._counted.take_progress(reports)
-        self._touched |= self._training_rows.keys()  # remarks depend on other trainings, too
+    def on_progress(self, reports: Mapping[str, dict[str, Any]]) -> None:
+        """Write the rows of all trainings: remarks depend on other trainings, too."""
+        self._touched |= self._training_rows.keys()
         for name, report in reports.items():
             row, loss = self._training_rows.get(name), report.get("loss")
-            if row is not None and loss is not None and self._state.trainings[name].state == "finished":
+            if row is not None and loss is not None and self.state.trainings[name].state == "finished":
                 self._curves.end(row, "loss", report["step"], loss)
         self._write_trainings()
 
-    def pass_time(self, now: float) -> None:
-        """Note the time while a driver runs, by the wall clock, seconds since the epoch."""
-        now -= self._node_time.lead
-        if self._origin is not None and now > self._driver_now:
-            self._driver_now = now
-            self._now = max(self._now, now)
-            if now - self._stated_now >= _MOST_SILENT:
-                self._version, self._stated_now = self._version + 1, now
+    def on_time(self, now: float) -> None:
+        """State the time, also if nothing happens."""
+        if now - self._stated_now >= _MOST_SILENT:
+            self._version, self._stated_now = self._version + 1, now
 
-    def begin_driver(self) -> None:
-        """Note that a driver runs: the records that follow are of its journal."""
-        self._version += 1
-        self._ended = None
-        self._block_rows = {}
-
-    def end_driver(self, time: float | None, how: str) -> None:
-        """Note that the driver ended.
-
-        Parameters
-        ----------
-        time
-            When, by the wall clock, seconds since the epoch; ``None``, of a killed one: when it wrote its last record.
-        how
-            In one word: finished, stopped, interrupted, failed or killed; ended, if that is unknown.
-        """
-        self._version += 1
-        end = self._last_record if time is None else max(self._last_record, time - self._node_time.lead)
-        end = end or self._now  # the journal has no record
-        self._now = max(self._now, end)
-        self._ended = how
-        if time is None:
-            running = (name for name, one in self._state.trainings.items() if one.state == "running")
-            self._incidents.driver_was_killed(running)
-        for block in self._state.blocks.end_driver(end, f"the driver {_ENDS[how]}"):
+    def on_driver_ended(self, time: float, blocks: Sequence[BlockHistory]) -> None:
+        """Write that nothing runs, and nothing more is known."""
+        for block in blocks:
             self._write_block(block)
-        self._state.end_driver(end)
-        self._node_states.end_driver(end)
-        self._windows.end_driver(end)
-        driver = self._node_time.finish(None if time is None else end)
-        self._earlier.add(driver)
-        self._counted.end_driver(driver.slot_seconds)
-        self._node_time = NodeTimeFold()
-        self._driver_now = self._last_record = self._stated_now = 0.0
+        self._node_states.end_driver(time)
+        self._windows.end_driver(time)
+        self._stated_now = 0.0
         for name in self._training_rows:
             self._touch_fragment(name)
         self._touched |= self._training_rows.keys()
         self._write_trainings()
-
-    def report_problem(self, text: str) -> None:
-        """State why the journal cannot be read, in one line; empty: it can."""
-        if text != self._problem:
-            self._version += 1
-            self._problem = text
-
-    def report_reading(self, reading: bool) -> None:  # noqa: FBT001 - the only parameter
-        """State whether there are records that are known, but have not been taken yet."""
-        if reading != self._reading:
-            self._version += 1
-            self._reading = reading
 
     # What a reader gets.
 
     @property
     def failures(self) -> int:
         """Number of failures so far, see `Incidents`."""
-        return self._incidents.failures
+        return self.incidents.failures
 
     @property
     def version(self) -> int:
@@ -218,39 +147,37 @@ class RunView:
         }
 
     def _summary(self) -> dict[str, Any]:
-        account = NodeTime()
-        account.add(self._earlier)
-        present = self._node_time.so_far(self._driver_now) if self._ended is None else NodeTime()
-        account.add(present)
-        failed = self._state.failed_starts if self._ended is None else None
+        account = self.node_time()
+        failed = self.failed_starts
         return {
             "name": self._name,
             "policy": self._policy,
-            "origin": self._origin,
-            "now": None if self._origin is None else self._relative(self._now),
-            "ended": self._ended,
-            "reading": self._reading,
-            "problem": self._problem,
-            "reasons": self._state.obstacles(self._now) if self._ended is None else [],
-            "starts_failed": "" if failed is None else failed.sentence(self._now),
-            "training_nodes": len({node for each in self._state.trainings.values() for node in each.nodes}),
-            "idle_nodes": sum(len(window["nodes"]) for window in self._state.windows) if self._ended is None else 0,
+            "origin": self.origin,
+            "now": None if self.origin is None else self._relative(self.now),
+            "ended": self.ended,
+            "reading": self.is_reading,
+            "problem": self.problem,
+            "reasons": self.state.obstacles(self.now) if self.ended is None else [],
+            "starts_failed": "" if failed is None else failed.sentence(self.now),
+            "training_nodes": len({node for each in self.state.trainings.values() for node in each.nodes}),
+            "idle_nodes": sum(len(window["nodes"]) for window in self.state.windows) if self.ended is None else 0,
             "node_seconds": {phase.value: round(seconds) for phase, seconds in account.phases.items()},
-            "useful_node_seconds": round(self._counted.total(present.slot_seconds) / account.slots_per_node),
+            "useful_node_seconds": round(account.useful),
             "returned_node_seconds": round(account.returned),
             "cut_short_node_seconds": round(account.cut_short),
             "blocks": {"requested": account.requested, "started": account.started, "yielded": account.yielded},
             "closing_notices": account.closing_notices,
-            "failures": self._incidents.failures,
+            "failures": self.incidents.failures,
         }
 
     # Records.
 
     def _relative(self, time: float) -> float:
-        assert self._origin is not None, "there is a record"
-        return round(time - self._origin, 1)
+        assert self.origin is not None, "there is a record"
+        return round(time - self.origin, 1)
 
-    def _take(self, time: float, entry: record.Record) -> None:
+    def on_record(self, time: float, entry: record.Record) -> None:
+        """Write the rows that a record is about."""
         match entry:
             case record.Decision():
                 self._solves.append(entry)
@@ -266,14 +193,15 @@ class RunView:
                 self._on_requests(time, entry)
             case _:
                 self._on_block_record(time, entry)
-        if entry.subject in self._state.trainings:
+        if entry.subject in self.state.trainings:
             self._on_training_record(entry)
-        if (incident := self._incidents.take(entry)) is not None:
-            level, text = incident
-            if level is IncidentLevel.NOTICE:
-                self._tables["notices"].add(self._relative(time), entry.subject, text)
-            else:
-                self._tables["incidents"].add(self._relative(time), int(level), entry.subject, text)
+
+    def on_incident(self, time: float, subject: str, level: IncidentLevel, text: str) -> None:
+        """Add its row."""
+        if level is IncidentLevel.NOTICE:
+            self._tables["notices"].add(self._relative(time), subject, text)
+        else:
+            self._tables["incidents"].add(self._relative(time), int(level), subject, text)
 
     def _on_step(self, time: float, step: record.PlannerStep) -> None:
         for event in step.events:
@@ -303,14 +231,14 @@ class RunView:
         match entry:
             case record.BlockStarted(subject=name, nodes=nodes):
                 since = entry.since
-                if since is not None and self._origin is not None:
-                    since = max(since, self._origin)
+                if since is not None and self.origin is not None:
+                    since = max(since, self.origin)
                 self._node_states.on_block_started(time, name, nodes, since)
                 self._windows.on_block_started(name, nodes)
             case record.BlockEnded(subject=name):
                 self._node_states.on_block_ended(time, name)
-        if self._state.changed_block is not None:
-            self._write_block(self._state.changed_block)
+        if self.state.changed_block is not None:
+            self._write_block(self.state.changed_block)
 
     def _write_block(self, block: BlockHistory) -> None:
         rows, now = self._tables["blocks"], self._relative
@@ -348,10 +276,10 @@ class RunView:
     def _touch_fragment(self, training: str) -> None:
         """Write the row of a training's last fragment."""
         rows = self._tables["fragments"]
-        index = self._state.last_fragment(training)
+        index = self.state.last_fragment(training)
         if index is None:
             return
-        fragment = self._state.fragments[index]
+        fragment = self.state.fragments[index]
         end = None if fragment.end is None else self._relative(fragment.end)
         if index < rows.count:
             rows.change(index, end=end, failure=int(fragment.failure), resumed=fragment.resumed_from)
@@ -364,7 +292,7 @@ class RunView:
 
     def _write_trainings(self) -> None:
         for name in self._touched & self._training_rows.keys():
-            self._tables["trainings"].change(self._training_rows[name], **self._training(self._state.trainings[name]))
+            self._tables["trainings"].change(self._training_rows[name], **self._training(self.state.trainings[name]))
         self._touched.clear()
 
     def _training(self, training: TrainingState) -> dict[str, Any]:
@@ -394,16 +322,6 @@ class RunView:
             "remark": training.remark(),
             "error": training.error.strip().partition("\n")[0][:400],
         }
-
-
-_ENDS = {
-    "finished": "finished",
-    "stopped": "was stopped",
-    "interrupted": "was interrupted",
-    "failed": "failed",
-    "killed": "was killed",
-    "ended": "has ended",
-}
 
 
 def _runs(numbers: Sequence[int]) -> list[int]:

@@ -9,9 +9,9 @@ import numpy as np
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.pages.dates import TimeAxis
-from freetrain_parsl.extensions.pages.markup import document, element, page, scrolling_table
 from freetrain_parsl.extensions.replay.page.wording import count, duration, milliseconds, percent
 from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.markup import document, element, page, scrolling_table
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:

@@ -11,11 +11,9 @@ from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from freetrain_parsl.executor.journal import JournalEntry
-
-__all__ = ["NodePhase", "NodeTime", "NodeTimeFold", "node_time"]
+__all__ = ["NodePhase", "NodeTime", "NodeTimeFold"]
 
 
 _HOUR = 3600.0
@@ -67,6 +65,8 @@ class NodeTime:
         last entry.
     slot_seconds
         Slot-seconds of nodes on which trainings ran.
+    useful_slot_seconds
+        Slot-seconds in steps that count, of all drivers together; see `CountedSteps`.
     requests
         Hour, in seconds since the epoch -> how often each command of the batch system was run in it.
     """
@@ -84,6 +84,7 @@ class NodeTime:
     end: float | None = None
     unfinished: int = 0
     slot_seconds: float = 0.0
+    useful_slot_seconds: float = 0.0
     requests: dict[float, Counter[str]] = field(default_factory=dict)
 
     @property
@@ -96,6 +97,11 @@ class NodeTime:
         """Mean number of slots of the nodes on which trainings ran, which may be of several kinds."""
         training = self.phases[NodePhase.TRAINING]
         return self.slot_seconds / training if training else 1.0
+
+    @property
+    def useful(self) -> float:
+        """Node-seconds in steps that count."""
+        return self.useful_slot_seconds / self.slots_per_node
 
     def add(self, other: NodeTime) -> None:
         """Add the account of another driver of the same run."""
@@ -115,41 +121,6 @@ class NodeTime:
         self.slot_seconds += other.slot_seconds
         self.begin = min((time for time in (self.begin, other.begin) if time is not None), default=None)
         self.end = max((time for time in (self.end, other.end) if time is not None), default=None)
-
-
-def node_time(
-    entries: Iterable[JournalEntry],
-    *,
-    ended: float | None = None,
-    now: float | None = None,
-    reported: float = 0.0,
-    observe: Callable[[record.Record | None], object] = lambda _record: None,
-) -> NodeTime:
-    """Account for the node time of one driver.
-
-    Parameters
-    ----------
-    entries
-        Its journal, in order of time.
-    ended
-        When the driver has ended by itself, and its last blocks with it, by the wall clock, seconds since the epoch;
-        ``None``: it runs, or was killed.
-    now
-        The time by the wall clock, if it runs.
-    reported
-        When it received its last report of progress, by the journal's clock: a killed driver ran until then.
-    observe
-        Called with each record, for what else is folded from them.
-    """
-    fold = NodeTimeFold()
-    for entry in entries:
-        found = entry.record
-        fold.take(entry.time, found)
-        observe(found)
-    fold.pass_time(reported)
-    if now is not None:
-        fold.pass_time(now - fold.lead)
-    return fold.finish(None if ended is None else ended - fold.lead)
 
 
 @dataclass
@@ -246,12 +217,14 @@ class NodeTimeFold:
         """Return the account up to `time`, and change nothing: if the driver is killed, its last record counts."""
         account = NodeTime()
         account.add(self._account)
+        account.unfinished += len(self._ends)
+        account.end = None if account.end is None else max(account.end, time)
         for name in self._nodes:
             self._count_time(account, name, max(self._now, time))
         return account
 
     def finish(self, ended: float | None) -> NodeTime:
-        """Return the account at the end of the journal; see `node_time`."""
+        """Return the account at the end of the driver; `ended`: when it ended by itself, ``None``: it was killed."""
         if ended is not None:
             self._now = max(self._now, ended)
         for block in list(self._ends):

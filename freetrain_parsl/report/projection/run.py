@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.executor.journal import last_record, read_journal, read_kinds, read_progress
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.blocks import BlockFold
-from freetrain_parsl.report.projection.obstacles import Obstacles
-from freetrain_parsl.report.projection.unused_windows import UnusedWindows
+from freetrain_parsl.report.projection.obstacles import Obstacles, UnusedWindows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,6 +19,7 @@ from freetrain_parsl.extensions.dashboard.application import make_application
 from freetrain_parsl.extensions.dashboard.feed import Feed
 from freetrain_parsl.extensions.dashboard.jupyter import server_proxy
 from freetrain_parsl.extensions.dashboard.server import ServerOptions
+from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from tests.cli.test_status import FACTS
 from tests.extensions.dashboard.asgi_client import Client
@@ -177,7 +178,7 @@ def test_a_run_that_was_removed_is_named_and_what_was_read_stays(store, access, 
     source = CampaignSource(store, iter(range(0, 10000, 100)).__next__)
     client = Client(make_application(source, access))
     token = sign_in(client, access)
-    reader = RunReader("sweep", source.journals)
+    reader = RunReader(RunView("sweep"), source.journals)
     trainings = reader.refresh().since(0)["trainings"]
     store.directory.joinpath("campaign.sqlite").unlink()
     after = reader.refresh().since(0)
@@ -246,7 +247,7 @@ def test_a_page_opened_late_gets_the_whole_history_and_one_that_returns_the_rest
 
 @pytest.mark.parametrize("event", ["", "-", "x-1", "-1", "a-b", "9" * 400, "\N{SNOWMAN}-\N{SUPERSCRIPT TWO}"])
 def test_an_event_id_that_is_not_ours_means_everything(event):
-    assert Feed(RunReader("demo", list)).known(event) == 0
+    assert Feed(RunReader(RunView("demo"), list)).known(event) == 0
 
 
 def test_viewers_are_bounded(client, access):
@@ -281,7 +282,7 @@ def test_viewers_are_bounded(client, access):
 def test_a_slow_viewer_gets_one_large_change_instead_of_many(tmp_path):
     path = tmp_path / "journal.sqlite"
     Journal(path).close()
-    reader = RunReader("demo", lambda: [DriverJournal(path)], clock=lambda: 500.0)
+    reader = RunReader(RunView("demo"), lambda: [DriverJournal(path)], clock=lambda: 500.0)
 
     async def scene():
         feed = Feed(reader, period=0.01)

@@ -312,7 +312,7 @@ def test_the_fragments_of_a_killed_driver_end_with_its_journal(tmp_path, monkeyp
         journal.write(begin + 1, record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0))
         journal.write(begin + 9, record.Checkpoint("a", 5))
         journal.close()
-    seen = RunReader("sweep", lambda: [DriverJournal(path, "killed") for path in paths]).refresh().since()
+    seen = RunReader(RunView("sweep"), lambda: [DriverJournal(path, "killed") for path in paths]).refresh().since()
     assert str(timeline_picture(paths, seen, "sweep")) == "sweep: 2 fragments on 1 nodes"
     drawn[0](tmp_path)
     assert [(fragment.start, fragment.end) for fragment in drawn[1].fragments] == [(1.0, 9.0), (101.0, 109.0)]

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.extensions.pages.node_states import NodeState
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.extensions.pages.web import run_view_script, run_view_style
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress
-from freetrain_parsl.report.projection.node_states import NodeState
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 
 WINDOW = {"nodes": ["n1", "n2", "n3"], "opens": 100.0, "closes": 400.0}
@@ -116,7 +116,7 @@ def test_a_training_that_resumes_after_its_driver_was_killed_was_repaired(tmp_pa
     ]
     write(second, *entries)
     drivers = [DriverJournal(journal, how="killed"), DriverJournal(second)]
-    delta = RunReader("demo", lambda: drivers, clock=lambda: 500.0).refresh().since()
+    delta = RunReader(RunView("demo"), lambda: drivers, clock=lambda: 500.0).refresh().since()
     assert table(delta, "incidents")[-1]["text"] == "resumed from the checkpoint of step 5"
 
 
@@ -143,7 +143,7 @@ def test_why_a_cohort_waits_is_a_remark_of_its_trainings(tmp_path):
     path = tmp_path / "journal.sqlite"
     reason = "waits for a node to join"
     write(path, *RUN[:3], (101.0, record.CohortJoined("c", ["a", "b"])), (170.0, record.CohortStalled("c", reason)))
-    delta = RunReader("demo", lambda: [DriverJournal(path)], clock=lambda: 500.0).refresh().since()
+    delta = RunReader(RunView("demo"), lambda: [DriverJournal(path)], clock=lambda: 500.0).refresh().since()
     assert all(reason in row["remark"] for row in table(delta, "trainings"))
 
 
@@ -180,7 +180,7 @@ def journal(tmp_path):
 
 def test_a_killed_driver_leaves_nothing_running_and_the_next_one_goes_on(tmp_path, journal):
     drivers = [DriverJournal(journal, how="killed")]
-    reader = RunReader("demo", lambda: drivers, clock=lambda: 500.0)
+    reader = RunReader(RunView("demo"), lambda: drivers, clock=lambda: 500.0)
     delta = reader.refresh().since()
     assert delta["run"]["ended"] == "killed"
     assert [row["state"] for row in table(delta, "trainings")] == ["waiting", "waiting"]
@@ -245,7 +245,7 @@ def test_failed_starts_and_windows_are_those_of_the_driver_that_runs():
 
 
 def test_a_journal_that_vanishes_is_named_and_what_was_read_stays(journal):
-    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
+    reader = RunReader(RunView("demo"), lambda: [DriverJournal(journal)], clock=lambda: 500.0)
     reader.refresh()
     journal.unlink()
     run = reader.refresh().since()
@@ -257,13 +257,13 @@ def test_a_journal_that_vanishes_is_named_and_what_was_read_stays(journal):
 def test_a_run_whose_journals_are_all_missing_has_ended(tmp_path):
     """It was shown as running."""
     drivers = [DriverJournal(tmp_path / "none.sqlite", how="finished", ended=400.0)]
-    run = RunReader("demo", lambda: drivers, clock=lambda: 500.0).refresh().since()["run"]
+    run = RunReader(RunView("demo"), lambda: drivers, clock=lambda: 500.0).refresh().since()["run"]
     assert (run["ended"], run["now"]) == ("finished", None)
     assert "none.sqlite is missing" in run["problem"]
 
 
 def test_a_journal_that_was_replaced_is_named(tmp_path, journal):
-    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: 500.0)
+    reader = RunReader(RunView("demo"), lambda: [DriverJournal(journal)], clock=lambda: 500.0)
     reader.refresh()
     write(tmp_path / "other.sqlite", *RUN)
     (tmp_path / "other.sqlite").replace(journal)
@@ -282,7 +282,7 @@ def test_a_damaged_journal_is_named_and_does_not_end_the_reader(journal, damage)
             broken = "{" if damage == "json" else '{"nodes": 3, "ends": "x"}'
             database.execute("UPDATE event SET detail = ? WHERE kind = 'block_started'", (broken,))
         database.close()
-    reader = RunReader("demo", lambda: [DriverJournal(journal, how="finished", ended=160.0)])
+    reader = RunReader(RunView("demo"), lambda: [DriverJournal(journal, how="finished", ended=160.0)])
     for _ in range(2):
         delta = reader.refresh().since()
         assert str(journal) in delta["run"]["problem"]
@@ -293,7 +293,7 @@ def test_a_damaged_journal_is_named_and_does_not_end_the_reader(journal, damage)
 
 
 def test_a_run_without_a_journal_yet_is_empty_and_has_no_problem(tmp_path):
-    reader = RunReader("demo", lambda: [DriverJournal(tmp_path / "journal.sqlite")], clock=lambda: 500.0)
+    reader = RunReader(RunView("demo"), lambda: [DriverJournal(tmp_path / "journal.sqlite")], clock=lambda: 500.0)
     delta = reader.refresh().since()
     assert (delta["run"]["problem"], delta["run"]["origin"]) == ("", None)
     assert delta["version"] > 0, "a reader that has nothing gets it"
@@ -302,7 +302,7 @@ def test_a_run_without_a_journal_yet_is_empty_and_has_no_problem(tmp_path):
 
 def test_time_passes_for_a_reader_although_nothing_happens(journal):
     now = 300.0
-    reader = RunReader("demo", lambda: [DriverJournal(journal)], clock=lambda: now)
+    reader = RunReader(RunView("demo"), lambda: [DriverJournal(journal)], clock=lambda: now)
     reader.refresh()
     version = reader.refresh().version
     now = 305.0

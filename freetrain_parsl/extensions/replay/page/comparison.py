@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import BarPart, Series
-from freetrain_parsl.extensions.pages.markup import element, scrolling_table
 from freetrain_parsl.extensions.replay.page.wording import NO_FIGURE, count, duration, losses_met, milliseconds, percent
 from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.markup import element, scrolling_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

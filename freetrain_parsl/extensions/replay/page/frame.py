@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages.dates import TimeAxis, period
-from freetrain_parsl.extensions.pages.markup import document, element, page
 from freetrain_parsl.extensions.replay.page.comparison import comparison
 from freetrain_parsl.extensions.replay.page.details import policy_by_policy
 from freetrain_parsl.extensions.replay.page.sites import site_parts
@@ -24,6 +23,7 @@ from freetrain_parsl.extensions.replay.page.wording import (
     most_finished,
     percent,
 )
+from freetrain_parsl.report.markup import document, element, page
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:

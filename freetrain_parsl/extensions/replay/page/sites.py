@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
-from freetrain_parsl.extensions.pages.markup import element, scrolling_table
 from freetrain_parsl.extensions.replay.page.wording import (
     NO_FIGURE,
     count,
@@ -17,6 +16,7 @@ from freetrain_parsl.extensions.replay.page.wording import (
     way_name,
 )
 from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.markup import element, scrolling_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.pages.dates import period
-from freetrain_parsl.extensions.pages.markup import element, scrolling_table
 from freetrain_parsl.extensions.replay.page.details import node_use
 from freetrain_parsl.extensions.replay.page.wording import NO_FIGURE, count, duration, milliseconds, percent, ways
 from freetrain_parsl.report.colours import colour_of
+from freetrain_parsl.report.markup import element, scrolling_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.extensions.pages.markup import element, scrolling_table
 from freetrain_parsl.extensions.replay.page.wording import percent
+from freetrain_parsl.report.markup import element, scrolling_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

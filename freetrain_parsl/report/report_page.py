@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.extensions.pages.markup import document, element, page, scrolling_table
+from freetrain_parsl.report.markup import document, element, page, scrolling_table
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:

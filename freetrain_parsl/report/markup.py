@@ -40,7 +40,7 @@ def element(tag: str, /, *children: Element | str | None, **attributes: object) 
 
 def page(title: str, *parts: Element) -> Element:
     """Build the ``<html>`` element of a report, with the style sheet."""
-    style = files("freetrain_parsl.extensions.pages.web").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("freetrain_parsl.report").joinpath("page.css").read_text(encoding="utf-8")
     return element(
         "html",
         element(
