@@ -1,20 +1,18 @@
-"""The pictures of a run: its nodes over time, and its curves, from the journals of all its drivers."""
+"""The pictures of a run: its nodes over time, and its curves."""
 
 from __future__ import annotations
 
-import sqlite3
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.extensions.notebook.values import Picture
 from freetrain_parsl.extensions.pages.node_states import NodeState
-from freetrain_parsl.report.projection.run import RunState
-from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
+
+    from freetrain_parsl.extensions.pages.run_view import RunView
 
 __all__ = ["curves_picture", "stays_of", "timeline_picture"]
 
@@ -45,50 +43,20 @@ def curves_picture(seen: Mapping[str, Any], title: str) -> Picture:
         return Picture(f"{text}; {_NO_MATPLOTLIB}")
 
 
-def timeline_picture(journals: Sequence[Path], seen: Mapping[str, Any], title: str) -> Picture:
-    """Draw a run; without matplotlib, only describe it.
-
-    Parameters
-    ----------
-    journals
-        Of its drivers, the first one first.
-    seen
-        The run, as of `RunView.since`: what the nodes were over time.
-    title
-        Title of the picture.
-    """
-    whole = RunState()
-    for path in journals:
-        try:
-            run = _read(path)
-        except (OSError, sqlite3.Error, *DAMAGED) as error:
-            return Picture(f"{title}: the journal {path} cannot be read: {error}")
-        whole.trainings |= run.trainings
-        whole.fragments += run.fragments
-        whole.checkpoints += run.checkpoints
-        whole.node_kinds |= run.node_kinds
-    stays = stays_of(seen)
+def timeline_picture(run: RunView, title: str) -> Picture:
+    """Draw a run; without matplotlib, only describe it."""
+    stays, state = stays_of(run.since()), run.state
+    problem = f"; {run.problem}" if run.problem else ""
     if not stays:
-        return Picture(f"{title}: no node has been used yet")
-    used = {node for each in whole.fragments for node in each.nodes}
-    text = f"{title}: {len(whole.fragments)} fragments on {len(used)} nodes"
+        return Picture(f"{title}: no node has been used yet{problem}")
+    used = {node for each in state.fragments for node in each.nodes}
+    text = f"{title}: {len(state.fragments)} fragments on {len(used)} nodes{problem}"
     try:
         from freetrain_parsl.report.timeline import draw_timeline
 
-        return _drawn(text, lambda path: draw_timeline(whole, stays, path, title=title, others=_OTHERS))
+        return _drawn(text, lambda path: draw_timeline(state, stays, path, title=title, others=_OTHERS))
     except ImportError:
         return Picture(f"{text}; {_NO_MATPLOTLIB}")
-
-
-def _read(journal: Path) -> RunState:
-    """Return what a driver did; what has no end lasts until its last entry."""
-    run = RunState()
-    last = 0.0
-    for _, entry in read_journal(journal):
-        last = entry.time
-        run.take(last, entry.record)
-    run.end_driver(last)
-    return run
 
 
 def _drawn(text: str, draw: Callable[[Path], object]) -> Picture:

@@ -11,7 +11,7 @@ from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.extensions.notebook.control import controller_of
 from freetrain_parsl.extensions.notebook.launch import run_command
 from freetrain_parsl.extensions.notebook.live import LiveDisplay, bundle_of, in_kernel
-from freetrain_parsl.extensions.notebook.pictures import curves_picture, timeline_picture
+from freetrain_parsl.extensions.notebook.pictures import curves_picture
 from freetrain_parsl.extensions.notebook.values import TextLines, results_table
 from freetrain_parsl.screen import say, say_text
 from freetrain_parsl.texts import printable
@@ -75,7 +75,7 @@ class WatchedRun:
 
     def timeline(self) -> Picture:
         """Draw the nodes over time, with trainings and jobs of others; needs matplotlib (extra ``report``)."""
-        return timeline_picture(self._source.journals(), self._source.changes(), self._source.snapshot().title)
+        return self._source.timeline(self._source.snapshot().title)
 
     def curves(self) -> Picture:
         """Draw the loss and what trainings log against steps; needs matplotlib (extra ``report``)."""

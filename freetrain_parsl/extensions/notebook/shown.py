@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.detached import driver_process, local_status
@@ -16,21 +13,22 @@ from freetrain_parsl.campaign.store import plain_scalar
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import driver_line, failures_line, home_lines, trainings_of
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.extensions.notebook.launch import reason_in
+from freetrain_parsl.extensions.notebook.pictures import timeline_picture
 from freetrain_parsl.extensions.notebook.snapshot import RunSnapshot, TrainingRow, short_path
 from freetrain_parsl.extensions.notebook.values import outcome_row
 from freetrain_parsl.extensions.pages.run_view import RunView
-from freetrain_parsl.report.projection.run import RunState
-from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal, RunReader
+from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from freetrain_parsl.texts import storable, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
+    from pathlib import Path
 
     from freetrain_parsl.campaign.store import TrainingRecord
-    from freetrain_parsl.report.projection.run import TrainingState
+    from freetrain_parsl.extensions.notebook.values import Picture
+    from freetrain_parsl.report.projection.run import RunState, TrainingState
 
 __all__ = ["ShownCampaign", "ShownFutures", "ShownRun"]
 
@@ -40,6 +38,7 @@ class ShownRun(ABC):
 
     directory: Path
     """Run directory of the campaign, or Parsl's."""
+    _reader: RunReader[RunView]
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # cells and the thread of the live display read the same journal
@@ -64,9 +63,10 @@ class ShownRun(ABC):
         with self._lock:
             return self._view().since(version)
 
-    @abstractmethod
-    def journals(self) -> list[Path]:
-        """Return the journals of its drivers that exist, the first one first."""
+    def timeline(self, title: str) -> Picture:
+        """Draw the nodes over time."""
+        with self._lock:
+            return timeline_picture(self._view(), title)
 
     @abstractmethod
     def _snapshot(self) -> RunSnapshot: ...
@@ -78,7 +78,11 @@ class ShownRun(ABC):
     def _explanation(self) -> list[str]: ...
 
     @abstractmethod
-    def _view(self) -> RunView: ...
+    def _driver_journals(self) -> list[DriverJournal]: ...
+
+    def _view(self) -> RunView:
+        """Read what is new."""
+        return self._reader.refresh()
 
 
 class ShownCampaign(ShownRun):
@@ -110,10 +114,8 @@ class ShownCampaign(ShownRun):
         super().__init__()
         self.directory = run_dir.absolute()
         self._clock = clock
-        self._journal = _JournalReader()
         self._name = name or self.directory.name
         self._expected = tuple(trainings)
-        self._earlier: tuple[list[Path], dict[str, dict[str, Any]]] = ([], {})
         self._store: StoredRun | None = None
         self._campaign: CampaignSource | None = None
         if self._open() is None and driver_process(self.directory) is None:
@@ -144,15 +146,14 @@ class ShownCampaign(ShownRun):
         return self._store
 
     def _snapshot(self) -> RunSnapshot:
-        """Return the state in the store, with progress from the journal of the last driver."""
+        """Return the state in the store, with progress from the journals."""
+        run = self._view()
         store = self._open()
         status = local_status(self.directory, store)
-        run = self._last_journal()
-        earlier = self._earlier_progress()
         notes = [reason_in(status.message)] if status.message else []
-        if run is not None and run.failed_starts is not None and not status.over:
+        if run.failed_starts is not None and not status.over:
             notes.append(run.failed_starts.sentence(self._clock()))
-        if failures := failures_line(self._view().failures):
+        if failures := failures_line(run.incidents.failures):
             notes.append(failures)
         return RunSnapshot(
             title=self._name,
@@ -160,28 +161,17 @@ class ShownCampaign(ShownRun):
             place=short_path(self.directory),
             rows=tuple(TrainingRow(name, "waiting") for name in self._expected)
             if store is None
-            else tuple(_campaign_row(item, run, earlier) for item in trainings_of(store)),
+            else tuple(_campaign_row(item, run.progress.get(item.name, {})) for item in trainings_of(store)),
             taken=self._clock(),
             notes=(*notes, *([] if store is None else home_lines(store))),
             over=status.over,
         )
-
-    def _view(self) -> RunView:
-        """Return the view over all drivers."""
-        return self._reader.refresh()
 
     def _results(self) -> list[dict[str, Any]]:
         """Return the results in the store."""
         return [
             outcome_row(item.name, item.state, item.share, item.result, item.error) for item in trainings_of(self.store)
         ]
-
-    def journals(self) -> list[Path]:
-        """Return the journals of all drivers."""
-        store = self._open()
-        drivers = [] if store is None else store.drivers()
-        paths = (Path(driver.journal) for driver in drivers if driver.journal is not None)
-        return [path for path in paths if path.exists()]
 
     def _explanation(self) -> list[str]:
         """Return the state of the driver, of the windows, and of each training that has not finished."""
@@ -190,7 +180,8 @@ class ShownCampaign(ShownRun):
         if store is None:
             return [reason_in(status.message) or "the driver is starting"]
         lines = ["the driver is starting"] if status.state == "starting" else [driver_line(store)]
-        run = None if status.over else self._last_journal()
+        view = self._view()
+        run = None if status.over or view.ended is not None or view.origin is None else view.state
         if run is not None:
             lines += _machine_lines(run, self._clock())
         for item in trainings_of(store):
@@ -204,22 +195,6 @@ class ShownCampaign(ShownRun):
     def _driver_journals(self) -> list[DriverJournal]:
         self._open()
         return [] if self._campaign is None else self._campaign.journals()
-
-    def _earlier_progress(self) -> dict[str, dict[str, Any]]:
-        """Return the last reports of trainings to earlier drivers: the last one may not have them."""
-        drivers = [] if self._store is None else self._store.drivers()[:-1]
-        journals = [Path(driver.journal) for driver in drivers if driver.journal is not None]
-        if journals != self._earlier[0]:
-            found: dict[str, dict[str, Any]] = {}
-            for path in journals:
-                with contextlib.suppress(OSError, ValueError, sqlite3.Error):  # named by the view
-                    found |= read_progress(path)
-            self._earlier = journals, found
-        return self._earlier[1]
-
-    def _last_journal(self) -> RunState | None:
-        driver = None if self._store is None else self._store.last_driver()
-        return None if driver is None or driver.journal is None else self._journal.read(Path(driver.journal))
 
 
 class ShownFutures(ShownRun):
@@ -243,19 +218,15 @@ class ShownFutures(ShownRun):
         self._futures = dict(futures)
         self._path = journal
         self._clock = clock
-        self._journal = _JournalReader()
         self._reader = RunReader(RunView(directory.name), self._driver_journals, clock)
 
     def _snapshot(self) -> RunSnapshot:
         """Return the state of the futures, with progress from the journal."""
-        run = self._journal.read(self._path)
-        rows = tuple(
-            _future_row(name, future, None if run is None else run.trainings.get(name))
-            for name, future in self._futures.items()
-        )
+        run = self._view()
+        rows = tuple(_future_row(name, future, run.state.trainings.get(name)) for name, future in self._futures.items())
         over = all(future.done() for future in self._futures.values())
-        failed = None if run is None or over else run.failed_starts
-        notes = ("" if failed is None else failed.sentence(self._clock()), failures_line(self._view().failures))
+        failed = None if over else run.failed_starts
+        notes = ("" if failed is None else failed.sentence(self._clock()), failures_line(run.incidents.failures))
         return RunSnapshot(
             title=f"{len(rows)} trainings of this notebook",
             state="ended" if over else "running",
@@ -266,32 +237,23 @@ class ShownFutures(ShownRun):
             over=over,
         )
 
-    def _view(self) -> RunView:
-        """Return the view of the executor's journal."""
-        return self._reader.refresh()
-
     def _results(self) -> list[dict[str, Any]]:
         """Return the results of the futures that are done."""
         rows = []
-        run = self._journal.read(self._path)
+        run = self._view().state
         for name, future in self._futures.items():
-            known = None if run is None else run.trainings.get(name)
-            row = _future_row(name, future, known)
+            row = _future_row(name, future, run.trainings.get(name))
             error = _error_of(future)
             result = future.result() if future.done() and error is None else None
             rows.append(outcome_row(name, row.state, row.share, result, error))
         return rows
 
-    def journals(self) -> list[Path]:
-        """Return the journal, if the executor has started."""
-        return [self._path] if self._path.exists() else []
-
     def _explanation(self) -> list[str]:
         """Return the state of the windows and of each training that has not finished."""
-        run = self._journal.read(self._path)
-        lines = [] if run is None else _machine_lines(run, self._clock())
+        run = self._view().state
+        lines = _machine_lines(run, self._clock())
         for name, future in self._futures.items():
-            known = None if run is None else run.trainings.get(name)
+            known = run.trainings.get(name)
             row = _future_row(name, future, known)
             if (error := _error_of(future)) is not None:
                 lines.append(f"{name}: {row.state}: {' '.join(error.split())}")
@@ -305,28 +267,7 @@ class ShownFutures(ShownRun):
         return [DriverJournal(self._path)]
 
 
-class _JournalReader:
-    """Reads journals incrementally: a run that is resumed has a new one."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._run: RunState | None = None
-
-    def read(self, path: Path) -> RunState | None:
-        """Return the content of a journal; ``None`` if it cannot be read, as the write-ahead log of another host."""
-        if path != self._path or self._run is None:
-            self._path, self._run = path, RunState(path)
-        try:
-            return self._run.refresh()
-        except (OSError, sqlite3.Error):
-            return None
-        except DAMAGED:  # an entry that no version writes; what was read before it stays
-            return self._run
-
-
-def _campaign_row(item: TrainingRecord, run: RunState | None, earlier: Mapping[str, Mapping[str, Any]]) -> TrainingRow:
-    known = None if run is None else run.trainings.get(item.name)
-    progress = (None if known is None else known.progress) or earlier.get(item.name, {})
+def _campaign_row(item: TrainingRecord, progress: Mapping[str, Any]) -> TrainingRow:
     parts = [", ".join(item.nodes), _one_line(item.error), _short_result(item.result), item.remark or ""]
     return TrainingRow(
         item.name, item.state, item.share, progress.get("epoch"), progress.get("loss"), "; ".join(filter(None, parts))
@@ -392,7 +333,7 @@ def _reason(known: TrainingState | None, run: RunState | None, now: float, remar
         return f"; {remark}" if remark else ""
     if known.state == "running":
         return "; ".join(filter(None, [f" on {', '.join(known.nodes)}", known.remark(now)]))
-    if why := known.remark(now):
+    if why := known.remark(now) or remark:
         return f"; {why}"
     idle = sum(len(window["nodes"]) for window in run.windows)
     if idle < known.min_nodes:

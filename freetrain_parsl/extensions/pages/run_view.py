@@ -117,11 +117,6 @@ class RunView(Projection):
     # What a reader gets.
 
     @property
-    def failures(self) -> int:
-        """Number of failures so far, see `Incidents`."""
-        return self.incidents.failures
-
-    @property
     def version(self) -> int:
         """Number of changes so far."""
         return self._version

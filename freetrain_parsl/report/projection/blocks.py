@@ -117,4 +117,5 @@ class BlockFold:
         left, self._open, self.nodes = self._open, {}, {}
         for block in left.values():
             block.ended, block.reason = time, reason
+            self.endings.append(reason)
             yield block

@@ -292,9 +292,9 @@ def test_a_timeline_of_a_large_machine_has_our_nodes_and_some_others():
 
 
 def test_a_run_without_nodes_and_steps_has_no_pictures():
-    view = RunView("sweep").since()
-    assert timeline_picture([], view, "sweep").png is None
-    assert curves_picture(view, "sweep").png is None
+    view = RunView("sweep")
+    assert timeline_picture(view, "sweep").png is None
+    assert curves_picture(view.since(), "sweep").png is None
 
 
 def test_the_fragments_of_a_killed_driver_end_with_its_journal(tmp_path, monkeypatch):
@@ -312,12 +312,12 @@ def test_the_fragments_of_a_killed_driver_end_with_its_journal(tmp_path, monkeyp
         journal.write(begin + 1, record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0))
         journal.write(begin + 9, record.Checkpoint("a", 5))
         journal.close()
-    seen = RunReader(RunView("sweep"), lambda: [DriverJournal(path, "killed") for path in paths]).refresh().since()
-    assert str(timeline_picture(paths, seen, "sweep")) == "sweep: 2 fragments on 1 nodes"
+    reader = RunReader(RunView("sweep"), lambda: [DriverJournal(path, "killed") for path in paths])
+    assert str(timeline_picture(reader.refresh(), "sweep")) == "sweep: 2 fragments on 1 nodes"
     drawn[0](tmp_path)
     assert [(fragment.start, fragment.end) for fragment in drawn[1].fragments] == [(1.0, 9.0), (101.0, 109.0)]
     paths[1].write_bytes(b"no database" * 100)
-    assert f"the journal {paths[1]} cannot be read" in str(timeline_picture(paths, seen, "sweep"))
+    assert f"the journal {paths[1]} cannot be read" in str(timeline_picture(reader.refresh(), "sweep"))
 
 
 @pytest.mark.slow  # imports matplotlib
