@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +13,7 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun, TrainingRecord
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.report.log_reader import has_writer
-from freetrain_parsl.report.run_reader import DAMAGED, DriverJournal
+from freetrain_parsl.report.run_reader import DriverJournal, state_of
 from freetrain_parsl.storage.owned_files import open_directory
 from freetrain_parsl.strict_yaml import shown
 
@@ -220,12 +219,7 @@ class ScriptSource:
         InvalidInput
             The journal cannot be read.
         """
-        from freetrain_parsl.report.projection.run import RunState
-
-        try:
-            run = RunState(self._journal).refresh()
-        except (OSError, sqlite3.Error, *DAMAGED) as error:
-            raise InvalidInput(f"the journal {self._journal} cannot be read: {error}") from None
+        run = state_of(self._journal)
         if not self.is_running():
             run.end_driver(time.time())
         return [

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
+<<<<<<< HEAD
 from freetrain_parsl.campaign.site.home import usable_homes
 from freetrain_parsl.executor.journal import last_record
 from freetrain_parsl.protocol import journal as record
+=======
+>>>>>>> b256714 (The report and its page share their rows, and whole journals are read in one place)
 from freetrain_parsl.report.projection.incidents import count_failures
-from freetrain_parsl.report.projection.run import FailedStarts, RunState
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED
 
 if TYPE_CHECKING:
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ago",
     "driver_line",
-    "failed_starts_of",
     "failures_line",
     "failures_of",
     "home_lines",
@@ -51,6 +53,7 @@ def summary(store: StoredRun) -> dict[str, Any]:
     """Describe a run for ``--json``; times are seconds since the epoch."""
     driver = store.last_driver()
     trainings = trainings_of(store)
+    run = journal_state_of(store, with_reasons_only=True)
     return {
         "name": store.fact("name"),
         "run_dir": str(store.directory),
@@ -70,9 +73,9 @@ def summary(store: StoredRun) -> dict[str, Any]:
             "ended": driver.ended,
             "journal": driver.journal,
         },
-        "failed_starts": None if (failed := failed_starts_of(store)) is None else asdict(failed),
+        "failed_starts": None if run is None or run.failed_starts is None else asdict(run.failed_starts),
         "failures": failures_of(store),
-        "reasons": reasons_of(store),
+        "reasons": [] if run is None else run.reasons(time.time()),
         "home": home_lines(store),
         "finished": sum(item.state == "finished" for item in trainings),
         "failed": sum(item.state == "failed" for item in trainings),
@@ -96,17 +99,6 @@ def ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s ago"
 
 
-def failed_starts_of(store: StoredRun) -> FailedStarts | None:
-    """Return the failed block starts that the journal of the living driver has recorded last."""
-    if (journal := _living_journal(store)) is None:
-        return None
-    try:
-        entry = last_record(journal, record.StartsFailed)
-    except (sqlite3.Error, *DAMAGED):  # as in `journal_state_of`; or it does not exist yet
-        return None
-    return FailedStarts.of(entry) if isinstance(entry, record.StartsFailed) else None
-
-
 def failures_of(store: StoredRun) -> int | None:
     """Return the number of failures of the run so far; ``None`` if a journal cannot be read here."""
     journals = (Path(driver.journal) for driver in store.drivers() if driver.journal is not None)
@@ -118,12 +110,8 @@ def failures_of(store: StoredRun) -> int | None:
 
 def reasons_of(store: StoredRun) -> list[str]:
     """Return what keeps the waiting trainings of the living driver from nodes, see `RunState.reasons`."""
-    if (journal := _living_journal(store)) is None:
-        return []
-    try:
-        return RunState.with_reasons(journal).reasons(time.time())
-    except (sqlite3.Error, *DAMAGED):  # as in `journal_state_of`; or it does not exist yet
-        return []
+    run = journal_state_of(store, with_reasons_only=True)
+    return [] if run is None else run.reasons(time.time())
 
 
 def failures_line(number: int | None) -> str:
@@ -131,21 +119,24 @@ def failures_line(number: int | None) -> str:
     return "" if not number else "1 failure so far" if number == 1 else f"{number:,} failures so far"
 
 
-def journal_state_of(store: StoredRun) -> RunState | None:
-    """Return what the journal of the living driver says; ``None`` without such a driver, or if it cannot be read."""
-    if (journal := _living_journal(store)) is None:
-        return None
-    try:
-        return RunState(journal).refresh()
-    except (sqlite3.Error, *DAMAGED):  # the write-ahead log of another host cannot be read here
-        return None
+def journal_state_of(store: StoredRun, *, with_reasons_only: bool = False) -> RunState | None:
+    """Return what the journal of the living driver says; ``None`` without such a driver, or if it cannot be read.
 
-
-def _living_journal(store: StoredRun) -> Path | None:
+    Parameters
+    ----------
+    store
+        The run.
+    with_reasons_only
+        Read only what `RunState.with_reasons` reads.
+    """
     driver = store.last_driver()
     if driver is None or driver.journal is None or driver_state(driver) is not DriverState.ALIVE:
         return None
-    return Path(driver.journal)
+    journal = Path(driver.journal)
+    try:
+        return RunState.with_reasons(journal) if with_reasons_only else RunState(journal).refresh()
+    except (sqlite3.Error, *DAMAGED):  # the write-ahead log of another host cannot be read here
+        return None
 
 
 def driver_line(store: StoredRun, clock: float | None = None) -> str:

@@ -9,20 +9,20 @@ from freetrain_parsl.report.markup import document, element, page, scrolling_tab
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
     from xml.etree.ElementTree import Element
 
-__all__ = ["PHASES", "UNUSED", "missing_lines", "write_report_page"]
+__all__ = ["missing_lines", "node_time_rows", "write_report_page"]
 
-PHASES: Final = {
+_PHASES: Final = {
     "starting": "starting, until the workers are ready",
     "training": "training",
     "between": "ready, without a training",
     "leaving": "leaving: saving, and ending the block",
 }
 """What a node that is held is doing -> in words."""
-UNUSED: Final = {
+_UNUSED: Final = {
     "requested, but given back before the walltime": "returned_node_seconds",
     "requested, but preempted or lost before the walltime": "cut_short_node_seconds",
 }
@@ -77,24 +77,33 @@ def missing_lines(figures: Mapping[str, Any]) -> list[str]:
     return [f"the journal {path} is missing: nothing of its driver is counted" for path in figures["missing_journals"]]
 
 
+def node_time_rows(figures: Mapping[str, Any]) -> Iterator[tuple[int, str, float, float | None]]:
+    """Yield depth, name, node-seconds and, of the node time that was held, the share."""
+    held = figures["held_node_seconds"]
+
+    def part(depth: int, name: str, seconds: float) -> tuple[int, str, float, float | None]:
+        return depth, name, seconds, seconds / held if held else None
+
+    yield part(0, "held by our blocks", held)
+    for phase, seconds in figures["node_seconds"].items():
+        yield part(1, _PHASES[phase], seconds)
+        if phase == "training":
+            yield part(2, "of it in steps that count", figures["useful_node_seconds"])
+    for name, key in _UNUSED.items():
+        yield 0, name, figures[key], None
+
+
 def _card(name: str, value: str, note: str) -> Element:
     return element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
 
 
 def _node_time(figures: Mapping[str, Any]) -> list[Element]:
-    held = figures["held_node_seconds"]
-    rows = [("held by our blocks", held, True)]
-    for phase, seconds in figures["node_seconds"].items():
-        rows.append((f"· {PHASES[phase]}", seconds, True))
-        if phase == "training":
-            rows.append(("·· of it in steps that count", figures["useful_node_seconds"], True))
-    rows += [(name, figures[key], False) for name, key in UNUSED.items()]
     body = []
-    for name, seconds, is_held in rows:
-        share = seconds / held if held and is_held else None
+    for depth, name, seconds, share in node_time_rows(figures):
         bar = None if share is None else element("span", _bar(share), class_="track")
-        cell = element("td", "" if share is None else _share(seconds, held), bar)
-        body.append(element("tr", element("th", name, scope="row"), element("td", _hours(seconds)), cell))
+        cell = element("td", "" if share is None else f"{share:.1%}", bar)
+        head = element("th", f"{'·' * depth} {name}".lstrip(), scope="row")
+        body.append(element("tr", head, element("td", _hours(seconds)), cell))
     return [element("h2", "Node time, by cause"), _table("Node time", ("", "node-hours", "share"), body)]
 
 

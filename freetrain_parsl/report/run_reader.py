@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import length_hint
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import newest_entry, newest_report, read_journal, read_progress
 from freetrain_parsl.report.projection.projection import Projection
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.storage.read_only_database import seen_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from freetrain_parsl.protocol.journal import Record
 
-__all__ = ["DAMAGED", "DriverJournal", "RunReader", "read_whole"]
+__all__ = ["DAMAGED", "DriverJournal", "RunReader", "read_whole", "state_of"]
 
 _PORTION: Final = 5000  # records taken at once
 DAMAGED: Final = (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError, RecursionError)
@@ -52,16 +55,37 @@ def read_whole(run: Projection, journal: DriverJournal, clock: Callable[[], floa
 
     Raises
     ------
-    OSError, sqlite3.Error, and those of `DAMAGED`
+    InvalidInput
         It cannot be read.
     """
     run.begin_driver()
-    run.take((entry.time, entry.record) for _, entry in read_journal(journal.path))
-    run.take_progress(read_progress(journal.path), newest_report(journal.path))
+    with _refused(journal.path):
+        run.take((entry.time, entry.record) for _, entry in read_journal(journal.path))
+        run.take_progress(read_progress(journal.path), newest_report(journal.path))
     if journal.how is None:
         run.pass_time(clock())
     else:
         run.end_driver(journal.ended, journal.how)
+
+
+def state_of(journal: Path) -> RunState:
+    """Fold the journal of one driver.
+
+    Raises
+    ------
+    InvalidInput
+        It cannot be read.
+    """
+    with _refused(journal):
+        return RunState(journal).refresh()
+
+
+@contextmanager
+def _refused(journal: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, sqlite3.Error, *DAMAGED) as error:
+        raise InvalidInput(f"the journal {journal} cannot be read: {error}") from None
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.run_directory import RunDirectory, open_run
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.report.report_page import PHASES, UNUSED, missing_lines, write_report_page
+from freetrain_parsl.report.report_page import missing_lines, node_time_rows, write_report_page
 from freetrain_parsl.screen import say_json
 from freetrain_parsl.texts import shortened
 
@@ -118,36 +117,24 @@ def run_report(source: RunSource) -> dict[str, Any]:
 def _read(source: RunSource) -> tuple[Projection, list[str]]:
     """Fold the journals, and list missing ones."""
     from freetrain_parsl.report.projection.projection import Projection
-    from freetrain_parsl.report.run_reader import DAMAGED, read_whole
+    from freetrain_parsl.report.run_reader import read_whole
 
     run, missing = Projection(), []
     for journal in source.journals():
-        try:
-            if not journal.path.exists():
-                missing.append(str(journal.path))
-                continue
+        if journal.path.exists():
             read_whole(run, journal)
-        except (OSError, sqlite3.Error, *DAMAGED) as error:
-            raise InvalidInput(f"the journal {journal.path} cannot be read: {error}") from None
+        else:
+            missing.append(str(journal.path))
     return run, missing
 
 
 def _time_table(figures: dict[str, Any]) -> Table:
-    held = figures["held_node_seconds"]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("node time")
     table.add_column("node-hours", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
-
-    rows = [("held by our blocks", held)]
-    for phase, seconds in figures["node_seconds"].items():
-        rows.append((f"  {PHASES[phase]}", seconds))
-        if phase == "training":
-            rows.append(("    of it in steps that count", figures["useful_node_seconds"]))
-    for name, seconds in rows:
-        table.add_row(name, f"{seconds / _HOUR:.3f}", f"{seconds / held:.1%}" if held else "")
-    for name, key in UNUSED.items():
-        table.add_row(name, f"{figures[key] / _HOUR:.3f}")
+    for depth, name, seconds, share in node_time_rows(figures):
+        table.add_row(f"{'  ' * depth}{name}", f"{seconds / _HOUR:.3f}", "" if share is None else f"{share:.1%}")
     return table
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.campaign_view import print_trainings
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.report.projection.run import NO_NODES_YET, RunState
-from freetrain_parsl.report.run_reader import DAMAGED
+from freetrain_parsl.report.projection.run import NO_NODES_YET
+from freetrain_parsl.report.run_reader import state_of
 from freetrain_parsl.texts import printable
 
 if TYPE_CHECKING:
@@ -54,10 +53,7 @@ def reason_figures(source: RunSource) -> dict[str, Any]:
     journals = source.journals()
     if not journals or not journals[-1].path.exists():
         raise InvalidInput(f"{source.directory} has no journal yet: no driver of it has started")
-    try:
-        run = RunState(journals[-1].path).refresh()
-    except (OSError, sqlite3.Error, *DAMAGED) as error:
-        raise InvalidInput(f"the journal {journals[-1].path} cannot be read: {error}") from None
+    run = state_of(journals[-1].path)
     lives = journals[-1].how is None
     cut_short = {item.name for item in run.trainings.values() if item.state == "running" and not lives}
     for name in cut_short:

@@ -1,6 +1,6 @@
 // The view of a run: createRunView(element) -> {update(delta), destroy()}.
 //
-// A delta is what freetrain_parsl.report.run_view.RunView.since returns; `reset` begins anew. Text from the run becomes
+// A delta is what freetrain_parsl.extensions.pages.run_view.RunView.since returns; `reset` begins anew. Text from the run becomes
 // text nodes only, never markup. There are no inline styles in markup, so that a strict Content-Security-Policy holds.
 import { createNodeChart } from "./node_chart.js";
 import { createCurves } from "./curves.js";
