@@ -117,10 +117,8 @@ class LiveView(ProgressView):
 
 
 def _windows_line(run: RunState) -> Text:
-    held = {node for training in run.trainings.values() for node in training.nodes}
-    idle = sum(len(window["nodes"]) for window in run.windows)
     return Text(
-        f"training on {len(held)} nodes · {idle} idle nodes in {len(run.windows)} windows · "
+        f"training on {run.training_nodes} nodes · {run.idle_nodes} idle nodes in {len(run.windows)} windows · "
         f"{run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended",
         style="cyan",
     )

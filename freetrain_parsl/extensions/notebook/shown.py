@@ -321,11 +321,9 @@ def _short(value: object) -> str:
 
 
 def _machine_lines(run: RunState, now: float) -> list[str]:
-    idle = sum(len(window["nodes"]) for window in run.windows)
-    held = {node for training in run.trainings.values() for node in training.nodes}
-    use = f"trainings run on {len(held)} nodes; {run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended"
-    lines = [f"{idle} idle nodes in {len(run.windows)} windows; {use}"]
-    return [*lines, *run.reasons(now)]
+    blocks = f"{run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended"
+    use = f"trainings run on {run.training_nodes} nodes; {blocks}"
+    return [f"{run.idle_nodes} idle nodes in {len(run.windows)} windows; {use}", *run.reasons(now)]
 
 
 def _reason(known: TrainingState | None, run: RunState | None, now: float, remark: str) -> str:
@@ -335,7 +333,7 @@ def _reason(known: TrainingState | None, run: RunState | None, now: float, remar
         return "; ".join(filter(None, [f" on {', '.join(known.nodes)}", known.remark(now)]))
     if why := known.remark(now) or remark:
         return f"; {why}"
-    idle = sum(len(window["nodes"]) for window in run.windows)
+    idle = run.idle_nodes
     if idle < known.min_nodes:
         return f"; waits for nodes: it needs at least {known.min_nodes}, and {idle} are idle"
     return f"; waits for nodes: {idle} are idle, a block may be starting or the planner prefers others"

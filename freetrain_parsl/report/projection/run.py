@@ -294,7 +294,7 @@ class RunState:
 
     def take(self, time: float, entry: record.Record | None) -> None:
         """Take the next record; ``None``, one of another version, is ignored."""
-        self.changed_block = None
+        self.changed_block = None if entry is None else self.blocks.take(time, entry)
         if entry is None:
             return
         self._obstacles.take(time, entry)
@@ -377,6 +377,16 @@ class RunState:
         """Number of finished trainings."""
         return sum(training.state == "finished" for training in self.trainings.values())
 
+    @property
+    def training_nodes(self) -> int:
+        """Number of nodes on which trainings run."""
+        return len({node for training in self.trainings.values() for node in training.nodes})
+
+    @property
+    def idle_nodes(self) -> int:
+        """Number of nodes in the windows that were seen last."""
+        return sum(len(window["nodes"]) for window in self.windows)
+
     def _on_other_record(self, time: float, entry: record.Record | None) -> None:
         match entry:
             case record.TrainingSubmitted(subject=name):
@@ -389,15 +399,6 @@ class RunState:
             case record.PlannerStep(events=events):
                 self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
                 self._unused.take(entry)
-            case (
-                record.BlockRequested()
-                | record.BlockSubmitted()
-                | record.BlockStarted()
-                | record.BlockYields()
-                | record.BlockReleased()
-                | record.BlockEnded()
-            ):
-                self.changed_block = self.blocks.take(time, entry)
             case record.NodeLeft(subject=node):
                 self.blocks.nodes.pop(node, None)
             case record.NodeJoined(subject=node):
@@ -406,23 +407,21 @@ class RunState:
                     self.node_kinds[node] = entry.node_kind
             case record.StartsFailed():
                 self.failed_starts = FailedStarts.of(entry)
-            case record.CohortJoined() | record.CohortStalled() | record.ArrayMeasured():
-                self._on_cohort_record(entry.subject, entry)
             case record.Decision():
                 self.solve_seconds.append(entry.seconds)
                 self.solves_proven += entry.proven
+            case _:
+                self._on_cohort_record(entry)
 
-    def _on_cohort_record(
-        self, cohort: str, entry: record.CohortJoined | record.CohortStalled | record.ArrayMeasured
-    ) -> None:
+    def _on_cohort_record(self, entry: record.Record | None) -> None:
         match entry:
-            case record.CohortJoined():
+            case record.CohortJoined(subject=cohort):
                 for name in entry.trainings:
                     if name in self.trainings:
                         self.trainings[name].cohort = cohort
-            case record.CohortStalled():
+            case record.CohortStalled(subject=cohort):
                 self.stalled_cohorts[cohort] = entry.reason
-            case record.ArrayMeasured():
+            case record.ArrayMeasured(subject=cohort):
                 if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
                     self.gains[cohort] = (entry.members, entry.gain)
 
