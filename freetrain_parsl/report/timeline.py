@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_timeline"]
 
+_OTHERS: dict[str, Any] = {"facecolor": "#8a8a8a", "edgecolor": "white", "linewidth": 0.6}
+_OURS: dict[str, Any] = {"edgecolor": "#444444", "hatch": "////"}
+_CHECKPOINT: dict[str, Any] = {"marker": "v", "color": "black", "linestyle": "none"}
+
 
 def draw_timeline(
     run: RunState, history: Sequence[Mapping[str, Any]], path: Path, *, title: str, others: str = "main job"
@@ -54,20 +58,8 @@ def draw_timeline(
     axes = figure.add_subplot()
     for stay in history:
         bar = (stay["start"] - begin, (stay["end"] or finish) - stay["start"])
-        if stay["kind"] == "main":
-            axes.broken_barh(
-                [bar], (row[stay["node"]] - 0.42, 0.84), facecolor="#8a8a8a", edgecolor="white", linewidth=0.6
-            )
-        else:
-            axes.broken_barh(
-                [bar],
-                (row[stay["node"]] - 0.42, 0.84),
-                facecolor="none",
-                edgecolor="#444444",
-                hatch="////",
-                linewidth=0.5,
-                alpha=0.45,
-            )
+        look = _OTHERS if stay["kind"] == "main" else {**_OURS, "facecolor": "none", "linewidth": 0.5, "alpha": 0.45}
+        axes.broken_barh([bar], (row[stay["node"]] - 0.42, 0.84), **look)
     lanes = _lanes(run)
     for fragment in run.fragments:
         colour = colour_of(names.index(fragment.training))
@@ -88,14 +80,7 @@ def draw_timeline(
             None,
         )
         if saved_in is not None and saved_in.nodes[0] in row:
-            axes.plot(
-                time - begin,
-                row[saved_in.nodes[0]] + 0.22,
-                marker="v",
-                color="black",
-                markersize=4,
-                linestyle="none",
-            )
+            axes.plot(time - begin, row[saved_in.nodes[0]] + 0.22, markersize=4, **_CHECKPOINT)
     axes.set_yticks(range(len(nodes)), [f"{run.node_kinds.get(node, '')} {node}".strip() for node in nodes])
     axes.set_ylim(len(nodes) - 0.4, -0.6)
     axes.set_xlim(0, finish - begin)
@@ -106,18 +91,9 @@ def draw_timeline(
     handles: list[Artist] = [Patch(color=colour_of(index), label=name) for index, name in enumerate(names)]
     handles += [
         Patch(color="#8a8a8a", label=others),
-        Patch(facecolor="white", edgecolor="#444444", hatch="////", label="our block, starting or idle"),
-        Line2D([], [], marker="v", color="black", linestyle="none", markersize=5, label="checkpoint"),
-        Line2D(
-            [],
-            [],
-            marker="|",
-            color="black",
-            linestyle="none",
-            markersize=10,
-            markeredgewidth=2,
-            label="rescale",
-        ),
+        Patch(facecolor="white", label="our block, starting or idle", **_OURS),
+        Line2D([], [], markersize=5, label="checkpoint", **_CHECKPOINT),
+        Line2D([], [], marker="|", color="black", linestyle="none", markersize=10, markeredgewidth=2, label="rescale"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     write_figure(path, figure)
@@ -139,10 +115,6 @@ def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: floa
         if fragment.training in before and before[fragment.training] != fragment.nodes:
             for node in fragment.nodes:
                 if node in row:
-                    axes.plot(
-                        [fragment.start - begin] * 2,
-                        [row[node] - 0.4, row[node] + 0.4],
-                        color="black",
-                        linewidth=1.6,
-                    )
+                    ends = [row[node] - 0.4, row[node] + 0.4]
+                    axes.plot([fragment.start - begin] * 2, ends, color="black", linewidth=1.6)
         before[fragment.training] = fragment.nodes
