@@ -145,7 +145,9 @@ def test_blocks_end_with_their_driver_but_not_with_a_killed_one(ended):
 
 def test_nodes_are_held_until_the_driver_has_ended_not_only_until_its_last_entry():
     """And those of a driver that runs until now."""
-    assert account(*BLOCK[:6], end=20.0).held == account(*BLOCK[:6], ended=False, now=20.0).held == 2 * 10
+    running = account(*BLOCK[:6], ended=False, now=20.0)
+    assert account(*BLOCK[:6], end=20.0).held == running.held == 2 * 10
+    assert (running.unfinished, running.begin, running.end) == (1, 0.0, 20.0)
 
 
 @pytest.mark.parametrize("ended", [53.0, None])
