@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
-<<<<<<< HEAD
 from freetrain_parsl.campaign.site.home import usable_homes
-from freetrain_parsl.executor.journal import last_record
-from freetrain_parsl.protocol import journal as record
-=======
->>>>>>> b256714 (The report and its page share their rows, and whole journals are read in one place)
 from freetrain_parsl.report.projection.incidents import count_failures
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED
