@@ -43,7 +43,7 @@ ROOMS = {
     "executor": {"protocol", "planning", "windows", "training", "storage", "cluster"},
     "campaign": {"protocol", "planning", "windows", "training", "storage", "cluster", "executor", "report"},
     "report": {"protocol", "planning", "executor", "storage", "windows"},
-    "testing": {"protocol", "planning", "windows", "cluster", "training", "executor", "storage"},
+    "testing": {"protocol", "planning", "windows", "campaign", "cluster", "training", "executor", "storage"},
     "cli": {
         "protocol",
         "executor",
@@ -73,7 +73,7 @@ ROOMS = {
         "extensions/pages",
     },
     "extensions/pages": {"protocol", "report", "windows"},
-    "extensions/pbs": {"planning", "windows"},
+    "extensions/pbs": {"executor", "planning", "windows"},
     "extensions/replay": {
         "cli",
         "cluster",

@@ -23,11 +23,10 @@ from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_iden
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.owned_trainings import Assignment, OwnedTrainings
 from freetrain_parsl.campaign.site.home import HOME_KINDS, open_home
-from freetrain_parsl.campaign.site.providers import CLUSTER, make_executor, make_window_source
+from freetrain_parsl.campaign.site.providers import make_executor, make_window_source
 from freetrain_parsl.campaign.site.required_nodes import refuse_impossible, refuse_too_large
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.cluster.registry import wait_for_ending
 from freetrain_parsl.errors import (
     CollectionUnavailable,
     FreeTrainError,
@@ -35,6 +34,7 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingCancelled,
 )
+from freetrain_parsl.executor.batch.systems import systems
 from freetrain_parsl.executor.driver.driver_fence import DriverFence
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.projection.run import RunState
@@ -296,7 +296,7 @@ class CampaignRun:
             initialize_logging=True,
         )
         if not self.site.outlives_driver:
-            wait_for_ending((self.directory / CLUSTER).resolve(), report)
+            systems()[self.site.system].await_end(self.directory, report)
         with open_home(self.site.home, self.store, self._fence.allows) as home:
             with parsl.load(config):
                 self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)

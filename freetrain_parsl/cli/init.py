@@ -12,8 +12,9 @@ import typer
 
 from freetrain_parsl.campaign.site.own_site import SITE_FILE
 from freetrain_parsl.cli.console import Screen
-from freetrain_parsl.cli.sources import SystemOption, check_system, errors_in_one_line, installed_systems
+from freetrain_parsl.cli.sources import SystemOption, errors_in_one_line, known_systems, system_named, unshared_system
 from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean
+from freetrain_parsl.executor.batch.systems import systems
 from freetrain_parsl.screen import say, say_text
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from freetrain_parsl.campaign.site.machine import Machine, Queue
     from freetrain_parsl.campaign.site.site_draft import LoginHost
+    from freetrain_parsl.windows.system import BatchSystem, Machine, Queue
 
 _SCRATCH_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK", "MEMBERWORK")
 _STANDARD_OUTPUT = Path("-")
@@ -42,21 +43,27 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Look at the batch system of this machine and write a commented site file for it. Submits nothing."""
+    from freetrain_parsl.campaign.site.site_draft import draft_checkpoints, draft_site
+
     with errors_in_one_line("init"):
         _refuse_existing(output, force=force)
         chosen = _system(system)
-        if chosen == "local":
-            if partition is not None or account is not None:
-                raise UsageError("--partition and --account are for Slurm and PBS, not for the embedded cluster")
-            _write(_embedded(), output, "run CAMPAIGN.yaml", force=force)
-            return
+        if not chosen.queue and (partition is not None or account is not None):
+            titles = " and ".join(known.title for known in known_systems() if known.queue)
+            raise UsageError(f"--partition and --account are for {titles}, not for {chosen.title}")
         try:
             machine = _describe(chosen)
         except BatchSystemError as error:
             if system is not None:
                 raise
             # The commands may be installed on a machine that belongs to no cluster.
-            raise BatchSystemError(f"{error}; for an embedded cluster on this host: --system local") from None
+            other = unshared_system()
+            title = other.title.replace("the ", "an ", 1)
+            raise BatchSystemError(f"{error}; for {title} on this host: --system {other.name}") from None
+        if machine is None:
+            text = chosen.draft(len(os.sched_getaffinity(0))) + draft_checkpoints(_host())
+            _write(text, output, "run CAMPAIGN.yaml", force=force)
+            return
         queue = _choose(machine, partition)
         if account is not None and machine.accounts and account not in machine.accounts:
             raise UsageError(
@@ -64,27 +71,22 @@ def init(
                 f"{did_you_mean(account, machine.accounts)}"
             )
         _show(machine, queue)
-        from freetrain_parsl.campaign.site.site_draft import draft_site
-
         text = draft_site(machine, queue, _host(), account)
         _write(text, output, "windows", force=force)
 
 
-def _system(named: str | None) -> str:
+def _system(named: str | None) -> BatchSystem:
     if named is not None:
-        check_system(named)
-        return named
-    return next(iter(installed_systems()), "local")
+        return system_named(named)
+    return next(system for system in known_systems() if system.is_here() or not system.shared)
 
 
-def _describe(system: str) -> Machine:
-    from freetrain_parsl.campaign.site.machine import describe_pbs, describe_slurm
-
-    return {"slurm": describe_slurm, "pbs": describe_pbs}[system]()
+def _describe(system: BatchSystem) -> Machine | None:
+    return system.describe()
 
 
 def _choose(machine: Machine, name: str | None) -> Queue:
-    word = "partition" if machine.system == "slurm" else "queue"
+    word = systems()[machine.system].queue
     if name is not None:
         names = [queue.name for queue in machine.queues]
         queue = next((queue for queue in machine.queues if queue.name == name), None)
@@ -122,12 +124,6 @@ def _scratch() -> Path | None:
     """Find a directory for large files: sites name theirs in an environment variable."""
     candidates = [Path(os.environ[name]) for name in _SCRATCH_VARIABLES if os.environ.get(name)]
     return next((path for path in candidates if path.is_dir() and os.access(path, os.W_OK)), None)
-
-
-def _embedded() -> str:
-    from freetrain_parsl.campaign.site.site_draft import draft_embedded_site
-
-    return draft_embedded_site(len(os.sched_getaffinity(0)), _host())
 
 
 def _refuse_existing(output: Path, *, force: bool) -> None:
@@ -174,7 +170,7 @@ def _queue_table(machine: Machine, chosen: Queue) -> Table:
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("")
-    table.add_column("partition" if machine.system == "slurm" else "queue", no_wrap=True)
+    table.add_column(systems()[machine.system].queue, no_wrap=True)
     for column in ("nodes", "cores", "GPUs", "time limit"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("preemptible", no_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -11,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freetrain_parsl.errors import FreeTrainError, UsageError, did_you_mean
+from freetrain_parsl.executor.batch.systems import systems
 from freetrain_parsl.planning.settings import DEFAULT_COSTS, PlannerSettings, RescaleCosts
 from freetrain_parsl.screen import say
+from freetrain_parsl.windows.system import NodeResources
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.files.yaml_file import Variables
     from freetrain_parsl.campaign.site.site import Site
     from freetrain_parsl.planning.policies import PolicyLike
     from freetrain_parsl.windows.base import WindowSource
+    from freetrain_parsl.windows.system import BatchSystem
 
 ConfigOption = Annotated[
     str | None,
@@ -45,13 +47,6 @@ ClusterOption = Annotated[
     str | None, typer.Option("--cluster", metavar="NAME|DIR", help="Embedded cluster to query, if several run.")
 ]
 
-_COMMANDS = {"slurm": "sinfo", "pbs": "pbsnodes"}  # if on PATH, the system is available
-_TITLES = {"slurm": "Slurm", "pbs": "PBS", "local": "the embedded cluster"}
-_OPTIONS = {
-    "slurm": ("partition", "account", "qos", "constraint"),
-    "pbs": ("partition", "account"),
-    "local": ("cluster",),
-}
 _LEAST_INTERVAL = 2.0  # seconds between rounds of queries to a shared batch system
 
 
@@ -151,13 +146,14 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
             return _of_site(own.site, own.remark)
         remark = own.remark
     system, why = _choose_system(options)
-    for name in ("partition", "account", "qos", "constraint", "cluster"):
-        if getattr(options, name) is not None and name not in _OPTIONS[system]:
-            raise UsageError(f"--{name} is not an option for {_TITLES[system]}")
+    request = _request(options)
+    for name in request:
+        if name not in system.options:
+            raise UsageError(f"--{name} is not an option for {system.title}")
     return ChosenSource(
-        _make_source(system, options),
+        _make_source(system, request),
         _title(system, options.partition),
-        least_interval=0.0 if system == "local" else _LEAST_INTERVAL,
+        least_interval=_LEAST_INTERVAL if system.shared else 0.0,
         remark="\n".join(filter(None, (remark, why))),
     )
 
@@ -165,8 +161,8 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
 def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
     from freetrain_parsl.campaign.site.site import Site
 
-    for name in ("system", "partition", "account", "qos", "constraint", "cluster"):
-        if getattr(options, name) is not None:
+    for name, value in asdict(options).items():
+        if name != "config" and value is not None:
             raise UsageError(f"--{name} and --config: the site file sets this; give only one of them")
     return _of_site(Site.load(str(options.config), variables))
 
@@ -174,9 +170,10 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
 def _of_site(site: Site, remark: str = "") -> ChosenSource:
     from freetrain_parsl.campaign.site.providers import make_window_source
 
-    partition = site.block.get("queue" if site.system == "pbs" else "partition")
+    system = systems()[site.system]
     kinds = ", ".join(kind.name for kind in site.kinds)
-    title = f"{_TITLES[site.system]}, nodes of the kinds {kinds}" if kinds else _title(site.system, partition)
+    partition = site.block.get(system.queue)
+    title = f"{system.title}, nodes of the kinds {kinds}" if kinds else _title(system, partition)
     return ChosenSource(
         make_window_source(site),
         f"site {site.name}, {title}",
@@ -184,70 +181,64 @@ def _of_site(site: Site, remark: str = "") -> ChosenSource:
         policy=site.executor_settings.get("policy", ChosenSource.policy),
         costs=site.executor_settings["trainings"].rescale_costs,
         speeds={kind.name: kind.speed for kind in site.kinds},
-        least_interval=0.0 if site.system == "local" else _LEAST_INTERVAL,
+        least_interval=_LEAST_INTERVAL if system.shared else 0.0,
         remark=remark,
     )
 
 
-def check_system(name: str) -> None:
-    """Check the value of ``--system``.
+def known_systems() -> list[BatchSystem]:
+    """Return all batch systems; which comes first is chosen first: those that are shared."""
+    return sorted(systems().values(), key=lambda system: not system.shared)
+
+
+def system_named(name: str) -> BatchSystem:
+    """Return the batch system that ``--system`` names.
 
     Raises
     ------
     UsageError
         There is no such batch system.
     """
-    if name not in _OPTIONS:
-        raise UsageError(f"--system must be slurm, pbs or local, got {name!r}{did_you_mean(name, _OPTIONS)}")
-
-
-def installed_systems() -> list[str]:
-    """Return the batch systems whose commands are on PATH."""
-    return [system for system, command in _COMMANDS.items() if shutil.which(command)]
-
-
-def _choose_system(options: SourceOptions) -> tuple[str, str]:
-    """Return the system's name, and why it was chosen if others are available."""
-    if options.system is not None:
-        check_system(options.system)
-        return options.system, ""
-    if options.cluster is not None:
-        return "local", ""
-    here = installed_systems()
-    if not here:
-        return "local", ""
-    others = [*here[1:], *(["local"] if _embedded_cluster_runs() else [])]
-    if not others:
-        return here[0], ""
-    choices = " or ".join(f"--system {system}" for system in others)
-    return here[0], f"using {_TITLES[here[0]]}, since {_COMMANDS[here[0]]} is on PATH; use {choices} for another"
-
-
-def _embedded_cluster_runs() -> bool:
-    from freetrain_parsl.cluster.registry import running_clusters
-
-    return bool(running_clusters())
-
-
-def _make_source(system: str, options: SourceOptions) -> WindowSource:
-    if system == "slurm":
-        from freetrain_parsl.windows.slurm.source import SlurmWindowSource
-
-        return SlurmWindowSource(
-            partition=options.partition, account=options.account, qos=options.qos, constraint=options.constraint
+    if name not in systems():
+        *first, last = (system.name for system in known_systems())
+        raise UsageError(
+            f"--system must be {', '.join(first)} or {last}, got {name!r}{did_you_mean(name, [*first, last])}"
         )
-    if system == "pbs":
-        from freetrain_parsl.extensions.pbs.source import PbsWindowSource
-
-        return PbsWindowSource(queue=options.partition, account=options.account)
-    from freetrain_parsl.cluster.client import ClusterClient
-    from freetrain_parsl.cluster.window_source import LocalWindowSource
-
-    return LocalWindowSource(ClusterClient(options.cluster))
+    return systems()[name]
 
 
-def _title(system: str, partition: str | None) -> str:
-    if system == "local":
-        return "embedded cluster"
-    word = "queue" if system == "pbs" else "partition"
-    return f"{_TITLES[system]}, {f'{word} {partition}' if partition else f'default {word}'}"
+def unshared_system() -> BatchSystem:
+    """Return the batch system that needs nothing but this host."""
+    return known_systems()[-1]
+
+
+def _choose_system(options: SourceOptions) -> tuple[BatchSystem, str]:
+    """Return the system, and why it was chosen if others are available."""
+    if options.system is not None:
+        return system_named(options.system), ""
+    if options.cluster is not None:
+        return unshared_system(), ""
+    here = [system for system in known_systems() if system.is_here()] or [unshared_system()]
+    chosen, *others = here
+    if not others:
+        return chosen, ""
+    choices = " or ".join(f"--system {system.name}" for system in others)
+    return chosen, f"using {chosen.title}, since {chosen.command} is on PATH; use {choices} for another"
+
+
+def _request(options: SourceOptions) -> dict[str, str]:
+    """Return the options that choose nodes."""
+    named = {key: value for key, value in asdict(options).items() if key not in ("config", "system")}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _make_source(system: BatchSystem, request: Mapping[str, str]) -> WindowSource:
+    """Return the source of the windows of the nodes that these options choose, as a site file would."""
+    block = {system.queue if name == "partition" else name: value for name, value in request.items()}
+    return system.source(block, NodeResources())
+
+
+def _title(system: BatchSystem, partition: str | None) -> str:
+    if not system.queue:
+        return system.title.removeprefix("the ")
+    return f"{system.title}, {f'{system.queue} {partition}' if partition else f'default {system.queue}'}"

@@ -107,7 +107,7 @@ class Interval:
     end: float | None = None
 
 
-class BatchSystem:
+class BatchQueue:
     """Queue, nodes and jobs of one cluster.
 
     Parameters

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.cluster import processes, registry
 from freetrain_parsl.cluster.accounting import delays
-from freetrain_parsl.cluster.batch import BatchSystem, Command, JobRecord
+from freetrain_parsl.cluster.batch import BatchQueue, Command, JobRecord
 from freetrain_parsl.cluster.scheduling import Scheduler
 from freetrain_parsl.cluster.workload import load_workload
 from freetrain_parsl.errors import FreeTrainError, InvalidSettings
@@ -45,7 +45,7 @@ class Daemon:
         Directory of its log.
     """
 
-    def __init__(self, batch: BatchSystem, directory: Path) -> None:
+    def __init__(self, batch: BatchQueue, directory: Path) -> None:
         self._batch = batch
         self._directory = directory
         self.stopping = asyncio.Event()
@@ -241,7 +241,7 @@ async def run(options: argparse.Namespace) -> None:
     parent = processes.process_info(options.parent_pid) if options.parent_pid else None
     registry.register(options.name, options.dir, parent)
     try:
-        batch = BatchSystem(options.name, scheduler, grace=options.grace, workload=workload, loop=loop)
+        batch = BatchQueue(options.name, scheduler, grace=options.grace, workload=workload, loop=loop)
         daemon = Daemon(batch, options.dir)
         loop.add_signal_handler(signal.SIGCHLD, batch.children_exited)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

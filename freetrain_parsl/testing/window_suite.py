@@ -1,4 +1,4 @@
-"""The contract of a window source, as a pytest class to subclass.
+"""The contracts of a window source and of a batch system, as pytest classes to subclass.
 
 ::
 
@@ -9,22 +9,31 @@
             return MyWindowSource()
 
 The source may be of a real batch system: nothing is submitted. Provide one of your jobs to query with `own_job`.
+A batch system itself is not queried::
+
+    class TestMySystem(BatchSystemConformance):
+        system = MySystem()
+        block = "{queue: main}"
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from copy import copy
+from typing import Any, ClassVar
 
 import pytest
 
-from freetrain_parsl.windows.base import BlockState, BlockStatus
+from freetrain_parsl.campaign.files.yaml_file import Section, Variables
+from freetrain_parsl.errors import ClusterGone, InvalidInput
+from freetrain_parsl.executor.batch.script_system import LAUNCHERS
+from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.windows.base import BlockState, BlockStatus, WindowSource
+from freetrain_parsl.windows.system import BatchSystem, BlockSpec, NodeResources
 
-if TYPE_CHECKING:
-    from freetrain_parsl.windows.base import WindowSource
-
-__all__ = ["WindowSourceConformance"]
+__all__ = ["BatchSystemConformance", "WindowSourceConformance"]
 
 
 class WindowSourceConformance(ABC):
@@ -119,3 +128,90 @@ class WindowSourceConformance(ABC):
     def test_healthy_source_is_not_refused(self) -> None:
         """A one-minute block can run somewhere."""
         self.make_source().check(60.0)
+
+
+class BatchSystemConformance(ABC):
+    """Properties of every batch system; it is not queried, and nothing is submitted."""
+
+    system: ClassVar[BatchSystem]
+    """The batch system."""
+
+    block: ClassVar[str] = "{}"
+    """A section ``block`` that it accepts."""
+
+    kinds: ClassVar[str]
+    """A section ``kinds`` of two kinds of node."""
+
+    def read(self) -> dict[str, Any]:
+        """Read the section ``block``."""
+        return self.system.read_block(_section(self.block))
+
+    def test_description_is_complete(self) -> None:
+        """Either it has queues to choose from, and hints for a site file, or it writes one by itself."""
+        assert self.system.name
+        assert self.system.title
+        assert (self.system.hints is not None) == bool(self.system.queue)
+        assert bool(self.system.draft(4)) != bool(self.system.queue)
+        assert self.system.is_here() in (True, False)
+
+    def test_options_are_those_of_the_command_line(self) -> None:
+        """It takes no other options than the commands have."""
+        assert set(self.system.options) <= {"partition", "account", "qos", "constraint", "cluster"}
+
+    def test_launcher_is_known(self) -> None:
+        """A launcher has a name in site files."""
+        assert self.system.launcher in ("", *LAUNCHERS)
+
+    @pytest.mark.parametrize("given", ["{}", None])
+    def test_request_is_read_completely(self, given: str | None) -> None:
+        """A request without keys is valid, and no key is ignored."""
+        section = _section(given or self.block)
+        assert self.system.read_block(section).keys() == set(section.keys())
+        section.done()
+
+    def test_unknown_key_is_refused(self) -> None:
+        """A key that it does not know is an error with its place."""
+        section = _section("\nunheard_of: 1")
+        self.system.read_block(section)
+        with pytest.raises(InvalidInput, match=r"site\.yaml:2: unknown key 'unheard_of'"):
+            section.done()
+
+    def test_provider_is_its_own(self) -> None:
+        """It recognizes the provider that it makes, and no other system does."""
+        provider = self.system.provider(self.read(), NodeResources())
+        assert self.system.handles(provider)
+        others = [system for name, system in systems().items() if name != self.system.name]
+        assert not any(system.handles(provider) for system in others)
+
+    def test_copy_submits_the_block_and_the_provider_stays(self) -> None:
+        """A block changes the copy of a provider only."""
+        provider: Any = self.system.provider(self.read(), NodeResources())
+        before, changed = dict(vars(provider)), copy(provider)
+        self.system.shape(changed, BlockSpec("1", ("n1", "n2"), 540.0, 120.0))
+        assert vars(provider) == before
+        assert vars(changed) != before
+
+    def test_window_source_is_made_without_a_query(self) -> None:
+        """It costs nothing to make the source for a request, or to learn that there is nothing to query."""
+        with suppress(ClusterGone):
+            assert isinstance(self.system.source(self.read(), NodeResources()), WindowSource)
+
+    def test_each_kind_of_node_has_a_provider(self) -> None:
+        """The keys of kinds are read completely, and each kind has a provider of its own."""
+        section = _section(self.kinds)
+        names = section.keys()
+        sections = {name: section.section(name) for name in names}
+        block = self.read()
+        read = self.system.read_kinds(sections, block)
+        for keys in sections.values():
+            keys.done()
+        assert tuple(read) == names
+        kinds = {name: ({**block, **own}, NodeResources()) for name, own in read.items()}
+        providers = self.system.providers(block, kinds)
+        assert tuple(providers) == names
+        assert len({id(provider) for provider in providers.values()}) == len(names)
+        assert all(self.system.handles(provider) for provider in providers.values())
+
+
+def _section(text: str) -> Section:
+    return Section.parse(text, "site.yaml", Variables(environment={}))

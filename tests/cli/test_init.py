@@ -7,12 +7,13 @@ import typer
 from typer.testing import CliRunner
 
 from freetrain_parsl.campaign.files.yaml_file import Variables
-from freetrain_parsl.campaign.site.machine import Machine, NodeType, Queue
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.cli import init as module
 from freetrain_parsl.cli.sources import SourceOptions, choose_source
 from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.executor.batch.slurm import SlurmSystem
 from freetrain_parsl.windows.state import Partition
+from freetrain_parsl.windows.system import Machine, NodeType, Queue
 
 NODES = ((NodeType(32, 4, 65536), 2),)
 OPEN = Queue(Partition("spare", ("n1", "n2"), preemptible=True), NODES)
@@ -23,7 +24,7 @@ MACHINE = Machine("slurm", (OPEN, CLOSED), "tiny", ("m1",))
 @pytest.fixture
 def invoke(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_describe", lambda system: MACHINE)
+    monkeypatch.setattr(module, "_describe", lambda system: MACHINE if system.shared else None)
     app = typer.Typer()
     app.command()(module.init)
     return lambda *arguments: CliRunner().invoke(app, arguments)
@@ -96,7 +97,7 @@ def test_commands_without_a_cluster_lead_to_the_embedded_one_unless_the_system_w
         raise BatchSystemError("scontrol failed: Unknown host")
 
     monkeypatch.setattr(module, "_describe", fail)
-    monkeypatch.setattr(module, "_system", lambda named: "slurm")
+    monkeypatch.setattr(module, "_system", lambda named: SlurmSystem())
     result = invoke(*arguments)
     assert result.exit_code != 0
     assert ("--system local" in result.stderr) == hint

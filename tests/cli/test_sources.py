@@ -9,6 +9,7 @@ import typer
 
 from freetrain_parsl.cli import sources
 from freetrain_parsl.cli.sources import SourceOptions, choose_source, errors_in_one_line, read_variables
+from freetrain_parsl.cluster.system import EmbeddedSystem
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, UsageError
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 
@@ -29,8 +30,8 @@ def here(monkeypatch, tmp_path):
             (tmp_path / command).write_text("#!/bin/sh\n")
             (tmp_path / command).chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.setattr(sources, "_embedded_cluster_runs", lambda: embedded)
-        monkeypatch.setattr(sources, "_make_source", lambda system, options: system)
+        monkeypatch.setattr(EmbeddedSystem, "is_here", lambda self: embedded)
+        monkeypatch.setattr(sources, "_make_source", lambda system, given: system.name)
 
     return arrange
 

@@ -9,7 +9,7 @@ import pytest
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, NodeKind, training_app
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.executor.batch.providers import NODE_KIND, BlockSpec, provider_for
+from freetrain_parsl.executor.batch.providers import NODE_KIND, provider_for
 from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
 from freetrain_parsl.executor.node_kinds import refuse_unknown_kinds
 from freetrain_parsl.extensions.replay.recorded_run import decide_again, read_run
@@ -18,6 +18,7 @@ from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Trainer
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.protocol.reports import Progress
+from freetrain_parsl.windows.system import BlockSpec
 from tests.executor.scenario import make_app
 
 if TYPE_CHECKING:

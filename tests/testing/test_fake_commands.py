@@ -21,12 +21,13 @@ from freetrain_parsl.campaign.site.providers import make_provider, make_window_s
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
-from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for
+from freetrain_parsl.executor.batch.providers import provider_for
 from freetrain_parsl.extensions.pbs.source import PbsWindowSource
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
 from freetrain_parsl.windows.base import BlockState
 from freetrain_parsl.windows.commands import Commands
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
+from freetrain_parsl.windows.system import BlockSpec
 from tests.support.fake_commands import (
     MISHAP_VARIABLE,
     PBS_COMMANDS,

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.files.yaml_file import Section, Variables, user_path
 from freetrain_parsl.campaign.site.home import read_home
-from freetrain_parsl.campaign.site.site_nodes import given_values, read_block, read_kinds, read_name, read_node
+from freetrain_parsl.campaign.site.site_nodes import read_block, read_kinds, read_name, read_node
 from freetrain_parsl.errors import InvalidInput, did_you_mean
+from freetrain_parsl.executor.batch.systems import systems
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.strict_yaml import read_text
+from freetrain_parsl.windows.system import given_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Site", "find_site_file", "read_costs", "shipped_sites"]
 
-SYSTEMS = ("local", "slurm", "pbs")
 _MANNERS = ("max_pending_blocks",)  # planner settings in the file's ``manners`` section
 _LEAST_FREE = 256 * 10**6  # bytes
 
@@ -39,7 +40,7 @@ class Site:
     name
         Display name, not used in file names.
     system
-        ``local`` (the embedded cluster), ``slurm`` or ``pbs``.
+        Name of its batch system: ``slurm``, ``pbs``, ….
     file
         Path as given.
     text
@@ -105,9 +106,9 @@ class Site:
         """Parse the text of a site file; `file` is its name in messages."""
         top = Section.parse(text, file, variables)
         name = top.text("site") or Path(file).stem
-        system = top.choice("system", SYSTEMS)
+        system = top.choice("system", systems())
         if system is None:
-            raise top.refusal(f"'system' is missing; it is one of {', '.join(SYSTEMS)}")
+            raise top.refusal(f"'system' is missing; it is one of {', '.join(systems())}")
         node = read_node(top.section("node"), system)
         block = read_block(top.section("block"), system)
         kinds = read_kinds(top, system, block, node)
@@ -164,7 +165,7 @@ class Site:
     @property
     def outlives_driver(self) -> bool:
         """Whether the batch system outlives the driver: all except the driver's own embedded cluster."""
-        return self.system != "local" or "cluster" in self.block
+        return systems()[self.system].outlives_driver(self.block)
 
 
 def shipped_sites() -> dict[str, Path]:

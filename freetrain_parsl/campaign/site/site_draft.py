@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING
 import yaml
 
 from freetrain_parsl.campaign.site.own_site import SITE_FILE
+from freetrain_parsl.executor.batch.systems import systems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.campaign.site.machine import Machine, NodeType, Queue
     from freetrain_parsl.windows.state import Partition
+    from freetrain_parsl.windows.system import Machine, NodeType, Queue
 
-__all__ = ["LoginHost", "draft_embedded_site", "draft_site"]
+__all__ = ["LoginHost", "draft_checkpoints", "draft_site"]
 
 _MOST_NAMED = 6  # alternatives listed in a comment
 _LONGEST_BLOCK = 2 * 3600.0  # s
 _COMMENT_COLUMN = 44
 _SPECIAL = frozenset(":#'\"{}[]&*!|>%@`, ")  # characters with a meaning in YAML
-_LAUNCHERS = {"slurm": "srun", "pbs": "mpiexec"}
-_MANUALS = {"slurm": "`sinfo`, `scontrol show partition`", "pbs": "`qstat -Qf`, `pbsnodes -a`"}
 
 
 @dataclass(frozen=True)
@@ -62,22 +61,23 @@ def draft_site(machine: Machine, queue: Queue, host: LoginHost, account: str | N
     account
         Account to charge; ``None`` for the user's only one, or the first of several.
     """
-    slurm = machine.system == "slurm"
-    named = f" {machine.name}" if machine.name else ""
-    title = {"slurm": "Slurm", "pbs": "PBS"}[machine.system]
+    system = systems()[machine.system]
+    hints = system.hints
+    assert hints is not None, "as it describes its queues"
+    title = f"{system.title} {machine.name}".rstrip()
     lines = [
-        f"# Site file for {title}{named}, written by `freetrain init`. What it could not determine is in comments:",
-        f"# check them with {_MANUALS[machine.system]} and your site's documentation.",
+        f"# Site file for {title}, written by `freetrain init`. What it could not determine is in comments:",
+        f"# check them with {hints.manual} and your site's documentation.",
         f"# Commands use it by themselves where it is called {SITE_FILE}; otherwise:",
         "#   freetrain windows --config THIS_FILE",
         f"site: {_scalar(machine.name or machine.system)}",
         f"system: {machine.system}",
         "",
         "block:",
-        *_queue_lines(machine, queue),
+        *_queue_lines(system.queue, machine, queue),
         *_account_lines(machine, account),
     ]
-    if slurm and machine.has_accounts:
+    if "qos" in system.options and machine.has_accounts:
         lines.append(
             _line("  qos", queue.qos, "with it, jobs may be preempted, so idle nodes can be used at any time")
             if queue.qos
@@ -86,16 +86,15 @@ def draft_site(machine: Machine, queue: Queue, host: LoginHost, account: str | N
     types = [kind for kind, _ in queue.node_types]
     if len(types) > 1:
         lines.append(f"  # The nodes differ: {_described(queue.node_types)}.")
-        lines.append("  # constraint: FEATURE" if slurm else "  # select_options: RESOURCE=VALUE")
+        lines.append(f"  # {hints.narrowing}")
+    key, value, comment = hints.launcher_overrides
     lines += [
-        f"  # launcher: {_LAUNCHERS[machine.system]}",
-        f"  # launcher_overrides: --cpus-per-task={types[0].cpus if types else 32}"
-        if slurm
-        else _line("  launcher_overrides", "--ppn 1", "one process per node"),
+        f"  # launcher: {system.launcher}",
+        _line(f"  {key}", value.format(cpus=types[0].cpus if types else 32), comment),
         *_environment_lines(host),
         "",
         "node:",
-        *_node_lines(types[0] if types else None, host, slurm=slurm),
+        *_node_lines(types[0] if types else None, host, exclusive=hints.exclusive),
         "",
         *_network_lines(host),
         *_planner_lines(queue),
@@ -104,46 +103,11 @@ def draft_site(machine: Machine, queue: Queue, host: LoginHost, account: str | N
         _line("  submissions_per_minute", "6", "ask your site what is acceptable"),
         _line("  max_pending_blocks", "4"),
         "",
-        *_checkpoint_lines(host),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + draft_checkpoints(host)
 
 
-def draft_embedded_site(cores: int, host: LoginHost) -> str:
-    """Write a site file for the embedded cluster, for a machine with `cores` cores and no batch system."""
-    lines = [
-        "# Site file for a machine without a batch system, written by `freetrain init`: each run starts an embedded",
-        "# cluster on this host and ends it.",
-        f"# Commands use it by themselves where it is called {SITE_FILE}; otherwise:",
-        "#   freetrain run CAMPAIGN.yaml --config THIS_FILE",
-        "site: local",
-        "system: local",
-        "",
-        "block:",
-        _line("  nodes", str(max(1, cores)), f"virtual nodes; this host has {cores} cores"),
-        "",
-        _line("planner:", "", "for blocks that start within seconds"),
-        "  startup: 6 s",
-        "  min_useful: 5 s",
-        "  closing_margin: 2 s",
-        "  idle_timeout: 5 s",
-        "  settle: 1.5 s",
-        "",
-        "manners:",
-        "  poll_interval: 1 s",
-        "  submissions_per_minute: 120",
-        "",
-        "trainings:",
-        _line("  threads_per_slot", "1", "the virtual nodes share the cores of this host"),
-        "  rescale_costs: {up: 1 s, down: 1 s, start: 1 s}",
-        "",
-        *_checkpoint_lines(host),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _queue_lines(machine: Machine, queue: Queue) -> list[str]:
-    key = "partition" if machine.system == "slurm" else "queue"
+def _queue_lines(key: str, machine: Machine, queue: Queue) -> list[str]:
     partition = queue.partition
     preemptible = "preemptible" if partition.preemptible else "not preemptible"
     remark = f"{len(partition.nodes)} nodes, {_limit(partition)}, {preemptible}"
@@ -176,13 +140,13 @@ def _environment_lines(host: LoginHost) -> list[str]:
     return [_line("  # worker_init", "|", "in a job's script, before the workers start"), f"  #   {example}"]
 
 
-def _node_lines(kind: NodeType | None, host: LoginHost, *, slurm: bool) -> list[str]:
+def _node_lines(kind: NodeType | None, host: LoginHost, *, exclusive: bool) -> list[str]:
     lines = [_line("  # python", "python", f"from worker_init's environment; default: the driver's, {host.python}")]
-    if slurm:
+    if exclusive:
         lines.append(_line("  exclusive", "true", "whole nodes; if false, set cores, gpus and memory"))
     if kind is None:
         return [*lines, "  # cores: 32"]
-    lines.append(_line("  cores" if not slurm else "  # cores", str(kind.cpus)))
+    lines.append(_line("  # cores" if exclusive else "  cores", str(kind.cpus)))
     if kind.gpus:
         lines.append(_line("  gpus", str(kind.gpus), "requested on every node; each is a slot"))
     if kind.memory:
@@ -215,12 +179,13 @@ def _planner_lines(queue: Queue) -> list[str]:
     ]
 
 
-def _checkpoint_lines(host: LoginHost) -> list[str]:
+def draft_checkpoints(host: LoginHost) -> str:
+    """Write the end of a site file: the directory of the checkpoints."""
     if host.scratch is None:
         comment = "accessible from all nodes; default: in the run directory"
-        return ["# checkpoints:", _line("#   directory", "/scratch/me/freetrain", comment)]
+        return f"# checkpoints:\n{_line('#   directory', '/scratch/me/freetrain', comment)}\n"
     directory = _scalar(str(host.scratch / "freetrain"))
-    return ["checkpoints:", _line("  directory", directory, "must be accessible from all nodes")]
+    return f"checkpoints:\n{_line('  directory', directory, 'must be accessible from all nodes')}\n"
 
 
 def _described(types: Iterable[tuple[NodeType, int]]) -> str:

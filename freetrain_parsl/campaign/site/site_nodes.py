@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.cluster.nodesets import NodeNames
+from freetrain_parsl.executor.batch.systems import systems
 from freetrain_parsl.settings_checks import check_kind_name
-from freetrain_parsl.windows.hostlist import expand_hosts
+from freetrain_parsl.windows.system import NodeResources, given_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,49 +16,32 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.files.yaml_file import Section
     from freetrain_parsl.executor.htex.launch import Container
 
-__all__ = ["NodeShape", "SiteKind", "given_values", "read_block", "read_kinds", "read_name", "read_node"]
-
-LAUNCHERS = ("srun", "mpiexec", "mpirun", "single")
-
-_WORDS = {
-    "slurm": ("partition", "account", "qos", "constraint", "gres", "scheduler_options", "windows_in"),
-    "pbs": ("queue", "account", "select_options", "scheduler_options", "windows_in"),
-}
-"""Keys that choose the nodes of a job."""
+__all__ = ["NodeShape", "SiteKind", "read_block", "read_kinds", "read_name", "read_node"]
 
 _NAME = r"[A-Za-z0-9._:@%-]{1,255}"
 _MOST_SLOTS = 1024
-_MOST_EMBEDDED = 10_000  # nodes of an embedded cluster, which are processes on one host
 
 
 @dataclass(frozen=True)
-class NodeShape:
-    """Resources that a block requests on each node; ``None`` if not set.
+class NodeShape(NodeResources):
+    """What a site file says of each node: the resources that a block requests, and how it runs trainings.
 
     Parameters
     ----------
-    cores, gpus
-        Counts.
-    memory
-        Bytes.
+    cores, gpus, memory, exclusive
+        See `NodeResources`.
     slots
         Trainings that run on it concurrently: its accelerators, or 1.
     accelerators
         Number or names, one per slot.
-    exclusive
-        Whether blocks take whole nodes.
     python
         Python of the nodes, a path or a name on PATH after ``worker_init``; ``None``: the driver's.
     container
         Container in which it runs.
     """
 
-    cores: int | None = None
-    gpus: int | None = None
-    memory: int | None = None
     slots: int = 1
     accelerators: int | tuple[str, ...] = 0
-    exclusive: bool = True
     python: str | None = None
     container: Container | None = None
 
@@ -85,45 +68,11 @@ class SiteKind:
     speed: float = 1.0
 
 
-def given_values(**values: Any) -> dict[str, Any]:
-    """Keep only the keys set in the file: the others have the package's own defaults."""
-    return {key: value for key, value in values.items() if value is not None}
-
-
 def read_block(section: Section, system: str) -> dict[str, Any]:
     """Read the resource request of a job; the keys depend on the batch system."""
-    block = given_values(worker_init=section.text("worker_init"))
-    if system == "local":
-        block |= given_values(
-            cluster=section.text("cluster"),
-            nodes=section.count("nodes", most=_MOST_EMBEDDED),
-            grace=section.duration("grace"),
-        )
-        if "cluster" in block and len(block.keys() & {"nodes", "grace"}):
-            raise section.refusal("a named cluster has its own nodes and grace; remove these", "cluster")
-    else:
-        block |= _read_words(section, system)
-        block |= given_values(
-            launcher=section.choice("launcher", LAUNCHERS),
-            launcher_overrides=section.text("launcher_overrides"),
-            command_timeout=section.duration("command_timeout"),
-        )
-        if system == "pbs":
-            block |= given_values(launcher_bind=section.text("launcher_bind"), preemptible=section.flag("preemptible"))
-            if "launcher_bind" in block and block.get("launcher", "mpiexec") != "mpiexec":
-                raise section.refusal("requires the launcher mpiexec", "launcher_bind")
+    block = given_values(worker_init=section.text("worker_init")) | systems()[system].read_block(section)
     section.done()
     return block
-
-
-def _read_words(section: Section, system: str) -> dict[str, Any]:
-    """Read the words of a resource request, which choose the nodes."""
-    words = given_values(**{word: _word(section, word) for word in _WORDS[system]})
-    prefix = {"slurm": "#SBATCH", "pbs": "#PBS"}[system]
-    for line in filter(None, map(str.strip, words.get("scheduler_options", "").splitlines())):
-        if not line.startswith(f"{prefix} "):
-            raise section.refusal(f"each line begins with '{prefix} ', got {line!r}", "scheduler_options")
-    return words
 
 
 def read_kinds(top: Section, system: str, block: Mapping[str, Any], node: NodeShape) -> tuple[SiteKind, ...]:
@@ -134,21 +83,16 @@ def read_kinds(top: Section, system: str, block: Mapping[str, Any], node: NodeSh
         return ()
     if len(names) == 1:
         raise top.refusal("a single kind has no name: write its keys into the sections block and node", "kinds")
-    if system == "local" and "nodes" in block:
+    if "nodes" in block:
         raise top.refusal("the kinds have the nodes; remove block.nodes", "kinds")
-    kinds: list[SiteKind] = []
-    first = 0
     for name in names:
         section.checked(check_kind_name, name, key=name)
-        keys = section.section(name)
-        own = given_values(worker_init=keys.text("worker_init"))
-        if system == "local":
-            own |= _read_nodes(keys, named="cluster" in block, first=first)
-            first += len(own["only"])
-            shape = replace(node, slots=keys.count("slots", most=_MOST_SLOTS) or node.slots)
-        else:
-            own |= _read_words(keys, system)
-            shape = _read_resources(keys, node)
+    sections = {name: section.section(name) for name in names}
+    blocks = systems()[system].read_kinds(sections, block)
+    kinds: list[SiteKind] = []
+    for name, keys in sections.items():
+        own = given_values(worker_init=keys.text("worker_init")) | blocks[name]
+        shape = _read_resources(keys, node, system)
         speed = keys.number("speed")
         if speed is not None and speed <= 0:
             raise keys.refusal(f"must be more than zero, got {speed:g}", "speed")
@@ -156,23 +100,7 @@ def read_kinds(top: Section, system: str, block: Mapping[str, Any], node: NodeSh
         _refuse_same_nodes(section, kind, kinds)
         kinds.append(kind)
         keys.done()
-    if system == "local" and "cluster" not in block:  # the names follow from the size of the whole cluster
-        all_names = NodeNames(first).names
-        kinds = [replace(k, block={**k.block, "only": tuple(all_names[i] for i in k.block["only"])}) for k in kinds]
     return tuple(kinds)
-
-
-def _read_nodes(section: Section, *, named: bool, first: int) -> dict[str, Any]:
-    """Read the nodes of a kind: their names in a running cluster, else their number, as positions from `first`."""
-    if named:
-        text = section.required("nodes", "'n[00-03]'")
-        try:
-            return {"only": tuple(expand_hosts(text))}
-        except ValueError as error:
-            raise section.refusal(f"{error}, such as n[00-03]", "nodes") from None
-    if not section.has("nodes"):
-        raise section.refusal("is missing; give the number of nodes of this kind", "nodes")
-    return {"only": tuple(range(first, first + (section.count("nodes", most=_MOST_EMBEDDED) or 0)))}
 
 
 def _refuse_same_nodes(section: Section, kind: SiteKind, others: Iterable[SiteKind]) -> None:
@@ -196,29 +124,18 @@ def read_name(section: Section, key: str) -> str | None:
     return value
 
 
-def _word(section: Section, key: str) -> str | None:
-    """Read a value that Parsl inserts into a script or command line unquoted: it must not inject anything."""
-    value = section.text(key) or None  # empty: an optional ${NAME:-} without a value
-    if key != "scheduler_options" and value is not None and not re.fullmatch(r"[^\s;$`\"'\\<>]+", value):
-        raise section.refusal(f"must not contain blanks or shell metacharacters, got {value!r}", key)
-    return value
-
-
 def read_node(section: Section, system: str) -> NodeShape:
     """Read the section ``node``; its keys depend on the batch system."""
-    if system == "local":
-        slots = section.count("slots", most=_MOST_SLOTS)
-        shape = NodeShape(slots=slots or 1, python=_read_python(section), container=_read_container(section))
-        section.done()
-        return shape
-    shape = _read_resources(section, NodeShape())
+    shape = _read_resources(section, NodeShape(), system)
     shape = replace(shape, python=_read_python(section), container=_read_container(section))
     section.done()
     return shape
 
 
-def _read_resources(section: Section, default: NodeShape) -> NodeShape:
+def _read_resources(section: Section, default: NodeShape, system: str) -> NodeShape:
     """Read the resources requested on each node; those that are not given are the default's."""
+    if not systems()[system].requests_resources:
+        return replace(default, slots=section.count("slots", most=_MOST_SLOTS) or default.slots)
     gpus = section.count("gpus", least=0, most=_MOST_SLOTS)
     accelerators: int | tuple[str, ...] = default.accelerators if gpus is None else gpus
     names = section.value("accelerators")

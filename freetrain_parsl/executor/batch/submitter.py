@@ -25,8 +25,8 @@ from freetrain_parsl.windows.base import BlockState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.executor.batch.providers import BlockSpec
     from freetrain_parsl.windows.base import Survey, WindowSource
+    from freetrain_parsl.windows.system import BlockSpec
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.batch.providers import BlockSpec
 from freetrain_parsl.executor.driver.slot_registry import Block
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
+from freetrain_parsl.windows.system import BlockSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from parsl.executors.high_throughput.executor import HighThroughputExecutor
 from parsl.jobs.states import JobState, JobStatus
 
 from freetrain_parsl.executor.batch.error_tail import last_words
-from freetrain_parsl.executor.batch.providers import BlockSpec, provider_for
+from freetrain_parsl.executor.batch.providers import provider_for
 from freetrain_parsl.executor.batch.submitter import BlockRefused
 from freetrain_parsl.windows.base import Survey
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from freetrain_parsl.executor.node_kinds import NodeKind
+    from freetrain_parsl.windows.system import BlockSpec
 
 __all__ = ["HtexBlocks"]
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.campaign.files.yaml_file import Variables
-from freetrain_parsl.campaign.site.machine import Machine, NodeType, Queue
 from freetrain_parsl.campaign.site.site import Site
-from freetrain_parsl.campaign.site.site_draft import LoginHost, draft_embedded_site, draft_site
+from freetrain_parsl.campaign.site.site_draft import LoginHost, draft_checkpoints, draft_site
+from freetrain_parsl.cluster.system import EmbeddedSystem
 from freetrain_parsl.windows.state import Partition
+from freetrain_parsl.windows.system import Machine, NodeType, Queue
 
 HOST = LoginHost(Path("/venv/bin/python"))
 NAMES = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="$;`\"'\\<>"), min_size=1, max_size=20)
@@ -88,7 +89,7 @@ def test_any_name_is_read_back_as_it_is(name, account, system, walltime):
 
 
 def test_without_a_batch_system_it_is_an_embedded_cluster():
-    site = parsed(draft_embedded_site(4, HOST))
+    site = parsed(EmbeddedSystem().draft(4) + draft_checkpoints(HOST))
     assert (site.system, site.block["nodes"]) == ("local", 4)
     assert site.executor_settings["trainings"].threads_per_slot == 1  # else each virtual node uses all cores
     assert site.planner_settings.min_useful.total_seconds() == 5

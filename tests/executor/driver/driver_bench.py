@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from freetrain_parsl.executor.batch.providers import BlockSpec
     from freetrain_parsl.executor.driver.slot_registry import Block
+    from freetrain_parsl.windows.system import BlockSpec
 
 NODES = ("n0", "n1")
 

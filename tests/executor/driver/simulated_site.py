@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from freetrain_parsl.executor.batch.providers import BlockSpec
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.settings import SettingsInSeconds
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
+    from freetrain_parsl.windows.system import BlockSpec
 
 POLL = 1.0  # seconds between surveys
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
-from freetrain_parsl.executor.batch.providers import BlockSpec
 from freetrain_parsl.executor.batch.submitter import JobSubmitter
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Refusal, Survey, WindowSource
+from freetrain_parsl.windows.system import BlockSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.executor.batch.providers import BlockSpec
+    from freetrain_parsl.windows.system import BlockSpec
 
 NODES = ("n0", "n1")
 

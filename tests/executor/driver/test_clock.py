@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from freetrain_parsl.executor.batch.providers import BlockSpec
     from freetrain_parsl.executor.driver.loop import ControlLoop
+    from freetrain_parsl.windows.system import BlockSpec
 
 STEPS = (-7200.0, -30.0, -5.0, 3.0, 20.0, 60.0, 7200.0)
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from freetrain_parsl.executor.batch.providers import BlockSpec
+    from freetrain_parsl.windows.system import BlockSpec
     from tests.support.chaos.bare_plan import BarePlan
 
 __all__ = ["drive"]

@@ -13,7 +13,8 @@ from parsl.providers.errors import SubmitException
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.executor.batch.providers import BlockSpec, complaint_of, provider_for, window_source_for
+from freetrain_parsl.executor.batch.providers import complaint_of, provider_for, window_source_for
+from freetrain_parsl.windows.system import BlockSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
