@@ -72,8 +72,6 @@ BEHIND_A_PORT_LATER: Final = {
     "cli.sources -> extensions.pbs.source",
     "executor.batch.providers -> extensions.pbs.source",
     "executor.jobs.manager -> extensions.fusion.driver.kind",
-    "executor.slot.pilot -> extensions.demo.warm_start",
-    "executor.slot.pilot -> extensions.demo.warm_start.client",
     "executor.slot.slot -> extensions.fusion.slot.array_run",
     "report.projection.node_states -> extensions.pages.changes",
     "report.run_reader -> extensions.pages.run_view",

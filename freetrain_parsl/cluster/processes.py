@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MARK = "FREETRAIN_CLUSTER_MARK"
 """Environment variable that marks a process as ``directory of the cluster/job/node``."""
 
+NODE_STARTER = "FREETRAIN_NODE_STARTER"
+"""Environment variable: module through which programs of nodes are started; see `EmbeddedClusterProvider`."""
+
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -20,6 +20,7 @@ from parsl.providers.base import ExecutionProvider
 from parsl.utils import RepresentationMixin
 
 from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
+from freetrain_parsl.cluster.processes import NODE_STARTER
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
 from freetrain_parsl.settings_checks import check_count, check_duration
@@ -179,6 +180,11 @@ class EmbeddedClusterProvider(ExecutionProvider, RepresentationMixin):
     def driver_address(self) -> str:
         """The address at which the nodes, which are all on this machine, reach the driver."""
         return "127.0.0.1"
+
+    @property
+    def node_starter(self) -> str:
+        """Module through which the program of a node is started, with the command as its arguments; empty: none."""
+        return os.environ.get(NODE_STARTER, "")
 
     @property
     def status_polling_interval(self) -> int:

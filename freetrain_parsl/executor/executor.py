@@ -331,7 +331,8 @@ class FreeTrainExecutor(HighThroughputExecutor):
         log_dir = Path(self.log_dir or Path(self.run_dir) / "logs").absolute()
         self._logs = LogWriter(log_dir, allowed=self._fence.allows)
         self._values = ValueWriter(root, Path(self.logdir).absolute(), allowed=self._fence.allows)
-        self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir))
+        starter = getattr(self.provider, "node_starter", "")
+        self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir), starter)
         super().start()  # type: ignore[no-untyped-call]  # Parsl's
         source = self._window_source()
         planner_settings = self.planner.in_seconds()

@@ -8,14 +8,14 @@ import threading
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parsl.launchers import MpiExecLauncher, SrunLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 
 from freetrain_parsl import EmbeddedClusterProvider
 from freetrain_parsl.cluster import registry
-from freetrain_parsl.extensions.demo.warm_start import ADDRESS
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS, CLIENT
 from freetrain_parsl.extensions.demo.warm_start.client import circumstances
 from tests.support.fake_commands import calls, clear_mishaps, install_fake_pbs, install_fake_slurm, set_mishap
 
@@ -158,6 +158,12 @@ class _Fake(Embedded):
         return len(calls(self.directory)) - self._asked_before
 
 
+def _warm(provider: Any) -> ExecutionProvider:
+    """Start its nodes as those of the embedded cluster, which they are."""
+    provider.node_starter = CLIENT
+    return provider
+
+
 class FakeSlurm(_Fake):
     """Fake Slurm commands, to be added to PATH from `commands`."""
 
@@ -166,7 +172,7 @@ class FakeSlurm(_Fake):
         self.commands = install_fake_slurm(directory, cluster.name)
 
     def provider(self) -> ExecutionProvider:
-        return SlurmProvider(partition="backfill", launcher=SrunLauncher(), worker_init=WORKER_INIT)
+        return _warm(SlurmProvider(partition="backfill", launcher=SrunLauncher(), worker_init=WORKER_INIT))
 
 
 class FakePbs(_Fake):
@@ -179,12 +185,14 @@ class FakePbs(_Fake):
     def provider(self) -> ExecutionProvider:
         # A PBS job has no other variables of its submitter; without these its nodes could not be forked.
         passed = ",".join([ADDRESS, *circumstances()["variables"]])
-        return PBSProProvider(
-            queue="backfill",
-            cpus_per_node=4,
-            scheduler_options=f"#PBS -v {passed}",
-            launcher=MpiExecLauncher(),
-            worker_init=WORKER_INIT,
+        return _warm(
+            PBSProProvider(
+                queue="backfill",
+                cpus_per_node=4,
+                scheduler_options=f"#PBS -v {passed}",
+                launcher=MpiExecLauncher(),
+                worker_init=WORKER_INIT,
+            )
         )
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import freetrain_parsl
 from freetrain_parsl import EmbeddedCluster
+from freetrain_parsl.extensions.demo.warm_start import CLIENT
 from tests.support.hosts import Hosts
 
 pytestmark = pytest.mark.hosts
@@ -49,10 +50,11 @@ def run(hosts, tmp_path, warm_start):
     out, err = tmp_path / "out", tmp_path / "err"
 
     def on_a_node(before: str = "true"):
-        pilot = f"{sys.executable} -m freetrain_parsl.executor.slot.pilot {sys.executable} -m program"
+        modules = (CLIENT, "freetrain_parsl.executor.slot.pilot", "program")
+        program = " ".join(f"{sys.executable} -m {module}" for module in modules)
         with EmbeddedCluster(tmp_path / "cluster", nodes=1, grace=timedelta(seconds=0.5)) as cluster:
             job = cluster.client.submit(
-                hosts["n00"].command("unshare", "--mount", "sh", "-c", f"{before} && exec {pilot}", cwd=tmp_path),
+                hosts["n00"].command("unshare", "--mount", "sh", "-c", f"{before} && exec {program}", cwd=tmp_path),
                 walltime=timedelta(minutes=2),
                 env={**os.environ, **warm_start.environment},
                 cwd=tmp_path,

@@ -80,7 +80,9 @@ def check_node_python(python: str) -> None:
     _check("node_python", python)
 
 
-def node_command(python: str | None, container: Container | None, directories: Iterable[Path]) -> str:
+def node_command(
+    python: str | None, container: Container | None, directories: Iterable[Path], starter: str = ""
+) -> str:
     """Return the launch command: HTEX's own, with its placeholders, started by the pilot.
 
     Parameters
@@ -92,6 +94,8 @@ def node_command(python: str | None, container: Container | None, directories: I
         The container; ``None``: no container.
     directories
         Directories to bind into the container: run directory and checkpoints.
+    starter
+        Module that starts the pilot, whose command it gets as arguments; empty: none, the pilot starts by itself.
 
     Raises
     ------
@@ -102,8 +106,8 @@ def node_command(python: str | None, container: Container | None, directories: I
     from parsl.executors.high_throughput.executor import DEFAULT_LAUNCH_CMD
 
     interpreter = python or (sys.executable if container is None else "python3")
-    words = module_command("freetrain_parsl.executor.slot.pilot", interpreter)
-    words += module_command("freetrain_parsl.executor.htex.worker_pool", interpreter)
+    modules = (starter, "freetrain_parsl.executor.slot.pilot", "freetrain_parsl.executor.htex.worker_pool")
+    words = [word for module in modules if module for word in module_command(module, interpreter)]
     if container is not None:
         bound = [str(directory) for directory in directories]
         for name in bound:

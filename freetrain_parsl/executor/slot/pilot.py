@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from subprocess import Popen
+from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.cluster.processes import living
 from freetrain_parsl.executor.slot.pool_directory import POOL_DIRECTORY, PoolDirectory
-from freetrain_parsl.extensions.demo.warm_start import ADDRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,29 +58,12 @@ def end_node(pilot: int | None) -> None:
             os.kill(pilot, signal.SIGTERM)
 
 
-class PoolProcess(Protocol):
-    """The worker pool's process, as `subprocess.Popen` presents it."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def poll(self) -> int | None:
-        """Return its exit code; ``None`` while it runs."""
-
-    def wait(self) -> int:
-        """Wait for its end; return its exit code."""
+def start_pool(command: list[str], environment: Mapping[str, str], prepare: Callable[[], None]) -> Popen[bytes]:
+    """Start the worker pool; `prepare` runs in its process before the program."""
+    return Popen(command, env=environment, preexec_fn=prepare)  # noqa: PLW1509 - no threads here
 
 
-def start_interpreter(command: list[str], environment: Mapping[str, str], prepare: Callable[[], None]) -> PoolProcess:
-    """Start the command as a new program; `prepare` runs in its process before."""
-    return subprocess.Popen(command, env=environment, preexec_fn=prepare)  # noqa: PLW1509 - no threads here
-
-
-def main(
-    command: list[str],
-    start: Callable[[list[str], Mapping[str, str], Callable[[], None]], PoolProcess] = start_interpreter,
-) -> int:
+def main(command: list[str]) -> int:
     """Run `command` in its own process group; return its exit code, or zero after a signal to the pilot."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the early warning to the slots is sent to every process
     # Blocked before the child starts, so that no signal is missed between its start and `sigtimedwait`.
@@ -94,10 +76,10 @@ def main(
             directory.release()
 
         environment = {**os.environ, _PILOT: str(os.getpid()), POOL_DIRECTORY: str(directory.path)}
-        return _attend(start(command, environment, prepare), awaited)
+        return _attend(start_pool(command, environment, prepare), awaited)
 
 
-def _attend(pool: PoolProcess, awaited: set[signal.Signals]) -> int:
+def _attend(pool: Popen[bytes], awaited: set[signal.Signals]) -> int:
     """Wait for the end of the pool or the awaited signals, and end the pool."""
     patience = float(os.environ.get(_PATIENCE, _DEFAULT_PATIENCE))
     seen = time.monotonic()
@@ -121,7 +103,7 @@ def _attend(pool: PoolProcess, awaited: set[signal.Signals]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _await_slots(pool: PoolProcess, sender: int) -> None:
+def _await_slots(pool: Popen[bytes], sender: int) -> None:
     """Wait until all slots have exited, after SIGTERM from a process.
 
     A slot that has become one after the batch system's signal has ignored it, as the pool does, and receives it again.
@@ -181,15 +163,5 @@ def _is_tracker(pid: int) -> bool:
     return False
 
 
-def _run(command: list[str]) -> int:
-    if ADDRESS in os.environ:
-        from freetrain_parsl.extensions.demo.warm_start.client import run_forked
-
-        code = run_forked(command)
-        if code is not None:
-            return code
-    return main(command)
-
-
 if __name__ == "__main__":
-    sys.exit(_run(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -29,6 +29,11 @@ def test_without_settings_the_nodes_run_the_drivers_interpreter() -> None:
     assert words(None, None, ()) == ["exec", sys.executable, *PILOT, sys.executable, *POOL]
 
 
+def test_another_module_may_start_the_pilot() -> None:
+    starter = module_command("a.module")[1:]
+    assert words("python", None, (), "a.module") == ["exec", "python", *starter, "python", *PILOT, "python", *POOL]
+
+
 def test_a_name_is_left_to_the_path_that_worker_init_makes() -> None:
     assert words("python", None, ()) == ["exec", "python", *PILOT, "python", *POOL]
 

@@ -18,7 +18,7 @@ import pytest
 
 from freetrain_parsl import EmbeddedCluster
 from freetrain_parsl.cluster import processes, registry
-from freetrain_parsl.extensions.demo.warm_start import ADDRESS
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS, CLIENT
 from freetrain_parsl.extensions.demo.warm_start.owner import WarmStart
 from freetrain_parsl.interpreters import module_command
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[3]
+STARTER = tuple(module_command(CLIENT)[1:])
 PILOT = tuple(module_command("freetrain_parsl.executor.slot.pilot")[1:])
 
 # What runs in the place of the worker pool: it reports, and does what its argument says.
@@ -74,7 +75,7 @@ class Node:
         for name in ("out", "err"):
             (self.directory / name).write_text("")
         job = self.client.submit(
-            [*python, *PILOT, *python, *module_command("program")[1:], *arguments],
+            [*python, *STARTER, *python, *PILOT, *python, *module_command("program")[1:], *arguments],
             walltime=timedelta(minutes=2),
             env={**_without(ADDRESS), **_with_program(self.directory), **self.server, **environment},
             cwd=self.directory,
@@ -231,7 +232,7 @@ def test_a_path_of_its_own_is_a_nodes_own_unless_it_has_modules_that_the_server_
 def test_a_process_that_is_no_node_of_an_embedded_cluster_does_not_use_it(node: Node) -> None:
     """A real batch system would not find its processes."""
     environment = _without(processes.MARK) | _with_program(node.directory) | node.server
-    command = [sys.executable, *PILOT, sys.executable, "-m", "program", "exit", "0"]
+    command = [sys.executable, *STARTER, sys.executable, *PILOT, sys.executable, "-m", "program", "exit", "0"]
     done = subprocess.run(command, env=environment, cwd=node.directory, capture_output=True, timeout=60, check=True)
     assert (json.loads(done.stdout)["forked"], done.stderr) == (False, b"")
 
@@ -251,10 +252,10 @@ def test_the_socket_is_private(warm_start: WarmStart) -> None:
 
 _KILLED_OWNER = """
 import os, signal
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS
 from freetrain_parsl.extensions.demo.warm_start.owner import WarmStart
-from freetrain_parsl.interpreters import module_command
 with WarmStart() as server:
-    print(*server.environment.values(), flush=True)
+    print(server.environment[ADDRESS], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -1,4 +1,8 @@
-"""The node's side: ask the server for a process that runs this node's program, and stand for it until it ends."""
+"""The node's side: ask the server for a process that runs this node's program, and stand for it until it ends.
+
+Started as ``python -m freetrain_parsl.extensions.demo.warm_start.client COMMAND …``; without a server, it becomes the
+command, which is the pilot's.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from typing import Any, Final
 
 from freetrain_parsl.cluster.processes import MARK
 from freetrain_parsl.extensions.demo.warm_start import ADDRESS, namespaces
+from freetrain_parsl.interpreters import module_in
 from freetrain_parsl.location import PACKAGE
 
 __all__ = ["LENGTH", "circumstances", "run_forked"]
@@ -53,19 +58,21 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def run_forked(arguments: list[str]) -> int | None:
+def run_forked(command: list[str]) -> int | None:
     """Let a process of the server run the program of this node.
 
     Parameters
     ----------
-    arguments
-        The arguments of this program.
+    command
+        The program, a module in an interpreter like this one, and its arguments.
 
     Returns
     -------
     int or None
         The exit code of the process; ``None`` if the program must run in this process.
     """
+    if ADDRESS not in os.environ:
+        return None
     if MARK not in os.environ:
         return None  # no node of an embedded cluster: a batch system would not find the process
     # Signals to the job reach the process directly. This one ends after it.
@@ -74,7 +81,7 @@ def run_forked(arguments: list[str]) -> int | None:
         with socket.socket(socket.AF_UNIX) as server:
             server.settimeout(_PATIENCE)
             server.connect(os.environ[ADDRESS])
-            _send(server, arguments, ignored=_ignored(before))
+            _send(server, command, ignored=_ignored(before))
             with server.makefile("rwb") as stream:
                 answer = json.loads(stream.readline())
                 if "refused" not in answer:
@@ -96,12 +103,14 @@ def _imported_from() -> list[str]:
     return ["/", os.path.realpath(sys.executable), sys.prefix, sys.base_prefix, str(PACKAGE)]
 
 
-def _send(server: socket.socket, arguments: list[str], *, ignored: list[int]) -> None:
+def _send(server: socket.socket, command: list[str], *, ignored: list[int]) -> None:
+    option = next(number for number, word in enumerate(command) if word in ("-c", "-m"))  # after the interpreter's own
+    _module, arguments = module_in(command[option - 1 :])
     mask = os.umask(0o077)
     os.umask(mask)
     request = {
         "circumstances": circumstances(),
-        "argv": [*sys.orig_argv[: len(sys.orig_argv) - len(arguments)], *arguments],
+        "argv": command,
         "arguments": arguments,
         "environment": dict(os.environ),
         "directory": os.getcwd(),  # noqa: PTH109 - a plain string
@@ -122,3 +131,14 @@ def _ignored(before: dict[signal.Signals, Any]) -> list[int]:
     """Return the signals that this process ignored when it started."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} | before
     return [int(number) for number, handler in handlers.items() if handler is signal.SIG_IGN]
+
+
+def _run(command: list[str]) -> int:
+    code = run_forked(command)
+    if code is None:
+        os.execvp(command[0], command)  # noqa: S606 - the command that it was given
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(_run(sys.argv[1:]))

@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from freetrain_parsl.extensions.demo.warm_start import ADDRESS
+from freetrain_parsl.cluster.processes import NODE_STARTER
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS, CLIENT
 from freetrain_parsl.interpreters import module_command
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class WarmStart:
     Attributes
     ----------
     environment : dict
-        The variable that names the server.
+        The variables that name the server, and the module through which nodes are started.
     pid : int
         Its process.
     """
@@ -55,7 +56,7 @@ class WarmStart:
                 pass_fds=[descriptor],
                 start_new_session=True,
             )
-        self.environment = {ADDRESS: str(path)}
+        self.environment = {ADDRESS: str(path), NODE_STARTER: CLIENT}
         self.pid = self._process.pid
         return self
 

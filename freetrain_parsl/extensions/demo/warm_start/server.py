@@ -183,7 +183,8 @@ def _become(client: socket.socket, request: dict[str, Any], passed: list[int]) -
     if client.recv(3) != b"go\n":
         return  # the node has started without us
     client.settimeout(None)
-    code = pilot.main(request["arguments"], forked.PoolStarter(client).start)
+    pilot.start_pool = forked.PoolStarter(client).start  # type: ignore[assignment]  # as much of it as the pilot uses
+    code = pilot.main(request["arguments"])
     client.sendall(b"%d\n" % code)
     sys.stderr.flush()
     os._exit(code)  # at once: to take the imports down lasts a second, for which the node would be held
