@@ -15,6 +15,7 @@ from freetrain_parsl.campaign.directories import RUN_KINDS
 from freetrain_parsl.campaign.site.home import HOME_KINDS
 from freetrain_parsl.cli.verbs import VERBS
 from freetrain_parsl.entry_points import own_entry_points
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.values.specs import TRACKERS
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 GROUPS = {
     "freetrain.policies": POLICIES,
     "freetrain.objectives": OBJECTIVES,
+    "freetrain.windows": SYSTEMS,
     "freetrain.trackers": TRACKERS,
     "freetrain.sessions": SESSIONS,
     "freetrain.commands": VERBS,
@@ -32,10 +34,14 @@ GROUPS = {
 }
 
 MODULE = """
+from freetrain_parsl.executor.batch.slurm import SlurmSystem
 from freetrain_parsl.planning.policies import EqualSharePolicy
 
 class Fair(EqualSharePolicy):
     name = "fair"
+
+class Flux(SlurmSystem):
+    name, title = "flux", "Flux"
 
 def steady(trainer, nodes):
     return 1.0
@@ -59,6 +65,9 @@ odd = acme:greet
 [freetrain.objectives]
 steady = acme:steady
 
+[freetrain.windows]
+flux = acme:Flux
+
 [freetrain.trackers]
 noting = acme:Noting
 
@@ -76,6 +85,7 @@ from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.site.home import usable_homes
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import POLICIES, resolve_policy
@@ -133,6 +143,7 @@ _TRACKERS = "csv, mlflow, tensorboard, wandb, noting, module:Class"
         ),
         ("resolve_objective('steady')", "objective 'steady' is registered by acme and other; uninstall all but one"),
         ("resolve_objective('deadline') is resolve_objective('deadline')", "True"),
+        ("list(SYSTEMS), SYSTEMS['flux'].title", "(['local', 'slurm', 'pbs', 'flux'], 'Flux')"),
         ("parse_trackers({'noting': {'since': 3}})[0].make().since", "3"),
         ("parse_trackers('notin')", f"there is no tracker 'notin' (did you mean 'noting'?); known: {_TRACKERS}"),
     ],

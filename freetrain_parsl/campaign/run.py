@@ -34,7 +34,7 @@ from freetrain_parsl.errors import (
     StorageUnavailable,
     TrainingCancelled,
 )
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.driver.driver_fence import DriverFence
 from freetrain_parsl.planning.blocks.rules import least_walltime
 from freetrain_parsl.report.projection.run import RunState
@@ -296,7 +296,7 @@ class CampaignRun:
             initialize_logging=True,
         )
         if not self.site.outlives_driver:
-            systems()[self.site.system].await_end(self.directory, report)
+            SYSTEMS[self.site.system].await_end(self.directory, report)
         with open_home(self.site.home, self.store, self._fence.allows) as home:
             with parsl.load(config):
                 self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)

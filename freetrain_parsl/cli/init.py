@@ -14,7 +14,7 @@ from freetrain_parsl.campaign.site.own_site import SITE_FILE
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import SystemOption, errors_in_one_line, known_systems, system_named, unshared_system
 from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.screen import say, say_text
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _describe(system: BatchSystem) -> Machine | None:
 
 
 def _choose(machine: Machine, name: str | None) -> Queue:
-    word = systems()[machine.system].queue
+    word = SYSTEMS[machine.system].queue
     if name is not None:
         names = [queue.name for queue in machine.queues]
         queue = next((queue for queue in machine.queues if queue.name == name), None)
@@ -170,7 +170,7 @@ def _queue_table(machine: Machine, chosen: Queue) -> Table:
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("")
-    table.add_column(systems()[machine.system].queue, no_wrap=True)
+    table.add_column(SYSTEMS[machine.system].queue, no_wrap=True)
     for column in ("nodes", "cores", "GPUs", "time limit"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("preemptible", no_wrap=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from freetrain_parsl.errors import FreeTrainError, UsageError, did_you_mean
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.planning.settings import DEFAULT_COSTS, PlannerSettings, RescaleCosts
 from freetrain_parsl.screen import say
 from freetrain_parsl.windows.system import NodeResources
@@ -170,7 +170,7 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
 def _of_site(site: Site, remark: str = "") -> ChosenSource:
     from freetrain_parsl.campaign.site.providers import make_window_source
 
-    system = systems()[site.system]
+    system = SYSTEMS[site.system]
     kinds = ", ".join(kind.name for kind in site.kinds)
     partition = site.block.get(system.queue)
     title = f"{system.title}, nodes of the kinds {kinds}" if kinds else _title(system, partition)
@@ -188,7 +188,7 @@ def _of_site(site: Site, remark: str = "") -> ChosenSource:
 
 def known_systems() -> list[BatchSystem]:
     """Return all batch systems; which comes first is chosen first: those that are shared."""
-    return sorted(systems().values(), key=lambda system: not system.shared)
+    return sorted(SYSTEMS.values(), key=lambda system: not system.shared)
 
 
 def system_named(name: str) -> BatchSystem:
@@ -199,12 +199,12 @@ def system_named(name: str) -> BatchSystem:
     UsageError
         There is no such batch system.
     """
-    if name not in systems():
+    if name not in SYSTEMS:
         *first, last = (system.name for system in known_systems())
         raise UsageError(
             f"--system must be {', '.join(first)} or {last}, got {name!r}{did_you_mean(name, [*first, last])}"
         )
-    return systems()[name]
+    return SYSTEMS[name]
 
 
 def unshared_system() -> BatchSystem:

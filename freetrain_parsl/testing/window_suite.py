@@ -29,7 +29,7 @@ import pytest
 from freetrain_parsl.campaign.files.yaml_file import Section, Variables
 from freetrain_parsl.errors import ClusterGone, InvalidInput
 from freetrain_parsl.executor.batch.script_system import LAUNCHERS
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.windows.base import BlockState, BlockStatus, WindowSource
 from freetrain_parsl.windows.system import BatchSystem, BlockSpec, NodeResources
 
@@ -180,7 +180,7 @@ class BatchSystemConformance(ABC):
         """It recognizes the provider that it makes, and no other system does."""
         provider = self.system.provider(self.read(), NodeResources())
         assert self.system.handles(provider)
-        others = [system for name, system in systems().items() if name != self.system.name]
+        others = [system for name, system in SYSTEMS.items() if name != self.system.name]
         assert not any(system.handles(provider) for system in others)
 
     def test_copy_submits_the_block_and_the_provider_stays(self) -> None:

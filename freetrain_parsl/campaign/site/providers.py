@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.logs import LOGS
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.addresses import own_addresses
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path |
     UsageError
         Parsl rejects the keys.
     """
-    return systems()[site.system].provider(_block(site, import_paths), site.node, run_dir)
+    return SYSTEMS[site.system].provider(_block(site, import_paths), site.node, run_dir)
 
 
 def make_window_source(site: Site) -> WindowSource:
@@ -59,7 +59,7 @@ def make_window_source(site: Site) -> WindowSource:
         from freetrain_parsl.windows.node_kinds import WindowsByKind
 
         return WindowsByKind({kind.name: make_window_source(site.of_kind(kind)) for kind in site.kinds})
-    return systems()[site.system].source(site.block, site.node)
+    return SYSTEMS[site.system].source(site.block, site.node)
 
 
 def make_executor(
@@ -125,14 +125,14 @@ def make_executor(
 
 def _own_windows(site: Site) -> WindowSource | None:
     """Return the window source, or ``None`` for the provider's own: that of a batch system that is not running yet."""
-    return make_window_source(site) if systems()[site.system].shared else None
+    return make_window_source(site) if SYSTEMS[site.system].shared else None
 
 
 def _node_kinds(site: Site, import_paths: Sequence[Path], run_dir: Path | None) -> list[NodeKind]:
     from freetrain_parsl.executor.node_kinds import NodeKind
 
     sites = {kind.name: site.of_kind(kind) for kind in site.kinds}
-    providers = systems()[site.system].providers(
+    providers = SYSTEMS[site.system].providers(
         _block(site, import_paths),
         {name: (_block(own, import_paths), own.node) for name, own in sites.items()},
         run_dir,

@@ -10,7 +10,7 @@ from freetrain_parsl.campaign.files.yaml_file import Section, Variables, user_pa
 from freetrain_parsl.campaign.site.home import read_home
 from freetrain_parsl.campaign.site.site_nodes import read_block, read_kinds, read_name, read_node
 from freetrain_parsl.errors import InvalidInput, did_you_mean
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
@@ -106,9 +106,9 @@ class Site:
         """Parse the text of a site file; `file` is its name in messages."""
         top = Section.parse(text, file, variables)
         name = top.text("site") or Path(file).stem
-        system = top.choice("system", systems())
+        system = top.choice("system", SYSTEMS)
         if system is None:
-            raise top.refusal(f"'system' is missing; it is one of {', '.join(systems())}")
+            raise top.refusal(f"'system' is missing; it is one of {', '.join(SYSTEMS)}")
         node = read_node(top.section("node"), system)
         block = read_block(top.section("block"), system)
         kinds = read_kinds(top, system, block, node)
@@ -165,7 +165,7 @@ class Site:
     @property
     def outlives_driver(self) -> bool:
         """Whether the batch system outlives the driver: all except the driver's own embedded cluster."""
-        return systems()[self.system].outlives_driver(self.block)
+        return SYSTEMS[self.system].outlives_driver(self.block)
 
 
 def shipped_sites() -> dict[str, Path]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from freetrain_parsl.campaign.site.own_site import SITE_FILE
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +61,7 @@ def draft_site(machine: Machine, queue: Queue, host: LoginHost, account: str | N
     account
         Account to charge; ``None`` for the user's only one, or the first of several.
     """
-    system = systems()[machine.system]
+    system = SYSTEMS[machine.system]
     hints = system.hints
     assert hints is not None, "as it describes its queues"
     title = f"{system.title} {machine.name}".rstrip()

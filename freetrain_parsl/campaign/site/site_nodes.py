@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.batch.systems import systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.settings_checks import check_kind_name
 from freetrain_parsl.windows.system import NodeResources, given_values
 
@@ -70,7 +70,7 @@ class SiteKind:
 
 def read_block(section: Section, system: str) -> dict[str, Any]:
     """Read the resource request of a job; the keys depend on the batch system."""
-    block = given_values(worker_init=section.text("worker_init")) | systems()[system].read_block(section)
+    block = given_values(worker_init=section.text("worker_init")) | SYSTEMS[system].read_block(section)
     section.done()
     return block
 
@@ -88,7 +88,7 @@ def read_kinds(top: Section, system: str, block: Mapping[str, Any], node: NodeSh
     for name in names:
         section.checked(check_kind_name, name, key=name)
     sections = {name: section.section(name) for name in names}
-    blocks = systems()[system].read_kinds(sections, block)
+    blocks = SYSTEMS[system].read_kinds(sections, block)
     kinds: list[SiteKind] = []
     for name, keys in sections.items():
         own = given_values(worker_init=keys.text("worker_init")) | blocks[name]
@@ -134,7 +134,7 @@ def read_node(section: Section, system: str) -> NodeShape:
 
 def _read_resources(section: Section, default: NodeShape, system: str) -> NodeShape:
     """Read the resources requested on each node; those that are not given are the default's."""
-    if not systems()[system].requests_resources:
+    if not SYSTEMS[system].requests_resources:
         return replace(default, slots=section.count("slots", most=_MOST_SLOTS) or default.slots)
     gpus = section.count("gpus", least=0, most=_MOST_SLOTS)
     accelerators: int | tuple[str, ...] = default.accelerators if gpus is None else gpus

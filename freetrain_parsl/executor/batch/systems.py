@@ -1,38 +1,25 @@
-"""The batch systems that are known, by name."""
+"""The batch systems, by name."""
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import entry_points
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from freetrain_parsl.entry_points import EntryPoints
+from freetrain_parsl.windows.system import BatchSystem
 
-    from freetrain_parsl.windows.system import BatchSystem
-
-__all__ = ["system_of", "systems"]
-
-GROUP: Final = "freetrain.windows"
-"""Entry points of other packages: name -> a class that implements `BatchSystem`."""
-
-_OWN = {
-    "local": "freetrain_parsl.cluster.system:EmbeddedSystem",
-    "slurm": "freetrain_parsl.executor.batch.slurm:SlurmSystem",
-}
+__all__ = ["SYSTEMS", "system_of"]
 
 
-@cache
-def systems() -> Mapping[str, BatchSystem]:
-    """Return all batch systems by name; which comes first is chosen first, except one that is not `shared`."""
-    ours: Mapping[str, Mapping[str, str]] = resolve_name("freetrain_parsl.extensions").ENTRY_POINTS
-    named = {**_OWN, **ours[GROUP]}
-    found: dict[str, Any] = {name: resolve_name(value) for name, value in named.items()}
-    found |= {point.name: point.load() for point in entry_points(group=GROUP) if point.name not in named}
-    return {name: make() for name, make in found.items()}
+def _read(found: Any) -> BatchSystem:
+    if not (isinstance(found, type) and issubclass(found, BatchSystem)):
+        raise TypeError(f"{found!r} is not a subclass of BatchSystem")
+    return found()
+
+
+SYSTEMS: Final = EntryPoints[BatchSystem]("freetrain.windows", "batch system", _read)
+"""Name -> batch system; of those that are `shared`, the first is chosen first."""
 
 
 def system_of(provider: Any) -> BatchSystem | None:
     """Return the batch system of a Parsl provider; ``None`` if none handles it."""
-    return next((system for system in systems().values() if system.handles(provider)), None)
+    return next((system for system in SYSTEMS.values() if system.handles(provider)), None)

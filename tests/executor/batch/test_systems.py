@@ -1,22 +1,14 @@
-"""The batch systems: each keeps to the contract, and others are found by their entry points."""
+"""The batch systems: each keeps to the contract."""
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING
-
-import pytest
 from parsl.providers import LocalProvider
 
 from freetrain_parsl.cluster.system import EmbeddedSystem
-from freetrain_parsl.executor.batch import systems as module
 from freetrain_parsl.executor.batch.slurm import SlurmSystem
-from freetrain_parsl.executor.batch.systems import system_of, systems
+from freetrain_parsl.executor.batch.systems import SYSTEMS, system_of
 from freetrain_parsl.extensions.pbs.system import PbsSystem
 from freetrain_parsl.testing.window_suite import BatchSystemConformance
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class TestSlurm(BatchSystemConformance):
@@ -37,30 +29,9 @@ class TestEmbeddedCluster(BatchSystemConformance):
     kinds = "{fast: {nodes: 1}, slow: {nodes: 2}}"
 
 
-class FluxSystem(SlurmSystem):
-    """A batch system of another package."""
-
-    name = "flux"
-
-
-@pytest.fixture
-def flux(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    point = EntryPoint("flux", f"{__name__}:FluxSystem", module.GROUP)
-    monkeypatch.setattr(module, "entry_points", lambda group: [point])
-    systems.cache_clear()
-    yield
-    systems.cache_clear()
-
-
 def test_our_systems_are_found_by_name() -> None:
-    assert list(systems()) == ["local", "slurm", "pbs"]
-    assert all(system.name == name for name, system in systems().items())
-
-
-@pytest.mark.usefixtures("flux")
-def test_a_system_of_another_package_comes_after_ours() -> None:
-    assert list(systems()) == ["local", "slurm", "pbs", "flux"]
-    assert isinstance(systems()["flux"], FluxSystem)
+    assert list(SYSTEMS) == ["local", "slurm", "pbs"]
+    assert all(system.name == name for name, system in SYSTEMS.items())
 
 
 def test_a_provider_of_no_batch_system_has_none() -> None:
