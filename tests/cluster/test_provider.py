@@ -11,6 +11,7 @@ from parsl.jobs.states import JobState
 from parsl.launchers import SingleNodeLauncher
 
 from freetrain_parsl.cluster.client import ClusterClient
+from freetrain_parsl.cluster.processes import NODE_STARTER
 from freetrain_parsl.cluster.provider import EmbeddedClusterProvider, EveryNodeLauncher, parse_walltime
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import ClusterGone, InvalidSettings
@@ -129,3 +130,11 @@ class TestBlocks:
         provider = EmbeddedClusterProvider("missing")
         assert provider.status([]) == []
         assert provider.cancel([]) == []
+
+
+def test_the_environment_names_the_module_through_which_nodes_are_started(monkeypatch):
+    provider = EmbeddedClusterProvider()
+    monkeypatch.delenv(NODE_STARTER, raising=False)
+    assert provider.node_starter == ""
+    monkeypatch.setenv(NODE_STARTER, "a.module")
+    assert provider.node_starter == "a.module"
