@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 582
+MOST_FILES: Final = 586
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -32,21 +32,21 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_080,
-    "campaign": 5_900,
-    "cli": 2_650,
-    "cluster": 3_110,
-    "executor": 13_750,
+    "": 2_070,
+    "campaign": 5_480,
+    "cli": 2_590,
+    "cluster": 3_280,
+    "executor": 13_930,
     "extensions/checking": 3_480,
     "extensions/dashboard": 940,
-    "extensions/demo": 990,
+    "extensions/demo": 1_020,
     "extensions/fusion": 7_780,
     "extensions/globus": 9_380,
     "extensions/goodput": 1_400,
     "extensions/integrations": 1_850,
-    "extensions/notebook": 2_150,
-    "extensions/pages": 1_230,
-    "extensions/pbs": 1_420,
+    "extensions/notebook": 2_060,
+    "extensions/pages": 1_120,
+    "extensions/pbs": 1_540,
     "extensions/replay": 7_370,
     "extensions/resources": 1_350,
     "extensions/sharding": 750,
@@ -55,26 +55,19 @@ BUDGET: Final = {
     "extensions/trackers": 410,
     "planning": 6_860,
     "protocol": 2_080,
-    "report": 2_740,
+    "report": 2_940,
     "storage": 2_200,
-    "testing": 1_820,
+    "testing": 1_910,
     "training": 12_870,
-    "windows": 2_970,
+    "windows": 3_360,
 }
 
 # Module that is no extension, and what it imports or names of extensions: each is to be replaced by a port.
 BEHIND_A_PORT_LATER: Final = {
-    "campaign.site.machine -> extensions.pbs.source",
-    "campaign.site.providers -> extensions.pbs.source",
     "cli.preview -> extensions.fusion.driver.cohort_trainer",
     "cli.preview -> extensions.fusion.driver.gathering",
-    "cli.runs.report -> extensions.pages.report_page",
-    "cli.sources -> extensions.pbs.source",
-    "executor.batch.providers -> extensions.pbs.source",
     "executor.jobs.manager -> extensions.fusion.driver.kind",
     "executor.slot.slot -> extensions.fusion.slot.array_run",
-    "report.projection.node_states -> extensions.pages.changes",
-    "report.run_reader -> extensions.pages.run_view",
 }
 
 

@@ -59,7 +59,7 @@ ROOMS = {
     "extensions/dashboard": {"campaign", "cli", "report", "extensions/pages"},
     "extensions/demo": {"cli", "cluster", "executor", "planning", "report"},
     "extensions/fusion": {"executor", "planning", "protocol", "storage", "training"},
-    "extensions/globus": {"campaign", "cli", "executor", "planning", "report", "storage"},
+    "extensions/globus": {"campaign", "cli", "executor", "planning", "report", "storage", "windows"},
     "extensions/goodput": {"planning"},
     "extensions/integrations": {"cluster", "executor", "training"},
     "extensions/notebook": {

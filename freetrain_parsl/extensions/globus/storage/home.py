@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import unquote
 
 from freetrain_parsl.campaign.site.home import HomeKind
-from freetrain_parsl.campaign.site.site_nodes import given_values
 from freetrain_parsl.errors import CheckpointError, GlobusRefused
 from freetrain_parsl.extensions.globus.storage.collections import Collections
 from freetrain_parsl.extensions.globus.storage.home_listing import difference_at_home, list_home, newest_claims
@@ -21,6 +20,7 @@ from freetrain_parsl.extensions.globus.storage.names import CHECKPOINTS, OWNERS,
 from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.entry import MANIFEST
 from freetrain_parsl.storage.posix import CheckpointDirectory, directory_name
+from freetrain_parsl.windows.system import given_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
