@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.values.tracker import Tracker
 
-__all__ = ["TrackerSpec", "importable", "parse_trackers"]
+__all__ = ["TRACKERS", "TrackerSpec", "importable", "parse_trackers"]
 
 
 TRACKERS: Final = EntryPoints["type[Tracker]"]("freetrain.trackers", "tracker")
