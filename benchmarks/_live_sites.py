@@ -27,13 +27,16 @@ from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
 from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
 from freetrain_parsl.report.projection.run import RunState
+
+if TYPE_CHECKING:
+    import argparse
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' stand-ins of Globus' services
+
 from tests.support.globus.compute_service import ComputeService
 from tests.support.globus.endpoint_daemon import EndpointDaemon
 from tests.support.globus.rabbitmq import LoopbackRabbit
 from tests.support.globus.transfer_service import LoopbackCollections, TransferService
-
-if TYPE_CHECKING:
-    import argparse
 
 NAMES = ("day", "night")
 NODES = 2  # of each site, and trainings

@@ -50,13 +50,16 @@ from _slurm_training import SAMPLE_NODE_SECONDS
 
 from freetrain_parsl import Manners
 from freetrain_parsl.report.output import write_figure, write_output
-from tests.support.slurm.loopback import LoopbackPartition, LoopbackSlurm
-from tests.support.slurm.slurm_machine import slurm_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from freetrain_parsl.cluster.workload import MainJob
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' Slurm
+
+from tests.support.slurm.loopback import LoopbackPartition, LoopbackSlurm
+from tests.support.slurm.slurm_machine import slurm_version
 
 HERE = Path(__file__).parent
 HIDING = {"hidden": "backfill", "hidden-preemptible": "preemptible"}  # mode -> the partition of our blocks
