@@ -19,7 +19,7 @@ from freetrain_parsl.texts import text_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["EntryPoints", "own_entry_points"]
+__all__ = ["EntryPoints", "own_entry_points", "subclass_of"]
 
 _OWN = "freetrain-parsl"
 
@@ -33,6 +33,17 @@ def own_entry_points(group: str) -> Mapping[str, str]:
     _, _, section = text.partition(f"[{group}]\n")
     lines = section.partition("\n[")[0].splitlines()
     return {name: value for name, _, value in (line.partition(" = ") for line in lines if line)}
+
+
+def subclass_of(base: type[T]) -> Callable[[Any], type[T]]:
+    """Return a reader of entry points that name subclasses of `base`; it raises `TypeError` for what is none."""
+
+    def read(found: Any) -> type[T]:
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise TypeError(f"{found!r} is not a subclass of {base.__name__}")
+        return found
+
+    return read
 
 
 class EntryPoints(MutableMapping[str, T], Generic[T]):
@@ -84,7 +95,7 @@ class EntryPoints(MutableMapping[str, T], Generic[T]):
         ((distribution, value),) = places.items()
         try:
             return self._read(resolve_name(value))
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # the modules of other distributions may raise any, and exit
             if distribution == _OWN:
                 raise
             why = " ".join(text_of(error).split())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 586
+MOST_FILES: Final = 587
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -32,7 +32,7 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_070,
+    "": 2_080,
     "campaign": 5_480,
     "cli": 2_590,
     "cluster": 3_280,
@@ -46,7 +46,7 @@ BUDGET: Final = {
     "extensions/integrations": 1_850,
     "extensions/notebook": 2_060,
     "extensions/pages": 1_120,
-    "extensions/pbs": 1_540,
+    "extensions/pbs": 1_550,
     "extensions/replay": 7_370,
     "extensions/resources": 1_350,
     "extensions/sharding": 750,
@@ -58,8 +58,8 @@ BUDGET: Final = {
     "report": 2_940,
     "storage": 2_200,
     "testing": 1_910,
-    "training": 12_870,
-    "windows": 3_360,
+    "training": 12_860,
+    "windows": 3_350,
 }
 
 # Module that is no extension, and what it imports or names of extensions: each is to be replaced by a port.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
-from freetrain_parsl.entry_points import EntryPoints
+from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
 from freetrain_parsl.storage.owned_files import open_directory
@@ -100,7 +100,7 @@ class RunKind(ABC):
         """Return in lines what `explain` has found."""
 
 
-RUN_KINDS: Final = EntryPoints[type[RunKind]]("freetrain.runs", "kind of run")
+RUN_KINDS: Final = EntryPoints[type[RunKind]]("freetrain.runs", "kind of run", subclass_of(RunKind))
 
 
 def kind_of(store: StoredRun) -> RunKind | None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from freetrain_parsl.campaign.site.site_draft import LoginHost
-    from freetrain_parsl.windows.system import BatchSystem, Machine, Queue
+    from freetrain_parsl.windows.machine import Machine, Queue
+    from freetrain_parsl.windows.system import BatchSystem
 
 _SCRATCH_VARIABLES = ("SCRATCH", "PSCRATCH", "WORK", "MEMBERWORK")
 _STANDARD_OUTPUT = Path("-")

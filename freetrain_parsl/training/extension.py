@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from freetrain_parsl.entry_points import EntryPoints
+from freetrain_parsl.entry_points import EntryPoints, subclass_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -115,13 +115,9 @@ class SessionExtension:
         return None
 
 
-def _read(found: Any) -> type[SessionExtension]:
-    if not (isinstance(found, type) and issubclass(found, SessionExtension)):
-        raise TypeError(f"{found!r} is not a subclass of SessionExtension")
-    return found
-
-
-SESSIONS: Final = EntryPoints[type[SessionExtension]]("freetrain.sessions", "session extension", _read)
+SESSIONS: Final = EntryPoints[type[SessionExtension]](
+    "freetrain.sessions", "session extension", subclass_of(SessionExtension)
+)
 """Name -> class: those that objects or checkpoints may need."""
 
 

@@ -12,8 +12,8 @@ from freetrain_parsl.cli import init as module
 from freetrain_parsl.cli.sources import SourceOptions, choose_source
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.batch.slurm import SlurmSystem
+from freetrain_parsl.windows.machine import Machine, NodeType, Queue
 from freetrain_parsl.windows.state import Partition
-from freetrain_parsl.windows.system import Machine, NodeType, Queue
 
 NODES = ((NodeType(32, 4, 65536), 2),)
 OPEN = Queue(Partition("spare", ("n1", "n2"), preemptible=True), NODES)

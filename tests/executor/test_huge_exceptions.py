@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freetrain_parsl.executor.payloads.payloads import error_in
-from freetrain_parsl.executor.slot import in_time
+from freetrain_parsl.executor.slot import in_time, run_end
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception, serialized_exception
 from freetrain_parsl.protocol.reports import RunFailed
 from freetrain_parsl.texts import text_of
@@ -142,13 +142,13 @@ def test_an_exception_whose_texts_take_long_is_passed_on_without_them(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its slot never ended, or the driver's loop did not answer any slot."""
-    monkeypatch.setattr(in_time, "PATIENCE", 0.5)
+    monkeypatch.setattr(run_end, "_LONGEST_TEXT", 1.0)
     begin = time.monotonic()
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text takes long
         raise SLOW[kind]
     end, payload = end_by(caught.value)
     assert isinstance(end, RunFailed)
-    assert end.reason == "Slow: its text takes more than 5 s, and was left out"
+    assert end.reason == "Slow: its text takes more than 1 s, and was left out"
     for sent in (payload, serialized_exception(caught.value)):
         error = error_in(sent)
         assert type(error) is RuntimeError
@@ -164,7 +164,7 @@ def test_sys_exit_with_a_slow_argument_is_an_error_of_the_app(monkeypatch: pytes
         def __str__(self) -> str:
             return sleep()
 
-    monkeypatch.setattr(in_time, "PATIENCE", 0.5)
+    monkeypatch.setattr(run_end, "_LONGEST_TEXT", 1.0)
     assert text_of(error_in(serialized_exception(Slow()))).startswith("Slow: its text takes more than")
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from freetrain_parsl.entry_points import EntryPoints
+from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.errors import InvalidSettings
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class HomeKind(ABC):
         """
 
 
-HOME_KINDS: Final = EntryPoints[type[HomeKind]]("freetrain.storage", "kind of home")
+HOME_KINDS: Final = EntryPoints[type[HomeKind]]("freetrain.storage", "kind of home", subclass_of(HomeKind))
 """Section below ``checkpoints`` of a site file -> the kind of home that it describes."""
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from freetrain_parsl.windows.machine import Machine, NodeType, Queue
     from freetrain_parsl.windows.state import Partition
-    from freetrain_parsl.windows.system import Machine, NodeType, Queue
 
 __all__ = ["LoginHost", "draft_checkpoints", "draft_site"]
 

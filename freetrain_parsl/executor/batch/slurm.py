@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.batch.script_system import ScriptSystem
-from freetrain_parsl.windows.system import DraftHints, Machine, by_suitability, each_once, queue_of
+from freetrain_parsl.windows.machine import DraftHints, Machine, by_suitability, each_once, queue_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

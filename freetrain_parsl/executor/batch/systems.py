@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from freetrain_parsl.entry_points import EntryPoints
+from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.windows.system import BatchSystem
 
 __all__ = ["SYSTEMS", "system_of"]
 
 
-def _read(found: Any) -> BatchSystem:
-    if not (isinstance(found, type) and issubclass(found, BatchSystem)):
-        raise TypeError(f"{found!r} is not a subclass of BatchSystem")
-    return found()
-
-
-SYSTEMS: Final = EntryPoints[BatchSystem]("freetrain.windows", "batch system", _read)
+SYSTEMS: Final = EntryPoints[BatchSystem](
+    "freetrain.windows", "batch system", lambda found: subclass_of(BatchSystem)(found)()
+)
 """Name -> batch system; of those that are `shared`, the first is chosen first."""
 
 

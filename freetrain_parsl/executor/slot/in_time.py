@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _T = TypeVar("_T")
 
-__all__ = ["PATIENCE", "TooSlow", "in_time"]
-
-PATIENCE: Final = 5.0
-"""Seconds for the texts of an exception, or to unpickle a result."""
+__all__ = ["TooSlow", "in_time"]
 
 
 class TooSlow(Exception):
     """The user's code takes too long."""
 
 
-def in_time(make: Callable[[], _T]) -> _T:
+def in_time(make: Callable[[], _T], seconds: float) -> _T:
     """Return what the user's code makes in another thread, which nothing can end; while it lasts, heartbeats go on.
 
     Raises
     ------
     TooSlow
-        It takes too long.
+        It takes more than `seconds`.
     """
     made: list[_T] = []
     raised: list[BaseException] = []
@@ -42,7 +39,7 @@ def in_time(make: Callable[[], _T]) -> _T:
         thread.start()
     except RuntimeError:  # the user's code has started as many as there may be
         return make()
-    thread.join(PATIENCE)
+    thread.join(seconds)
     if raised:
         raise raised[0]
     if not made:

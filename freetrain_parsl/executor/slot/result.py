@@ -13,7 +13,7 @@ from parsl.serialize import deserialize, serialize
 from freetrain_parsl.errors import TrainingError
 from freetrain_parsl.executor.payloads.packing import first_line, type_name
 from freetrain_parsl.executor.payloads.value_files import LARGEST_MESSAGE
-from freetrain_parsl.executor.slot.in_time import PATIENCE, TooSlow, in_time
+from freetrain_parsl.executor.slot.in_time import TooSlow, in_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,7 @@ __all__ = ["deposit", "serialize_result", "try_result"]
 
 _DEEPEST: Final = 8
 _MOST_PARTS: Final = 10_000  # that are tried
+_LONGEST_TRIAL: Final = 30.0  # seconds to unpickle a result, on a node that may be busy
 
 
 def serialize_result(training: str, value: object) -> bytes:
@@ -63,12 +64,12 @@ def try_result(who: str, payload: bytes) -> None:
     too_slow = False
     with suppress(BaseException):
         try:
-            in_time(partial(deserialize, payload))
+            in_time(partial(deserialize, payload), _LONGEST_TRIAL)
         except TooSlow:
             too_slow = True
     if too_slow:
         raise TrainingError(
-            f"{who} is done, but cannot return its result: to unpickle it takes more than {PATIENCE:.0f} s; "
+            f"{who} is done, but cannot return its result: to unpickle it takes more than {_LONGEST_TRIAL:.0f} s; "
             "return numbers, texts, tensors, and lists or dicts of these"
         )
 

@@ -15,7 +15,7 @@ from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
 from freetrain_parsl.executor.payloads.app_modules import WHERE_MODULES_ARE
-from freetrain_parsl.executor.slot.in_time import PATIENCE, TooSlow, in_time
+from freetrain_parsl.executor.slot.in_time import TooSlow, in_time
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 from freetrain_parsl.texts import cut, storable, text_of
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["end_by", "print_exception", "serialized_exception"]
 
 _LONGEST_REASON = 500  # characters
+_LONGEST_TEXT = 5.0  # seconds for the texts of an exception
 _LARGEST_EXCEPTION = 4 << 20  # bytes; a larger one would hold up the heartbeats of all slots in the driver
 _LONGEST_STAND_IN = 10_000  # characters; with the reason, fewer than `text_of` leaves as they are
 _LONGEST_PRINTED = 1 << 20  # characters of a traceback
@@ -43,7 +44,7 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
         Number of the training's group.
     """
     try:
-        return in_time(partial(_end_by, error, generation))
+        return in_time(partial(_end_by, error, generation), _LONGEST_TEXT)
     except TooSlow:
         stand_in = _without_text(error)
         return RunFailed(str(stand_in)), _serialized_plainly(stand_in)
@@ -76,13 +77,13 @@ def serialized_exception(error: BaseException) -> bytes:
     That includes one whose text or representation takes more than seconds: it would hold up the driver.
     """
     try:
-        return in_time(partial(_serialized, error))
+        return in_time(partial(_serialized, error), _LONGEST_TEXT)
     except TooSlow:
         return _serialized_plainly(_without_text(error))
 
 
 def _without_text(error: BaseException) -> RuntimeError:
-    text = f"{type(error).__name__}: its text takes more than {PATIENCE:.0f} s, and was left out"
+    text = f"{type(error).__name__}: its text takes more than {_LONGEST_TEXT:.0f} s, and was left out"
     return RuntimeError(text).with_traceback(error.__traceback__)
 
 
@@ -129,7 +130,7 @@ def print_exception(error: BaseException) -> None:
     The middle of what is very long is left out.
     """
     try:
-        text = in_time(partial(_formatted, error))
+        text = in_time(partial(_formatted, error), _LONGEST_TEXT)
     except TooSlow:
         text = "".join([*traceback.format_tb(error.__traceback__), f"{_without_text(error)}\n"])
     except Exception as failure:  # noqa: BLE001 - a chain of causes may be too deep, its texts may raise anything

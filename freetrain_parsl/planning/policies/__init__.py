@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from freetrain_parsl.entry_points import EntryPoints
+from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
@@ -30,13 +30,7 @@ __all__ = [
 ]
 
 
-def _read(found: Any) -> type[Policy]:
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise TypeError(f"{found!r} is not a subclass of Policy")
-    return found
-
-
-POLICIES: Final = EntryPoints[type[Policy]]("freetrain.policies", "policy", _read)
+POLICIES: Final = EntryPoints[type[Policy]]("freetrain.policies", "policy", subclass_of(Policy))
 """Name -> class."""
 
 PolicyLike = str | Policy

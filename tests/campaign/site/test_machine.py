@@ -7,7 +7,7 @@ import pytest
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.batch.slurm import SlurmSystem
 from freetrain_parsl.extensions.pbs.system import PbsSystem
-from freetrain_parsl.windows.system import NodeType
+from freetrain_parsl.windows.machine import NodeType
 from tests.extensions.pbs.pbs_answers import Answers, content
 from tests.windows.slurm_replies import Replies
 

@@ -14,8 +14,8 @@ from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.site.site_draft import LoginHost, draft_checkpoints, draft_site
 from freetrain_parsl.cluster.system import EmbeddedSystem
+from freetrain_parsl.windows.machine import Machine, NodeType, Queue
 from freetrain_parsl.windows.state import Partition
-from freetrain_parsl.windows.system import Machine, NodeType, Queue
 
 HOST = LoginHost(Path("/venv/bin/python"))
 NAMES = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters="$;`\"'\\<>"), min_size=1, max_size=20)
