@@ -90,6 +90,8 @@ class OwnedTrainings:
         ``None``: all trainings may start at once.
     assigned
         The trainings that are assigned to this site, with a home; `assign` changes them. ``None``: all, always.
+    clock
+        Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -98,10 +100,12 @@ class OwnedTrainings:
         cancel: Callable[[Future[Any]], bool] = lambda _: False,
         home: Home | None = None,
         assigned: Collection[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._submissions = dict(submissions or {})
         self._cancel = cancel
         self._home = home
+        self._clock = clock
         self._futures: dict[str, Future[Any]] = {}
         self._leaving: set[str] = set()  # those that another site has taken over
         self._withdrawn: set[str] = set()  # those that end because they are not assigned any more
@@ -131,9 +135,9 @@ class OwnedTrainings:
 
         Of thousands, some are left for the next call: the driver's heartbeat must not wait for all of them.
         """
-        end = time.monotonic() + _LONGEST_ADMISSION
+        end = self._clock() + _LONGEST_ADMISSION
         for name in [name for name in self._submissions if name in self.held]:
-            if time.monotonic() > end:
+            if self._clock() > end:
                 break
             if self._home is None or self._home.is_ready(name):
                 self.held.discard(name)

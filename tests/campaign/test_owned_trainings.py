@@ -8,6 +8,7 @@ from typing import Any
 from freetrain_parsl.campaign.owned_trainings import OwnedTrainings
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.storage.home import ResultStatus
+from tests.clock import Clock
 
 
 class ScriptedMover:
@@ -209,3 +210,19 @@ def test_a_training_that_cannot_be_submitted_fails_and_the_others_go_on() -> Non
     owned.collect(lambda name, future: kept.update({name: future.exception()}))
     assert str(kept["a"]) == "train() has no parameter 'lr'"
     assert owned.current == {"b"}
+
+
+def test_of_many_trainings_some_are_left_for_the_next_call() -> None:
+    """The driver's heartbeat must not wait until thousands are submitted."""
+    clock = Clock()
+
+    def submit() -> Future[Any]:
+        clock.sleep(0.3)
+        return Future()
+
+    trainings = OwnedTrainings({f"t{number}": submit for number in range(10)}, clock=clock)
+    sizes = []
+    while trainings.held:
+        trainings.admit()
+        sizes.append(len(trainings.current))
+    assert sizes == [4, 8, 10]
