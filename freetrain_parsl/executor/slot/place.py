@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 _PASSED_ON: Final = (signal.SIGTERM, signal.SIGUSR1)
 _AWAITED: Final = {signal.SIGCHLD, signal.SIGINT, *_PASSED_ON}
-_LOOK: Final = 1.0  # seconds after which a process is found to have ended if another thread received its SIGCHLD
+_LOOK: Final = 1.0  # seconds after which a signal is noticed that another thread has received
 _LONGEST_STOP: Final = 15  # looks at a stopped process until it is ended
 _DEBUGGED: Final = "t"
 _COMM: Final = Path("/proc/self/comm")
@@ -57,10 +57,11 @@ def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -
         The one that `work` has raised; this process can take the next task of the pool.
     """
     title = _COMM.read_text(encoding="utf-8").rstrip("\n")
-    action = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # only of what another thread receives, such as a queue's
+    received: list[int] = []
     mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    # Only for what another thread receives, such as one that an import of Parsl starts.
+    actions = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _PASSED_ON}
     _COMM.write_text(PLACE, encoding="utf-8")
-    received: set[int] = set()
     left: _T | None = None
     try:
         while True:
@@ -77,28 +78,29 @@ def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -
                 raise error_in(failure)
     finally:
         _COMM.write_text(title, encoding="utf-8")
-        signal.signal(signal.SIGTERM, action)
+        for number, action in actions.items():
+            signal.signal(number, action)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _attend(pid: int, received: set[int], pulse: Pulse | None) -> int:
+def _attend(pid: int, received: list[int], pulse: Pulse | None) -> int:
     """Wait for the end of a process, and pass signals on to it; return its exit code, negative if a signal ended it.
 
     A process that has stopped itself, or that runs without a pulse, would keep its place: it cannot obey the driver,
     which has dropped it. If the batch system suspends a job, it stops this process, too, which then does not look.
     """
-    for number in received:
-        os.kill(pid, number)
-    stopped = silent = 0
+    passed = stopped = silent = 0
     first = beats = None if pulse is None else pulse.count()
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
+        while passed < len(received):
+            os.kill(pid, received[passed])
+            passed += 1
         arrived = signal.sigtimedwait(_AWAITED, _LOOK)
         if arrived is not None and arrived.si_signo in _PASSED_ON:
-            received.add(arrived.si_signo)
-            os.kill(pid, arrived.si_signo)
+            received.append(arrived.si_signo)
         elif arrived is None:
             state = _state(pid)
             stopped = stopped + 1 if state == "T" else 0

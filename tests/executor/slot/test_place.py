@@ -146,6 +146,24 @@ def work(left):
     assert (told, code) in (([["terminated"]], 3), ([], 128 + signal.SIGTERM)), errors  # before or after its handler
 
 
+def test_a_signal_that_another_thread_of_the_place_receives_reaches_its_process() -> None:
+    """The kernel may choose any thread that does not block a signal, and imports of Parsl start such threads."""
+    told, code, errors = _outcome("""
+import ctypes
+
+thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
+thread.start()
+
+def work(left):
+    arrived = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: arrived.set())
+    tgkill = 234 if os.uname().machine == "x86_64" else 131
+    assert ctypes.CDLL(None).syscall(tgkill, os.getppid(), thread.native_id, signal.SIGTERM) == 0
+    tell(arrived.wait(20))
+""")
+    assert (told, code) == ([[True]], 0), errors
+
+
 def test_a_process_that_can_open_no_more_files_can_have_a_successor() -> None:
     told, code, errors = _outcome("""
 def work(left):
