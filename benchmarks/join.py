@@ -30,7 +30,7 @@ from parsl import curvezmq
 from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
 from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.slot.channel import Channel
-from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
+from freetrain_parsl.executor.slot.training_run import ChannelStore
 from freetrain_parsl.protocol.messages import DriverHeartbeat, SlotHeartbeat, StoreReply, StoreRequest
 from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.process_group import RendezvousStore, gloo_environment

@@ -15,6 +15,7 @@ torch, dill                     a warning: the nodes' versions are used; differi
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 from contextlib import suppress
@@ -22,10 +23,16 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from freetrain_parsl.protocol import journal as record
 
-__all__ = ["Difference", "compare", "describe_environment"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from freetrain_parsl.protocol.messages import Hello
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Difference", "EnvironmentCheck", "compare", "describe_environment"]
 
 _PACKAGES = {"freetrain": "freetrain-parsl", "parsl": "parsl", "torch": "torch", "dill": "dill"}
 _REFUSED = ("python", "freetrain", "parsl")
@@ -87,3 +94,40 @@ def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> Di
 def _essential(name: str, text: str) -> str:
     """Return the part of a version that is compared."""
     return ".".join(text.split(".")[:2]) if name == "python" else text.partition("+")[0]
+
+
+class EnvironmentCheck:
+    """Compares the environments of new slots with the driver's.
+
+    Parameters
+    ----------
+    write
+        Writes a record to the journal.
+
+    Attributes
+    ----------
+    any_fits
+        Whether any slot so far could run trainings. If none could, the site's configuration is wrong.
+    """
+
+    def __init__(self, write: Callable[[record.Record], None]) -> None:
+        self.any_fits = False
+        self._write = write
+        self._versions = describe_environment()
+        self._reported: set[str] = set()
+
+    def refusal(self, hello: Hello) -> str:
+        """Return why a slot's node cannot run trainings; empty if it can."""
+        node, fault = hello.node, hello.fault
+        if fault:
+            difference: Difference | None = Difference(f"node {node} cannot run trainings: {fault}", refused=True)
+        else:
+            difference = compare(node, hello.versions, self._versions)
+        if difference is not None and difference.text not in self._reported:  # once, not for each slot of a node
+            self._reported.add(difference.text)
+            logger.warning("%s", difference.text)
+            self._write(record.EnvironmentDiffers(node, difference.text, difference.refused))
+        if difference is not None and difference.refused:
+            return difference.text
+        self.any_fits = True
+        return ""

@@ -21,18 +21,17 @@ from parsl.providers.base import ExecutionProvider
 
 from freetrain_parsl.errors import InvalidSettings, TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.addresses import check_interface, driver_addresses, resolved
-from freetrain_parsl.executor.app_calls import call_off, request_of
 from freetrain_parsl.executor.batch.exit_cleanup import OrderlyExit
 from freetrain_parsl.executor.batch.providers import refuse_provider, window_source_for
 from freetrain_parsl.executor.batch.submitter import JobSubmitter, SubmitterMessage
 from freetrain_parsl.executor.check_suggestion import check_suggestion
 from freetrain_parsl.executor.driver.driver_fence import DriverFence
 from freetrain_parsl.executor.driver.loop import CancelTraining, ControlLoop
+from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
 from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.htex.blocks import HtexBlocks
-from freetrain_parsl.executor.htex.connection import HtexInterchange, guard_sockets
-from freetrain_parsl.executor.htex.interchange_watch import InterchangeWatch
+from freetrain_parsl.executor.htex.interchange_watch import HtexInterchange, InterchangeWatch, guard_sockets
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
 from freetrain_parsl.executor.jobs.request import (
     SPECIFICATION_KEY,
@@ -47,11 +46,9 @@ from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_un
 from freetrain_parsl.executor.payloads.node_modules import NodeModules
 from freetrain_parsl.executor.payloads.packing import functions_of, pack_or_refuse, pack_task
 from freetrain_parsl.executor.payloads.value_files import ValueFiles
-from freetrain_parsl.executor.run_directory import check_run_directory
-from freetrain_parsl.executor.run_log import keep_private, log_to
-from freetrain_parsl.executor.shared_errors import unshared
+from freetrain_parsl.executor.run_directory import check_run_directory, keep_private, log_to
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
-from freetrain_parsl.executor.submissions import Submissions
+from freetrain_parsl.executor.submissions import Submissions, call_off, request_of
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.executor.values.writer import ValueWriter
 from freetrain_parsl.interpreters import module_command

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freetrain_parsl.executor.payloads.payloads import error_in
-from freetrain_parsl.executor.slot import in_time, run_end
+from freetrain_parsl.executor.slot import run_end
 from freetrain_parsl.executor.slot.run_end import end_by, print_exception, serialized_exception
 from freetrain_parsl.protocol.reports import RunFailed
 from freetrain_parsl.texts import text_of
@@ -172,5 +172,5 @@ def test_an_exception_is_passed_on_where_no_thread_can_be_started(monkeypatch: p
     def refuse(_self: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(in_time.threading.Thread, "start", refuse)
+    monkeypatch.setattr(run_end.threading.Thread, "start", refuse)
     assert type(error_in(serialized_exception(KeyError("x")))) is KeyError

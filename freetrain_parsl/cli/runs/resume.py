@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,7 +15,7 @@ from freetrain_parsl.cli.runs.campaign_view import drive_and_report, print_detac
 from freetrain_parsl.cli.runs.run_directory import RunDirectory
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.executor.htex.steady import LEAN_PARSL
+from freetrain_parsl.executor.htex.worker_pool import import_lean_parsl
 from freetrain_parsl.protocol.options import check_on_code_change
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def resume(
                 )
             kind.resume(directory, retry=retry, retry_failed=retry_failed, as_json=json)
             return
-        importlib.import_module(LEAN_PARSL)  # before site and apps import Parsl
+        import_lean_parsl()  # before site and apps import Parsl
         campaign_run = CampaignRun.reopen(directory, config, cast("OnCodeChange | None", on_code_change))
         refuse_living_driver(campaign_run.store)
         if retry_failed:

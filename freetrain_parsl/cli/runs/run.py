@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import typer
@@ -18,7 +17,7 @@ from freetrain_parsl.cli.runs.campaign_view import drive_and_report, print_detac
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.executor.check_suggestion import check_suggestion
-from freetrain_parsl.executor.htex.steady import LEAN_PARSL
+from freetrain_parsl.executor.htex.worker_pool import import_lean_parsl
 from freetrain_parsl.screen import say
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 
@@ -68,7 +67,7 @@ def run(
         if detach and json:
             raise UsageError("--detach and --json exclude each other; 'freetrain status --json' prints the results")
         variables = Variables.parse(settings)
-        importlib.import_module(LEAN_PARSL)  # before site and apps import Parsl
+        import_lean_parsl()  # before site and apps import Parsl
         site = Site.load(config, variables) if config is not None else _site_here(variables)
         trainings = Campaign.load(campaign, variables)
         variables.refuse_unused()

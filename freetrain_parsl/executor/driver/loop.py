@@ -27,14 +27,13 @@ from freetrain_parsl.executor.batch.submitter import (
     StartsFailed,
     SubmissionsEnded,
 )
-from freetrain_parsl.executor.driver.block_cycle import BlockCycle
+from freetrain_parsl.executor.driver.block_cycle import BlockCycle, StartWatch
 from freetrain_parsl.executor.driver.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.driver.plain_tasks import Task, TaskQueue
 from freetrain_parsl.executor.driver.recorded_planner import RecordedPlanner
 from freetrain_parsl.executor.driver.settler import Settler
 from freetrain_parsl.executor.driver.slot_cycle import SlotCycle, SlotTaskEnded
 from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
-from freetrain_parsl.executor.driver.start_failures import StartWatch
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
 from freetrain_parsl.executor.jobs.manager import TrainingManager
 from freetrain_parsl.executor.jobs.request import SharedSettings, Training

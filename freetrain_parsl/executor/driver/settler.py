@@ -1,7 +1,8 @@
-"""A thread that settles futures: this runs user code, which may block."""
+"""Settling futures: in a thread, for this runs user code, which may block; and one reason for which many fail."""
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from typing import TYPE_CHECKING, TypeAlias
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Settle", "Settler", "settle_at_once"]
+__all__ = ["Settle", "Settler", "settle_at_once", "unshared"]
 
 Settle: TypeAlias = "Callable[[Callable[[], None]], None]"
 """Calls a function that settles a future, now or later."""
@@ -48,3 +49,20 @@ class Settler:
     def _run(self) -> None:
         while (settle := self._actions.get()) is not None:
             settle()
+
+
+def unshared(error: Exception) -> Exception:
+    """Return a copy of an exception for one future of several that fail for the same reason.
+
+    Each time an exception is raised, as by ``future.result()``, its traceback becomes longer: with one object for ten
+    thousand futures, Parsl would write tracebacks of megabytes to its log. An exception that cannot be copied is
+    returned itself.
+    """
+    try:
+        own = copy.copy(error)
+    except Exception:  # noqa: BLE001 - Parsl's and other packages' exceptions have constructors of their own
+        return error
+    if type(own) is not type(error):
+        return error
+    own.__cause__, own.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return own

@@ -6,7 +6,6 @@ previous connection is still open. Started as ``python -m freetrain_parsl.execut
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import threading
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from freetrain_parsl.executor.driver.doorkeeper import raise_descriptor_limit
-from freetrain_parsl.executor.htex.steady import LEAN_PARSL, run_steadily
+from freetrain_parsl.executor.htex.worker_pool import import_lean_parsl, run_steadily
 
 if TYPE_CHECKING:
     from parsl.curvezmq import ServerContext
@@ -34,7 +33,7 @@ def _accept_reconnections() -> None:
     A worker pool connects to find out which address works, closes this connection, and connects again under the same
     name. A busy interchange may not yet have seen the first one end; neither has it after a broken network link.
     """
-    importlib.import_module(LEAN_PARSL)
+    import_lean_parsl()
     from parsl.curvezmq import ServerContext
 
     make = ServerContext.socket

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from freetrain_parsl.executor.htex.worker_pool import WARM
+from freetrain_parsl.executor.htex.worker_pool import WARM, import_lean_parsl
 
 __all__: list[str] = []
 
@@ -18,6 +18,7 @@ def _import_all() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
+        import_lean_parsl()
         for module in WARM:
             importlib.import_module(module)
         gc.freeze()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
 from freetrain_parsl.executor.jobs.training import commands as do
-from freetrain_parsl.executor.jobs.training.cost_estimates import FailureRate
+from freetrain_parsl.executor.jobs.training.planner_view import FailureRate
 from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_error, settle_with_value
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import AddMember, StartArray, StartRun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
@@ -12,20 +13,24 @@ from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.elastic_batch import BatchRange, ElasticProfile, NoiseEstimate
 from freetrain_parsl.planning.curves.learning import Profile, as_learned, best_rate_per_node
 from freetrain_parsl.planning.curves.node_kinds import learned_on_kinds, relative_speeds
+from freetrain_parsl.storage.learned_curves import write_rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.protocol.reports import BatchReport, Progress
     from freetrain_parsl.storage.learned_curves import Rates
 
-__all__ = ["CurveLearning"]
+__all__ = ["CurveKeeper", "CurveLearning"]
 
 _SIGNIFICANT = 0.05  # relative change of a rate below which the planner keeps the curve that it has
 _RECALLED_SECONDS = 10.0  # of training, for which rates that an earlier training has measured count
 _CONTRADICTION = 1.5  # ratio of a rate to the recalled one from which the earlier training was not alike
+_PAUSE = 10.0  # seconds between writes
+_LAST_WRITE = 2.0  # seconds for which the end of the run waits for it
 
 
 @dataclass
@@ -286,3 +291,47 @@ def _differ(known: ScalingCurve, now: ScalingCurve) -> bool:
     if known.relative != now.relative or before.keys() != after.keys():
         return True
     return any(abs(after[nodes] - rate) > _SIGNIFICANT * rate for nodes, rate in before.items())
+
+
+class CurveKeeper:
+    """Keeps the newest curve of each key.
+
+    Parameters
+    ----------
+    root
+        The checkpoint root.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._pending: dict[str, Rates] = {}
+        self._changed = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, key: str, rates: Rates) -> None:
+        """Write a curve soon; returns at once."""
+        self._pending[key] = rates
+        self._changed.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="freetrain-curves", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Write what is left, unless the directory hangs."""
+        self._ended.set()
+        self._changed.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_WRITE)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._changed.wait()
+            self._write()
+            self._ended.wait(_PAUSE)
+        self._write()
+
+    def _write(self) -> None:
+        self._changed.clear()
+        while self._pending:
+            write_rates(self._root, *self._pending.popitem())

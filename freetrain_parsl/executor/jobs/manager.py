@@ -9,16 +9,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
-from freetrain_parsl.executor.driver.settler import settle_at_once
+from freetrain_parsl.executor.driver.settler import settle_at_once, unshared
 from freetrain_parsl.executor.driver.storage_watch import StorageWatch
 from freetrain_parsl.executor.jobs.command_runner import CommandRunner
-from freetrain_parsl.executor.jobs.curve_keeper import CurveKeeper
-from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
+from freetrain_parsl.executor.jobs.curve_learning import CurveKeeper, CurveLearning
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.executor.jobs.training import events as on
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 from freetrain_parsl.executor.jobs.training.states import Running
-from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.extensions.fusion.driver.kind import CohortManager
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.reports import Progress

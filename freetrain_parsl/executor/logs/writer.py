@@ -1,4 +1,7 @@
-"""Writes the logs of a run's trainings, in a thread of the driver that alone waits for the file system."""
+"""Writes the logs of a run's trainings, in a thread of the driver that alone waits for the file system.
+
+A log also has marks: what the records of the journal say about the training itself, in words.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,19 @@ from collections import OrderedDict
 from typing import IO, TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.logs.lines import MARK, SUFFIX, as_text, parse_line
-from freetrain_parsl.executor.logs.marks import mark_of
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from freetrain_parsl.protocol.journal import Record
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["LEFT_BEHIND", "LOCK", "LogWriter", "leave_behind"]
+__all__ = ["LEFT_BEHIND", "LOCK", "LogWriter", "leave_behind", "mark_of"]
 
+_MOST_NODES = 8  # named in a mark
 LOCK: Final = "writer.lock"
 """File that a running driver holds locked."""
 
@@ -39,6 +42,45 @@ _LARGEST_RUN: Final = 2 << 30  # bytes of all trainings
 _MOST_OPEN: Final = 128  # files that stay open: opening is the expensive part on shared file systems
 _ADOPTION_PERIOD: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 60.0  # seconds between attempts to write
+
+
+def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind of record
+    """Return the mark for a record about a training; ``None`` if the log does not mention it."""
+    match entry:
+        case record.FragmentStarted(nodes=nodes, array=array, in_place=in_place, paused=paused, generation=number):
+            how = f", in place after {paused:.2f} s" if in_place else ""
+            where = f", fused in {array}" if array else ""
+            return f"trains on {_names(nodes)} (fragment {number}{how}){where}"
+        case record.FragmentResumed(step=step):
+            return f"resumed from the checkpoint of step {step}"
+        case record.FragmentEnded(failure=True, nodes=nodes):
+            return f"a process failed on {_names(nodes)}"
+        case record.FragmentEnded(nodes=nodes):
+            return f"left {_names(nodes)}"
+        case record.CodeChanged(note=note):
+            return note
+        case record.TrainingWaits(reason=reason):
+            return f"waits: {reason}"
+        case record.TrainingTriesAgain():
+            return "tries again: the checkpoint directory can be used again"
+        case record.SavingFails(reason=reason):
+            return f"cannot save: {reason}"
+        case record.SavingWorks():
+            return "saves again"
+        case record.TrainingCancelled():
+            return "is being cancelled"
+        case record.TrainingFinished(trained=True, step=step):
+            return f"finished at step {step}"
+        case record.TrainingFinished(step=step):
+            return f"had finished at step {step} in an earlier run: nothing was trained"
+        case record.TrainingFailed(error=error):
+            return f"{'failed' if entry.final else 'ended'}: {' '.join(error.split())}"
+    return None
+
+
+def _names(nodes: Sequence[str]) -> str:
+    more = f" and {len(nodes) - _MOST_NODES} more" if len(nodes) > _MOST_NODES else ""
+    return ", ".join(nodes[:_MOST_NODES]) + more
 
 
 class LogWriter:

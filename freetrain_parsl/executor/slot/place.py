@@ -3,10 +3,15 @@
 What a training leaves in its process (hooks, caches, modules, modes of libraries, signal masks, open files, threads)
 cannot be listed, hence not be undone. So none of it reaches the place: it has imported everything, runs no code of the
 user, starts no thread and uses no accelerator, and each process that is forked from it is as new as the first one.
+
+The driver drops a slot without heartbeats and tells it to end, but a process in a long C call that keeps Python's
+global interpreter lock does not read the command, nor does one whose user code has broken the thread. It would keep its
+worker place from all other jobs: so it shows a `Pulse`.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import signal
@@ -24,9 +29,7 @@ from freetrain_parsl.executor.slot.run_end import serialized_exception
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.executor.slot.pulse import Pulse
-
-__all__ = ["occupy"]
+__all__ = ["Pulse", "occupy"]
 
 _T = TypeVar("_T")
 
@@ -36,6 +39,8 @@ _LOOK: Final = 1.0  # seconds after which a signal is noticed that another threa
 _LONGEST_STOP: Final = 15  # looks at a stopped process until it is ended
 _DEBUGGED: Final = "t"
 _COMM: Final = Path("/proc/self/comm")
+_SIZE: Final = 8  # bytes of the counter
+_LATER: Final = 5.0  # seconds after the driver has given the process up: it may still read the command to end
 
 
 def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -> None:
@@ -159,3 +164,26 @@ def _use_own_resource_tracker() -> None:
     """
     tracker = resource_tracker._resource_tracker  # noqa: SLF001 - no other way
     tracker._fd = tracker._pid = None  # type: ignore[attr-defined]  # noqa: SLF001 - the same
+
+
+class Pulse:
+    """A counter in memory that a place shares with the processes that it forks.
+
+    Parameters
+    ----------
+    heartbeat_timeout
+        Seconds without a heartbeat after which the driver drops a slot.
+    """
+
+    def __init__(self, heartbeat_timeout: float) -> None:
+        self.patience = heartbeat_timeout + _LATER
+        """Seconds without a beat after which the process is ended."""
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def beat(self) -> None:
+        """Show that this process is alive."""
+        self._memory[:_SIZE] = ((self.count() + 1) % (1 << 64)).to_bytes(_SIZE, "little")
+
+    def count(self) -> int:
+        """Return the number of beats so far, of all processes."""
+        return int.from_bytes(self._memory[:_SIZE], "little")

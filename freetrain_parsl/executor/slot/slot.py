@@ -34,12 +34,9 @@ from freetrain_parsl.executor.logs.writer import leave_behind
 from freetrain_parsl.executor.slot.channel import Channel, Connection
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
-from freetrain_parsl.executor.slot.place import occupy
-from freetrain_parsl.executor.slot.pulse import Pulse
-from freetrain_parsl.executor.slot.result import deposit, try_result
-from freetrain_parsl.executor.slot.run_end import serialized_exception
+from freetrain_parsl.executor.slot.place import Pulse, occupy
+from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result
 from freetrain_parsl.executor.slot.signals import SignalSocket
-from freetrain_parsl.executor.slot.start_error import SlotNotStarted
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 from freetrain_parsl.protocol.messages import (
@@ -71,7 +68,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["SlotSettings", "run_slot"]
+__all__ = ["SlotNotStarted", "SlotSettings", "run_slot"]
 
 # Environment variables in which batch systems pass the node's name; others: the host name is used.
 _NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
@@ -84,6 +81,25 @@ _LONGEST_SAVE = 600.0
 
 # Set by Globus Compute endpoints; hidden from user code.
 _SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
+
+
+class SlotNotStarted(Exception):
+    """A slot could not start, or failed outside the user's function.
+
+    Parameters
+    ----------
+    hostname
+        The node's name, under the name that HTEX gives it in its own errors.
+    reason
+        What happened there.
+    """
+
+    def __init__(self, hostname: str, reason: str) -> None:
+        super().__init__(hostname, reason)  # it is pickled on its way to the driver
+        self.hostname, self.reason = hostname, reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 @dataclass(frozen=True)

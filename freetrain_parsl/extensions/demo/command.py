@@ -77,7 +77,7 @@ def demo(
     json_file: Path | None = typer.Option(None, "--json", help="Write the figures to this file."),
 ) -> None:
     """Run seven trainings on the idle nodes of a small busy cluster, and show how much they used."""
-    from freetrain_parsl.executor.htex.steady import LEAN_PARSL
+    from freetrain_parsl.executor.htex.worker_pool import import_lean_parsl
     from freetrain_parsl.planning.policies import resolve_policy
 
     console = Screen()
@@ -87,7 +87,7 @@ def demo(
         raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
     workload = _workload(nodes, seed, job_log, compression, log_start, time_limit)
     directory = _new_run_directory(run_dir)
-    importlib.import_module(LEAN_PARSL)  # before the apps import Parsl
+    import_lean_parsl()  # before the apps import Parsl
     with _interruptible():
         figures = _run(console, directory, nodes, workload, policy, time_limit)
     if json_file is not None:

@@ -18,7 +18,7 @@ from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor import executor
 from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper
 from freetrain_parsl.executor.driver.slot_server import SlotServer
-from freetrain_parsl.executor.htex import connection
+from freetrain_parsl.executor.htex import interchange_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -256,7 +256,7 @@ def test_strangers_are_bounded_before_the_driver_opens_more(
         before.append(len(guarded))
         return SlotServer(*arguments)
 
-    monkeypatch.setattr(connection, "Doorkeeper", guard)
+    monkeypatch.setattr(interchange_watch, "Doorkeeper", guard)
     monkeypatch.setattr(executor, "SlotServer", listen)
     start(nodes=1)
     assert before == [3]

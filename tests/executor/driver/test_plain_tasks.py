@@ -19,7 +19,7 @@ from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
 from freetrain_parsl.executor.payloads.packing import pack_task
 from freetrain_parsl.executor.payloads.payloads import error_in
 from freetrain_parsl.executor.slot import slot as slot_module
-from freetrain_parsl.executor.slot.pulse import Pulse
+from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.interpreters import script_command
 from freetrain_parsl.protocol.messages import StartTask, TaskEnded

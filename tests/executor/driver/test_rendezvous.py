@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
-from freetrain_parsl.executor.slot.rendezvous_store import ChannelStore
+from freetrain_parsl.executor.slot.training_run import ChannelStore
 from freetrain_parsl.protocol.messages import StoreReply, StoreRequest
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import pytest
 
 from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE, last_words
 from freetrain_parsl.executor.batch.submitter import StartsFailed, SubmissionsEnded
+from freetrain_parsl.executor.driver.block_cycle import StartWatch
 from freetrain_parsl.executor.driver.slot_registry import Block, Slot, SlotRegistry
-from freetrain_parsl.executor.driver.start_failures import StartWatch
 from freetrain_parsl.windows.base import BlockState
 from tests.executor.driver.submitter_bench import SubmitterBench
 

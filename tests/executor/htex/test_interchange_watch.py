@@ -256,10 +256,13 @@ if __name__ == "__main__":
 """
 
 
+_STEADILY = "from freetrain_parsl.executor.htex.worker_pool import run_steadily; run_steadily('a_program')"
+
+
 def test_htex_goes_by_a_steady_clock_and_its_workers_by_the_wall_clock(tmp_path: Path) -> None:
     (tmp_path / "a_program.py").write_text(_MODULE)
     done = subprocess.run(
-        [sys.executable, "-m", "freetrain_parsl.executor.htex.steady", "a_program"],
+        [sys.executable, "-c", _STEADILY],
         cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.split() == ["True", "False"]

@@ -60,3 +60,20 @@ def test_a_process_that_is_forked_from_the_server_can_use_the_accelerator():
     )
     done = subprocess.run([sys.executable, "-c", script, WARM_IMPORTS], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "1.0", done.stderr
+
+
+_SCRIPT = """
+import sys
+from freetrain_parsl.executor.htex.worker_pool import import_lean_parsl
+import_lean_parsl()
+import freetrain_parsl.executor.executor
+print(*{"parsl", "globus_compute_sdk", "sqlalchemy"} & set(sys.modules))
+import globus_compute_sdk, sqlalchemy
+print(sqlalchemy.create_engine("sqlite://").name)
+"""
+
+
+def test_optional_packages_are_imported_only_by_user_code():
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["parsl", "sqlite"]

@@ -14,7 +14,7 @@ from parsl.dataflow.memoization import id_for_memo
 from freetrain_parsl import training_app
 from freetrain_parsl.errors import TrainingCancelled, TrainingInterrupted
 from freetrain_parsl.executor.driver.loop import CancelTraining
-from freetrain_parsl.executor.shared_errors import unshared
+from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.submissions import Submissions
 from freetrain_parsl.protocol.messages import PauseRun, StartRun
 from tests.executor.driver.driver_bench import DriverBench, wait_for

@@ -18,7 +18,7 @@ from parsl.serialize import serialize
 from freetrain_parsl.errors import InvalidInput, StorageUnavailable
 from freetrain_parsl.executor.driver.storage_watch import StorageWatch
 from freetrain_parsl.executor.journal import Journal, read_journal, read_progress
-from freetrain_parsl.executor.run_log import RunLog, keep_private
+from freetrain_parsl.executor.run_directory import RunLog, keep_private
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.protocol.journal import Checkpoint, TrainingFailed
 from freetrain_parsl.protocol.messages import StartRun

@@ -21,7 +21,7 @@ from freetrain_parsl.executor.payloads.packing import pack_task
 from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_value
 from freetrain_parsl.executor.payloads.value_files import LARGEST_MESSAGE, ValueFiles
 from freetrain_parsl.executor.slot import slot as slot_module
-from freetrain_parsl.executor.slot.pulse import Pulse
+from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun

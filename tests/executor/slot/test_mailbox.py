@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.executor.slot.pulse import Pulse
+from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, SlotHeartbeat
 from freetrain_parsl.protocol.reports import PauseReason, Progress, RunPaused

@@ -375,7 +375,7 @@ def work(before):
 _WATCHED = """
 import ctypes
 import freetrain_parsl.executor.slot.place as module
-from freetrain_parsl.executor.slot.pulse import Pulse
+from freetrain_parsl.executor.slot.place import Pulse
 module._LOOK = 0.05
 pulse = Pulse(0.0)
 pulse.patience = 1.0

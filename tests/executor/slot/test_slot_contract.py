@@ -16,7 +16,7 @@ import torch
 
 from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot import training_run
-from freetrain_parsl.executor.slot.pulse import Pulse
+from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
 from freetrain_parsl.protocol.messages import (

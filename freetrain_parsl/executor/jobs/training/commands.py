@@ -1,4 +1,4 @@
-"""The commands of a training's state machine, to be carried out in the order in which they are returned."""
+"""The commands of a training's state machine, and its response to an event, which collects them in their order."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ __all__ = [
     "OpenStore",
     "Release",
     "Resolve",
+    "Response",
     "Send",
     "SetAside",
     "Start",
@@ -205,3 +206,34 @@ Command: TypeAlias = (
     | JoinCohort
     | Fail
 )
+
+
+class Response:
+    """Collects the commands in response to an event; shared by the parts of a training's state machine.
+
+    Attributes
+    ----------
+    now
+        Time of the event, seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        self._commands: list[Command] = []
+
+    def do(self, command: Command) -> None:
+        """Add a command."""
+        self._commands.append(command)
+
+    def log(self, entry: Record) -> None:
+        """Add a record of the journal."""
+        self.do(Log(entry))
+
+    def inform(self, event: planner.Event) -> None:
+        """Add an event of the planner."""
+        self.do(Inform(event))
+
+    def take(self) -> list[Command]:
+        """Return the commands, and start with none again."""
+        commands, self._commands = self._commands, []
+        return commands

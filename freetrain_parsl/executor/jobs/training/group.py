@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.driver.slot_registry import Slot
     from freetrain_parsl.executor.jobs.request import Limits
-    from freetrain_parsl.executor.jobs.training.response import Response
+    from freetrain_parsl.executor.jobs.training.commands import Response
     from freetrain_parsl.executor.jobs.training.states import Phase
 
 __all__ = ["TrainingProcesses"]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidTrainer, TrainingCancelled
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.executor.jobs.training import events as on
+from freetrain_parsl.executor.jobs.training.commands import Response
 from freetrain_parsl.executor.jobs.training.group import TrainingProcesses
 from freetrain_parsl.executor.jobs.training.next_change import (
     disconnection,
@@ -26,7 +27,6 @@ from freetrain_parsl.executor.jobs.training.next_change import (
 )
 from freetrain_parsl.executor.jobs.training.planner_view import PlannerView
 from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
-from freetrain_parsl.executor.jobs.training.response import Response
 from freetrain_parsl.executor.jobs.training.stall import stall_reason
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,

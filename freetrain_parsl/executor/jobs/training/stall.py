@@ -9,8 +9,8 @@ from freetrain_parsl.executor.jobs.training.states import Pausing, Regrouping, R
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from freetrain_parsl.executor.jobs.training.progress import StepWatch
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase
-    from freetrain_parsl.executor.jobs.training.step_watch import StepWatch
 
 __all__ = ["stall_reason", "waiting_reason"]
 

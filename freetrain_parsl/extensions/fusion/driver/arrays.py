@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot
-    from freetrain_parsl.executor.jobs.training.response import Response
+    from freetrain_parsl.executor.jobs.training.commands import Response
     from freetrain_parsl.extensions.fusion.driver.cohort_trainer import CohortTrainer
 
 __all__ = ["CohortArrays"]

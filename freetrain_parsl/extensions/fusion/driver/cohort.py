@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.executor.jobs.training import events as on
+from freetrain_parsl.executor.jobs.training.commands import Response
 from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
-from freetrain_parsl.executor.jobs.training.response import Response
 from freetrain_parsl.executor.jobs.training.stall import waiting_reason
-from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.extensions.fusion.driver.arrays import CohortArrays
 from freetrain_parsl.extensions.fusion.driver.cohort_trainer import CohortTrainer
 from freetrain_parsl.extensions.fusion.driver.members import CohortMember, MemberGoal, MemberResponse

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.jobs.training.cost_estimates import changed_significantly, learned_costs
+from freetrain_parsl.executor.jobs.training.planner_view import changed_significantly, learned_costs
 from freetrain_parsl.extensions.fusion.curve import FusionCurve
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from freetrain_parsl.executor.jobs.request import TrainingRequest
-    from freetrain_parsl.executor.jobs.training.response import Response
+    from freetrain_parsl.executor.jobs.training.commands import Response
     from freetrain_parsl.extensions.fusion.driver.members import CohortMember
     from freetrain_parsl.planning.model import CostsInSeconds
 

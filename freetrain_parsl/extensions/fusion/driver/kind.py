@@ -7,9 +7,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from freetrain_parsl.errors import TrainingCancelled
+from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.executor.jobs.training import events as on
-from freetrain_parsl.executor.shared_errors import unshared
 from freetrain_parsl.extensions.fusion.driver.cohort import Cohort
 from freetrain_parsl.extensions.fusion.driver.gathering import Gathering, cohort_key
 from freetrain_parsl.protocol import journal as record

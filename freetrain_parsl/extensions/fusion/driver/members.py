@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.jobs.training.response import Response
+from freetrain_parsl.executor.jobs.training.commands import Response
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:

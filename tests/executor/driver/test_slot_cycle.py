@@ -10,11 +10,9 @@ import pytest
 from parsl.executors.high_throughput.errors import WorkerLost
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.executor.driver.node_starts import NodeStarts
-from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
-from freetrain_parsl.executor.driver.start_failures import StartWatch
-from freetrain_parsl.executor.slot.slot import run_slot
-from freetrain_parsl.executor.slot.start_error import SlotNotStarted
+from freetrain_parsl.executor.driver.block_cycle import StartWatch
+from freetrain_parsl.executor.driver.slot_cycle import NodeStarts, SlotTaskEnded
+from freetrain_parsl.executor.slot.slot import SlotNotStarted, run_slot
 from freetrain_parsl.planning.model import Window
 from freetrain_parsl.windows.base import BlockState, without_nodes
 from tests.executor.slot.slot_bench import SlotBench

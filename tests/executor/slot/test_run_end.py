@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from freetrain_parsl.errors import TrainingError
-from freetrain_parsl.executor.slot import result
-from freetrain_parsl.executor.slot.result import serialize_result
+from freetrain_parsl.executor.slot import run_end
+from freetrain_parsl.executor.slot.run_end import serialize_result
 
 
 class History:
@@ -91,7 +91,7 @@ class _Unpickles:
 
 def test_a_result_that_cannot_be_unpickled_in_time_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the driver, all results that follow would wait for it."""
-    monkeypatch.setattr(result, "_LONGEST_TRIAL", 0.2)
+    monkeypatch.setattr(run_end, "_LONGEST_TRIAL", 0.2)
     with pytest.raises(TrainingError, match=r"^training 't' is done, .*: to unpickle it takes"):
         serialize_result("t", {"best": _Unpickles(time.sleep, 30)})
 
