@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _report import report
 
-from freetrain_parsl.extensions.goodput.ones import OnesPolicy
-from freetrain_parsl.extensions.goodput.placed import PlacedValues
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy, PlacedValues
 from freetrain_parsl.planning.objectives.base import Moment, resolve_objective
 from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies import MilpPolicy

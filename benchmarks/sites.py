@@ -31,7 +31,7 @@ from freetrain_parsl.extensions.replay.logs.logs import open_log
 from freetrain_parsl.extensions.replay.simulation import Cost, ReplaySettings
 from freetrain_parsl.extensions.replay.sites.comparison import SiteTerms, compare_sites
 from freetrain_parsl.extensions.replay.sites.logs import SiteLog
-from freetrain_parsl.extensions.replay.sites.transfer_rates import same_rate
+from freetrain_parsl.extensions.replay.sites.options import same_rate
 from freetrain_parsl.extensions.replay.trainers import trainer_set
 
 if TYPE_CHECKING:

@@ -27,10 +27,12 @@ from freetrain_parsl.extensions.resources.instances import (
     parse_instance,
     read_instance,
 )
-from freetrain_parsl.extensions.resources.policies.esw import EqualServersPolicy
-from freetrain_parsl.extensions.resources.policies.optimus import MarginalGainPolicy
-from freetrain_parsl.extensions.resources.policies.smd import SmdPolicy
-from freetrain_parsl.extensions.resources.policies.smd_two_stage import SmdTwoStagePolicy
+from freetrain_parsl.extensions.resources.policies import (
+    EqualServersPolicy,
+    MarginalGainPolicy,
+    SmdPolicy,
+    SmdTwoStagePolicy,
+)
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 from freetrain_parsl.cluster.swf import SwfLog
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.replay.holes import numbered_lines
-from freetrain_parsl.extensions.simulate.jobs.csv_rows import read_rows
+from freetrain_parsl.extensions.simulate.jobs.workload import read_rows
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:

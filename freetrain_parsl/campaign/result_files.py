@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.storage.atomic_files import replace_file
-from freetrain_parsl.storage.ownership import make_private
+from freetrain_parsl.storage.owned_files import make_private
 from freetrain_parsl.storage.posix import directory_name
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from freetrain_parsl.errors import (
 )
 from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.driver.driver_fence import DriverFence
-from freetrain_parsl.planning.blocks.rules import least_walltime
+from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.storage.posix import check_writable
 from freetrain_parsl.texts import text_of

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from freetrain_parsl.cli.preview import PlannerAnswer
-    from freetrain_parsl.planning.preview import Preview, Share
+    from freetrain_parsl.planning.explain import Preview, Share
 
 _PLAIN: dict[str, Any] = {"highlight": False}
 

@@ -71,7 +71,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
         The batch system did not answer.
     """
     from freetrain_parsl.executor.node_kinds import refuse_unknown_kinds
-    from freetrain_parsl.planning.blocks.rules import least_walltime
+    from freetrain_parsl.planning.blocks import least_walltime
     from freetrain_parsl.planning.explain import explain_windows
     from freetrain_parsl.planning.policies import resolve_policy
 
@@ -150,8 +150,7 @@ def _as_trainers(
 
 def _on_kinds(trainers: Iterable[Trainer], speeds: Mapping[str, float]) -> list[Trainer]:
     """Return the trainers with the curves that the executor assumes on each kind of node before it has measured any."""
-    from freetrain_parsl.planning.curves.learning import Profile, best_rate_per_node
-    from freetrain_parsl.planning.curves.node_kinds import learned_on_kinds, relative_speeds
+    from freetrain_parsl.planning.curves.learning import Profile, best_rate_per_node, learned_on_kinds, relative_speeds
 
     trainers = list(trainers)
     stated = (curve for trainer in trainers for curve in (trainer.curve, *trainer.curves.values()))

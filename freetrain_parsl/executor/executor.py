@@ -52,14 +52,14 @@ from freetrain_parsl.executor.submissions import Submissions, call_off, request_
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.executor.values.writer import ValueWriter
 from freetrain_parsl.interpreters import module_command
-from freetrain_parsl.planning.blocks.rules import least_walltime
+from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
 from freetrain_parsl.settings_checks import check_duration
-from freetrain_parsl.storage.learned_curves import read_rates
+from freetrain_parsl.storage.measurements import read_rates
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.typed_arguments import wrong_types_refused

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidTrainer, PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.alike import without_surplus
-from freetrain_parsl.planning.blocks.planner import Holdings
+from freetrain_parsl.planning.blocks import Holdings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
 from freetrain_parsl.planning.node_kinds import allocate_over_kinds, kinds_of
 from freetrain_parsl.planning.node_survival import Outlook, Prospect

@@ -1,33 +1,134 @@
-"""Encoding of messages as frames: a JSON header with the message's type and fields, and an optional payload.
+"""Encoding as JSON: of messages, as frames with an optional payload, and of the planner's events and actions.
 
 A message is a frozen dataclass. The allowed values are derived from the types of its fields, once for each class. A
 frame of another version or of an unknown type, or with a field that is missing, unknown or out of range, is rejected
 with an error that names the cause. Nothing is unpickled here.
+
+A field's type is its Python type with a `Limit`, which is checked when a message is decoded, so that all other code can
+rely on it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import types
 import typing
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.protocol.fields import Duration, Limit, is_name
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
+from freetrain_parsl.planning.model import PoolNode, Trainer, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     Decode = Callable[[Any], Any]
 
+__all__ = [
+    "VERSION",
+    "Count",
+    "Duration",
+    "Envelope",
+    "Integer",
+    "Limit",
+    "Name",
+    "Names",
+    "Number",
+    "ProtocolError",
+    "Text",
+    "Time",
+    "as_json",
+    "by_type",
+    "decode",
+    "encode",
+    "is_name",
+    "restored",
+    "type_name",
+]
+
 _T = TypeVar("_T")
 
-__all__ = ["VERSION", "Envelope", "ProtocolError", "by_type", "decode", "encode", "type_name"]
+_LONGEST_NAME = 1024
+_LONGEST_TEXT = 1 << 16
+_LARGEST_INTEGER = 1 << 53  # exact in JSON and in SQLite
+_MOST_NAMES = 32
+_LONGEST_TIME = 1e12  # seconds
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A restriction of a type.
+
+    Parameters
+    ----------
+    accepts
+        Returns whether a decoded JSON value is allowed.
+    """
+
+    accepts: Callable[[Any], bool]
+
+
+def is_name(value: Any) -> bool:
+    """Return whether a value is safe in logs, in the journal and on a terminal: printable, at most 1024 characters."""
+    return isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable()
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)  # a lone surrogate cannot be stored
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_INTEGER
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_integer(value)
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and -_LONGEST_TIME < value < _LONGEST_TIME  # comparisons with NaN are false
+
+
+def _are_names(value: Any) -> bool:
+    if not isinstance(value, dict) or len(value) > _MOST_NAMES:
+        return False
+    return all(map(is_name, value)) and all(map(is_name, value.values()))
+
+
+Name: TypeAlias = Annotated[str, Limit(is_name)]
+"""Printable, at most 1024 characters."""
+
+Text: TypeAlias = Annotated[str, Limit(_is_text)]
+"""Any text that can be stored, at most 64 KiB."""
+
+Integer: TypeAlias = Annotated[int, Limit(_is_integer)]
+"""Less than 2^53 in magnitude."""
+
+Count: TypeAlias = Annotated[int, Limit(lambda value: _is_integer(value) and value >= 0)]
+"""Zero or more."""
+
+Number: TypeAlias = Annotated[float, Limit(_is_number)]
+"""Any float, including NaN and infinities."""
+
+Time: TypeAlias = Annotated[float, Limit(_is_time)]
+"""Seconds; finite."""
+
+Duration: TypeAlias = Annotated[float, Limit(lambda value: _is_time(value) and value >= 0)]
+"""Seconds; finite, zero or more."""
+
+Names: TypeAlias = Annotated[dict[str, str], Limit(_are_names)]
+"""A mapping from names to names, with at most 32 entries."""
+
 
 VERSION = 6
 """Protocol version; incremented with every change of a message."""
@@ -246,3 +347,73 @@ def _brief(value: Any, length: int = 80) -> str:
     if isinstance(value, str):
         return ascii(value[:length])
     return f"a {type(value).__name__}"
+
+
+_KINDS = by_type(*ev.Event.__subclasses__(), *ev.Reassign.__subclasses__(), ev.Lend, ev.RequestBlock, ev.ReleaseBlock)
+_TYPES = {"Mapping": Mapping, "PoolNode": PoolNode, "ScalingCurve": ScalingCurve, "Trainer": Trainer, "Window": Window}
+"""Names in annotations that their modules import for type checkers only."""
+
+
+def as_json(item: ev.Event | ev.Action) -> dict[str, Any]:
+    """Return a JSON object with the item's ``type`` and those of its fields that differ from their defaults."""
+    return {"type": type_name(type(item)), **_fields(item)}
+
+
+def restored(item: Mapping[str, Any]) -> Any:
+    """Return the event or action that `as_json` has converted.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        It is none.
+    """
+    values = dict(item)
+    return _restore(_KINDS[values.pop("type")], values)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    items = ((item, getattr(value, item.name)) for item in fields(value))
+    return {item.name: _plan_to_json(content) for item, content in items if content != _default(item)}
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _plan_to_json(value: Any) -> Any:
+    if isinstance(value, ScalingCurve):
+        return {"points": value.points, "relative": value.relative}
+    if is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, tuple):
+        return [_plan_to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plan_to_json(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
+    return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind, localns=_TYPES)
+
+
+def _restore(hint: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):  # X | None
+        return None if value is None else _restore(arguments[0], value)
+    if origin in (tuple, frozenset):
+        return origin(_restore(arguments[0], item) for item in value)
+    if origin is Mapping:
+        return {key: _restore(arguments[1], item) for key, item in value.items()}
+    if hint is ScalingCurve:
+        return ScalingCurve(value["points"], relative=value["relative"])
+    if is_dataclass(hint):
+        hints = _hints(typing.cast("type", hint))
+        return hint(**{key: _restore(hints[key], item) for key, item in value.items()})  # type: ignore[operator]
+    return hint(value)

@@ -116,7 +116,7 @@ class PlannerStarted(Record):
 
 @dataclass(frozen=True)
 class PlannerStep(Record):
-    """The planner received `events` and returned `actions`, see `freetrain_parsl.protocol.event_json`.
+    """The planner received `events` and returned `actions`, see `freetrain_parsl.protocol.codec`.
 
     Windows without content are the same as before. The decisions on the way precede this record.
     """

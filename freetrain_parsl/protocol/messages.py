@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
-from freetrain_parsl.protocol.codec import by_type
-from freetrain_parsl.protocol.fields import Count, Duration, Integer, Limit, Name, Names, Text, Time
+from freetrain_parsl.protocol.codec import Count, Duration, Integer, Limit, Name, Names, Text, Time, by_type
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import ArraySized, Progress, Report, RunEnd
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.protocol.fields import Count, Limit, Name, Text
+from freetrain_parsl.protocol.codec import Count, Limit, Name, Text
 from freetrain_parsl.settings_checks import check_count, check_duration
 
 if TYPE_CHECKING:

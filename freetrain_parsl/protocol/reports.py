@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from freetrain_parsl.protocol.fields import Count, Duration, Number, Text
+from freetrain_parsl.protocol.codec import Count, Duration, Number, Text
 
 __all__ = [
     "ArraySized",

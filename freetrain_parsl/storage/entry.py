@@ -1,4 +1,4 @@
-"""A complete checkpoint in a POSIX file system: its manifest, and verification against it."""
+"""A complete checkpoint in a POSIX file system: its manifest with checksums, and verification against it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
-from freetrain_parsl.storage.hashing import checksum
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
+
+_CHUNK = 1 << 20
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 SHARDS = "shards"
@@ -26,6 +27,81 @@ FORMAT = 3
 _OWN = "manifest_sha256"
 _BLANK = "0" * 64
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # for a file in an existing directory
+
+
+class Sink(Protocol):
+    """Receives the bytes of a state."""
+
+    def write(self, data: bytes, /) -> int:
+        """Append `data` and return its length."""
+
+    def flush(self) -> None:
+        """Write out buffered data."""
+
+
+class HashingSink:
+    """Passes bytes on to a file and computes their count and SHA-256.
+
+    Parameters
+    ----------
+    file
+        Open for writing.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.count = 0
+        self.problem: OSError | None = None
+
+    def write(self, data: bytes, /) -> int:
+        """See `Sink`."""
+        self._digest.update(data)
+        self.count += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.problem = error
+            raise
+
+    def flush(self) -> None:
+        """See `Sink`."""
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        """Return the SHA-256 so far."""
+        return self._digest.hexdigest()
+
+    def fill(self, write: Callable[[Sink], object]) -> None:
+        """Call `write` on this sink, and raise the file system's own error instead of what C++ code turned it into.
+
+        Raises
+        ------
+        OSError
+            The write failed.
+        """
+        try:
+            write(self)
+        except Exception as error:
+            if self.problem is not None:
+                raise self.problem from error
+            raise
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Read a file and return its manifest entry: ``bytes`` and ``sha256``.
+
+    Raises
+    ------
+    OSError
+        The file cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def sign_manifest(manifest: Mapping[str, Any]) -> str:

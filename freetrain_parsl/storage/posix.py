@@ -37,9 +37,8 @@ from freetrain_parsl.storage.atomic_files import (
     sync_name,
     write_text,
 )
-from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry, sign_manifest
-from freetrain_parsl.storage.hashing import HashingSink, Sink
-from freetrain_parsl.storage.ownership import check_owned, check_root, check_tree, make_private
+from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry, HashingSink, Sink, sign_manifest
+from freetrain_parsl.storage.owned_files import check_owned, check_root, check_tree, make_private
 from freetrain_parsl.storage.problems import storage_error
 from freetrain_parsl.storage.root import check_writable
 

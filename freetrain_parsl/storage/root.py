@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import ForeignCheckpoint, InvalidSettings, StorageUnavailable
 from freetrain_parsl.storage.atomic_files import TEMPORARY, write_text
-from freetrain_parsl.storage.ownership import check_root, make_private
+from freetrain_parsl.storage.owned_files import check_root, make_private
 from freetrain_parsl.storage.problems import condition_of, is_unavailable, storage_error
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.explain import explain_windows
+from freetrain_parsl.planning.explain import explain_windows, preview
 from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, Trainer, Window
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.policies.base import Policy
-from freetrain_parsl.planning.preview import preview
 from tests.planning.small_events import DEFAULTS
 
 SETTINGS = replace(DEFAULTS, startup=10, min_useful=20, closing_margin=5, max_walltime=1000, max_pending_blocks=4)

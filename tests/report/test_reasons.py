@@ -26,7 +26,7 @@ from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import BlockTerms, Window
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.event_json import as_json
+from freetrain_parsl.protocol.codec import as_json
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from tests.cli.test_status import FACTS

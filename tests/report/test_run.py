@@ -11,7 +11,7 @@ from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Window
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.event_json import as_json
+from freetrain_parsl.protocol.codec import as_json
 from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.report.figures import run_figures
 from freetrain_parsl.report.live import live_view

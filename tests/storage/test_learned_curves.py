@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.storage.learned_curves import read_rates, write_rates
+from freetrain_parsl.storage.measurements import read_rates, write_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable

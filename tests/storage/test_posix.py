@@ -32,7 +32,7 @@ from freetrain_parsl.storage.root import check_same_root, check_writable, identi
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.storage.hashing import Sink
+    from freetrain_parsl.storage.entry import Sink
 
 
 def writer(data: bytes) -> Callable[[Sink], object]:

@@ -34,7 +34,7 @@ from freetrain_parsl.cli.sources import (
 )
 from freetrain_parsl.cli.windows import notes_view, window_row
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError, did_you_mean
-from freetrain_parsl.planning.blocks.rules import format_span
+from freetrain_parsl.planning.blocks import format_span
 from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.windows.hostlist import show_hosts
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.driver.slot_registry import Block
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.blocks.rules import format_span, least_walltime
+from freetrain_parsl.planning.blocks import format_span, least_walltime
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
 from freetrain_parsl.windows.system import BlockSpec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.event_json import as_json
+from freetrain_parsl.protocol.codec import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

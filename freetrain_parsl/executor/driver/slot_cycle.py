@@ -17,7 +17,7 @@ from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.driver.slot_registry import Slot
 from freetrain_parsl.executor.environment import EnvironmentCheck
 from freetrain_parsl.planning import events as ev
-from freetrain_parsl.planning.blocks.rules import format_span
+from freetrain_parsl.planning.blocks import format_span
 from freetrain_parsl.planning.model import PoolNode
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import Exit, Welcome

@@ -15,9 +15,8 @@ from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import endpoint
 from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper, raise_descriptor_limit
 from freetrain_parsl.executor.waker import Waker
-from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode
+from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode, is_name
 from freetrain_parsl.protocol.delivery import Delivery
-from freetrain_parsl.protocol.fields import is_name
 from freetrain_parsl.protocol.messages import TO_DRIVER, Invalid, Probe, Reconnected
 
 if TYPE_CHECKING:

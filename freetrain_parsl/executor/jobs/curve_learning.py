@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.elastic_batch import BatchRange, ElasticProfile, NoiseEstimate
-from freetrain_parsl.planning.curves.learning import Profile, as_learned, best_rate_per_node
-from freetrain_parsl.planning.curves.node_kinds import learned_on_kinds, relative_speeds
-from freetrain_parsl.storage.learned_curves import write_rates
+from freetrain_parsl.planning.curves.learning import (
+    Profile,
+    as_learned,
+    best_rate_per_node,
+    learned_on_kinds,
+    relative_speeds,
+)
+from freetrain_parsl.storage.measurements import write_rates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.protocol.reports import BatchReport, Progress
-    from freetrain_parsl.storage.learned_curves import Rates
+    from freetrain_parsl.storage.measurements import Rates
 
 __all__ = ["CurveKeeper", "CurveLearning"]
 
@@ -145,7 +150,7 @@ class CurveLearning:
     The relative curve of a training that has not been measured is scaled to the fastest other training, so that it does
     not wait behind trainings whose rates are known.
 
-    Where there are several kinds of nodes, each has a curve of its own; see `curves.node_kinds` for those on which a
+    Where there are several kinds of nodes, each has a curve of its own; see `curves.learning` for those on which a
     training has not been measured.
 
     Parameters

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.values.specs import TrackerSpec
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.protocol.options import Code
-    from freetrain_parsl.storage.learned_curves import Rates
+    from freetrain_parsl.storage.measurements import Rates
 
 __all__ = [
     "SPECIFICATION_KEY",

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final
 from freetrain_parsl.errors import CheckpointError
 from freetrain_parsl.protocol.messages import StoredValue
 from freetrain_parsl.storage.atomic_files import sync_directory
-from freetrain_parsl.storage.ownership import check_owned, check_root, make_private
+from freetrain_parsl.storage.owned_files import check_owned, check_root, make_private
 from freetrain_parsl.storage.problems import storage_error
 from freetrain_parsl.storage.root import check_same_root
 

@@ -12,8 +12,8 @@ import torch
 from torch._C._distributed_c10d import FileStore  # torch.distributed does not export it
 
 from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.extensions.checking.ownership import is_users_file
 from freetrain_parsl.extensions.checking.recorder import NAME, TrainingRecorder
+from freetrain_parsl.extensions.checking.sources import is_users_file
 from freetrain_parsl.extensions.checking.values import flat, hide
 from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.extensions.fusion.slot.run import run_members

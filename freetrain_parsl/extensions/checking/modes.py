@@ -1,4 +1,4 @@
-"""Modes of torch that make a training independent of how its batches are divided, or watch the way to a loss."""
+"""Modes of torch: results independent of how batches are divided, and the way to a loss with what its graph shows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch.nn.functional import batch_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from freetrain_parsl.extensions.checking.records import Graph
 
-__all__ = ["Constants", "Scalars", "SteadyNorm", "enter"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+__all__ = ["Constants", "Scalars", "SteadyNorm", "enter", "facts_of", "nodes_of"]
 
 _FILLED = {
     "normal_": 0.5,
@@ -34,6 +36,8 @@ _FILLED = {
 """Operator -> the constant that it draws."""
 _Mode = TypeVar("_Mode")
 _TRAINING = 5  # place of the argument of this name
+_MOST_NODES = 100_000
+_SUM = 2  # torch's number of the reduction "sum"
 
 
 def enter(mode: Callable[..., _Mode], *args: Any) -> _Mode:
@@ -94,3 +98,29 @@ class Scalars(TorchFunctionMode):
         """Return what was recorded since the last call: line, function and scalar."""
         seen, self._seen = self._seen, []
         return seen
+
+
+def nodes_of(loss: torch.Tensor) -> set[Any]:
+    """Return the nodes of a loss's graph."""
+    nodes: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting and len(nodes) < _MOST_NODES:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    return nodes
+
+
+def facts_of(nodes: Collection[Any]) -> Graph:
+    """Look at the nodes of a graph; see `nodes_of`."""
+    names = [node.name() for node in nodes]
+    return Graph(
+        sums=any(getattr(node, "_saved_reduction", None) == _SUM for node in nodes),
+        weighted=any(
+            name.startswith("NllLoss") and getattr(node, "_saved_weight", None) is not None
+            for node, name in zip(nodes, names, strict=True)
+        ),
+        casts=any(name.startswith("ToCopy") for name in names),
+        checkpoint=any("CheckpointFunction" in name for name in names),
+    )

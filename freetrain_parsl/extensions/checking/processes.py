@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.extensions.checking.member import run_variant
-from freetrain_parsl.extensions.checking.ownership import is_users_file
 from freetrain_parsl.extensions.checking.records import CRASHED, ProcessRecord
+from freetrain_parsl.extensions.checking.sources import is_users_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

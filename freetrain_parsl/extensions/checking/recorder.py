@@ -14,9 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.extensions.checking.graphs import facts_of, nodes_of
-from freetrain_parsl.extensions.checking.modes import Constants, Scalars, SteadyNorm, enter
-from freetrain_parsl.extensions.checking.ownership import is_users_file
+from freetrain_parsl.extensions.checking.modes import Constants, Scalars, SteadyNorm, enter, facts_of, nodes_of
 from freetrain_parsl.extensions.checking.records import (
     Frame,
     Kind,
@@ -27,6 +25,7 @@ from freetrain_parsl.extensions.checking.records import (
     Scalar,
     Value,
 )
+from freetrain_parsl.extensions.checking.sources import is_users_file
 from freetrain_parsl.extensions.checking.values import Flattener, globals_of, is_ours, leaf_of_plain, leaf_of_tensor
 from freetrain_parsl.protocol.reports import GroupFailed, Ready
 from freetrain_parsl.training.checkpoints.format import is_spread

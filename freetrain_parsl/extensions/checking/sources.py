@@ -1,4 +1,4 @@
-"""What the source of a function says about a variable.
+"""The user's code: which code is theirs, and what the source of a function says about a variable.
 
 Where it is assigned, whether a round of the loop needs the value that the last one left, and what it reaches.
 """
@@ -8,16 +8,31 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import site
+import sys
+import sysconfig
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from freetrain_parsl.location import PACKAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from freetrain_parsl.extensions.checking.records import Frame
 
-__all__ = ["Source", "Use", "Variable", "last_assignment", "last_assignment_of_global", "line_of"]
+__all__ = [
+    "Source",
+    "Use",
+    "Variable",
+    "is_users_file",
+    "is_users_type",
+    "last_assignment",
+    "last_assignment_of_global",
+    "line_of",
+]
 
 _LOSS, _RATE = "the loss", "the learning rate"
 _MADE, _LEFT, _LOG, _RESULT = "whether a step is made", "when the loop is left", "session.log", "the returned value"
@@ -26,6 +41,7 @@ _RATE_NAMES = re.compile(r"\blr\b|lr_|_lr\b|param_groups|learning_rate")
 _NO_OWNERS = {"session", "self", "torch", "F", "math", "np", "random"}  # a call on them keeps nothing of its arguments
 _ROUNDS = 8  # of following a value through assignments, without regard to their order
 _COUNTING = ("enumerate", "zip")
+_APPS = PACKAGE / "apps"  # the example apps are installed there, but are written as users write theirs
 
 
 @dataclass(frozen=True)
@@ -320,3 +336,30 @@ def _exposed(body: Sequence[ast.stmt], defined: set[str]) -> tuple[set[str], set
                     exposed |= {*_names(node.target), *_bases(node.target)} - defined
                 defined |= _assigned_plainly(node)
     return exposed, defined
+
+
+@cache
+def is_users_file(file: str) -> bool:
+    """Return whether code of this file is the user's; cells of notebooks are."""
+    if file.startswith("<frozen"):
+        return False
+    path = Path(file)
+    if path.is_relative_to(_APPS):
+        return True
+    return not any(path.is_relative_to(place) for place in _library_places())
+
+
+def is_users_type(kind: type) -> bool:
+    """Return whether a class is defined in the user's code."""
+    if kind.__module__ == "__main__":
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is not None and is_users_file(file)
+
+
+@cache
+def _library_places() -> tuple[Path, ...]:
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places += [*site.getsitepackages(), site.getusersitepackages(), str(PACKAGE)]
+    found = {Path(place) for place in places if place}
+    return tuple(found | {place.resolve() for place in found})

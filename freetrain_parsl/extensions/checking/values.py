@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from freetrain_parsl.extensions.checking.ownership import is_users_file, is_users_type
 from freetrain_parsl.extensions.checking.records import Leaf
+from freetrain_parsl.extensions.checking.sources import is_users_file, is_users_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

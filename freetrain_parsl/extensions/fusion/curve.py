@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
-from freetrain_parsl.planning.curves.point_files import read_points
+from freetrain_parsl.planning.curves.scaling import read_points
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

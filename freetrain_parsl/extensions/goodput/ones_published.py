@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from freetrain_parsl.extensions.goodput.evolution.contiguous import contiguous_starts
-from freetrain_parsl.extensions.goodput.evolution.search import evolve
-from freetrain_parsl.planning.policies.baseline import BaselinePolicy
+from freetrain_parsl.extensions.goodput.evolution import contiguous_starts, evolve
+from freetrain_parsl.planning.policies.base import BaselinePolicy
 from freetrain_parsl.settings_checks import check_count
 
 if TYPE_CHECKING:

@@ -192,7 +192,7 @@ def load_apps(directory: Path) -> dict[str, TrainingApp]:
         Another user owns the file, or could have changed it.
     """
     from freetrain_parsl.executor.payloads.payloads import unpack_training
-    from freetrain_parsl.storage.ownership import check_owned
+    from freetrain_parsl.storage.owned_files import check_owned
 
     path = directory / _PICKLE
     check_owned(directory)

@@ -42,7 +42,7 @@ from freetrain_parsl.extensions.replay.sites.options import (
     show_sites,
     site_terms,
 )
-from freetrain_parsl.extensions.replay.sweeps.fusion_curves import fusion_curve
+from freetrain_parsl.extensions.replay.sweeps.arrays import fusion_curve
 from freetrain_parsl.extensions.replay.sweeps.sweeps import compare_fusion
 from freetrain_parsl.extensions.replay.terminal import (
     heading,

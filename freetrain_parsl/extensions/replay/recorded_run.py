@@ -11,7 +11,7 @@ from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.settings import SettingsInSeconds
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.event_json import restored
+from freetrain_parsl.protocol.codec import restored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.replay.models import MODELS
-from freetrain_parsl.extensions.replay.trainer_files import numbered, read_trainers
+from freetrain_parsl.extensions.replay.trainer_files import MODELS, numbered, read_trainers
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import PRIORITY, SPEEDUP, THROUGHPUT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from freetrain_parsl.extensions.replay.models import Model
+    from freetrain_parsl.extensions.replay.trainer_files import Model
     from freetrain_parsl.planning.objectives.base import Objective
 
 __all__ = ["TrainerSet", "trainer_set", "with_costs"]

@@ -1,4 +1,4 @@
-"""Kinds of resources, and the combinations of workers and servers that jobs can have of them."""
+"""Kinds of resources, the combinations of workers and servers that jobs can have of them, and what these are worth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,16 @@ import numpy.typing as npt
 from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.planning.solvers.multiple_choice import fits
 
-if TYPE_CHECKING:
-    from freetrain_parsl.extensions.resources.utility import Utility
-
-__all__ = ["MOST_OF_EACH", "Combination", "Combinations", "Completion", "ResourceJob", "ResourceProblem"]
+__all__ = [
+    "MOST_OF_EACH",
+    "Combination",
+    "Combinations",
+    "Completion",
+    "ResourceJob",
+    "ResourceProblem",
+    "SigmoidUtility",
+    "Utility",
+]
 
 Table = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -27,6 +32,10 @@ MOST_OF_EACH = 40
 
 Completion = Callable[[Counts, Counts], Table]
 """Numbers of workers and of servers -> completion times in seconds."""
+Utility = Callable[[float], float]
+"""Completion time in seconds -> value, finite; a job that gets nothing is worth zero."""
+
+_LARGEST_EXPONENT = 700.0  # beyond it, the exponential overflows
 
 
 @dataclass(frozen=True)
@@ -208,3 +217,40 @@ class ResourceProblem:
             if there > 0
         )
         return max(loads, default=0.0)
+
+
+@dataclass(frozen=True)
+class SigmoidUtility:
+    """Value that falls around a critical time: top / (1 + exp(steepness × (seconds − critical))).
+
+    OASiS (Bao et al., INFOCOM 2018) and SMD use it: a steepness of zero is a job that does not care about time, a large
+    one a deadline.
+
+    Parameters
+    ----------
+    top
+        Value of an immediate completion, if the steepness is large.
+    steepness
+        How abruptly the value falls, per second.
+    critical
+        When half of `top` is left, seconds.
+
+    Raises
+    ------
+    InvalidTrainer
+        A value is negative or not finite.
+    """
+
+    top: float
+    steepness: float
+    critical: float
+
+    def __post_init__(self) -> None:
+        for name in ("top", "steepness", "critical"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InvalidTrainer(f"sigmoid: {name} must be zero or more, got {getattr(self, name)!r}")
+
+    def __call__(self, seconds: float) -> float:
+        """Return the value of a completion after so many seconds."""
+        exponent = self.steepness * (seconds - self.critical)
+        return 0.0 if exponent > _LARGEST_EXPONENT else self.top / (1 + math.exp(exponent))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from freetrain_parsl.extensions.resources.demands import Combinations, ResourceProblem
-    from freetrain_parsl.extensions.resources.policies.base import ResourceDecision
+    from freetrain_parsl.extensions.resources.policies import ResourceDecision
 
 __all__ = ["reasons_for_nothing"]
 

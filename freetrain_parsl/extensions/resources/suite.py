@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from freetrain_parsl.extensions.resources.demands import ResourceJob, ResourceProblem
-from freetrain_parsl.extensions.resources.utility import SigmoidUtility
+from freetrain_parsl.extensions.resources.demands import ResourceJob, ResourceProblem, SigmoidUtility
 from freetrain_parsl.planning.solvers.multiple_choice import fits
 
 if TYPE_CHECKING:
-    from freetrain_parsl.extensions.resources.policies.base import ResourcePolicy
+    from freetrain_parsl.extensions.resources.policies import ResourcePolicy
 
 __all__ = ["ResourcePolicyConformance"]
 

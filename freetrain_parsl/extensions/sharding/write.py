@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from freetrain_parsl.extensions.sharding.state import INDEX
 from freetrain_parsl.storage.atomic_files import sync_directory
-from freetrain_parsl.storage.entry import SHARDS
-from freetrain_parsl.storage.hashing import checksum
+from freetrain_parsl.storage.entry import SHARDS, checksum
 from freetrain_parsl.storage.problems import storage_error
 
 if TYPE_CHECKING:

@@ -1,11 +1,13 @@
-"""Simulation of one workload with several policies."""
+"""Simulation of one workload with several policies, and its figures as ``freetrain simulate --json`` writes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from freetrain_parsl import __version__
-from freetrain_parsl.extensions.simulate.figures import figures
+from freetrain_parsl.extensions.replay.series import Bins
 from freetrain_parsl.extensions.simulate.simulation import DEFAULT_INTERVAL, simulate
 
 if TYPE_CHECKING:
@@ -13,9 +15,64 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.simulate.competitors import Competitor
     from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+    from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
+    from freetrain_parsl.extensions.simulate.simulation import SimulatedRun
 
-__all__ = ["compare_policies"]
+__all__ = ["compare_policies", "figures"]
+
+
+def figures(competitor: Competitor, run: SimulatedRun, cluster: ClusterShape) -> dict[str, Any]:
+    """Return the figures of one policy; times in seconds unless their name says otherwise."""
+    times = np.array([job.jct for job in run.jobs])
+    solves = 1000 * np.array(run.solve_seconds or [0.0])
+    training = sum(job.training_seconds for job in run.jobs)
+    restarts = sum(job.restart_seconds for job in run.jobs)
+    held = sum(use.gpus for use in run.use) * run.interval
+    return {
+        "policy": competitor.policy,
+        "knowledge": competitor.knowledge.value,
+        "mean_jct": float(times.mean()),
+        "median_jct": float(np.median(times)),
+        "p99_jct": float(np.percentile(times, 99)),
+        "makespan": run.makespan,
+        "restarts": sum(max(job.restarts, 0) for job in run.jobs),
+        "solve_ms_median": float(np.median(solves)),
+        "solve_ms_p99": float(np.percentile(solves, 99)),
+        "refused": run.refused,
+        "gpu_seconds": {
+            "training": training,
+            "restarts": restarts,
+            "ended": held - training - restarts,
+            "idle": len(run.use) * run.interval * cluster.gpus - held,
+        },
+        "wall_seconds": run.wall_seconds,
+        "jobs": [{"job": job.name, "jct": job.jct} for job in run.jobs],
+        "series": _series(run),
+        "life": _life(max(run.jobs, key=lambda job: (job.restarts, job.name))),
+    }
+
+
+def _series(run: SimulatedRun) -> dict[str, Any]:
+    """Return means over equal parts of the simulated time."""
+    begin, end = run.use[0].time, run.use[-1].time + run.interval
+    bins = Bins(begin, end)
+    for use in run.use:
+        for name, value in (("gpus", use.gpus), ("running", use.running), ("waiting", use.waiting)):
+            bins.add_rate(name, use.time, use.time + run.interval, value)
+    names = ("gpus", "running", "waiting")
+    width = (end - begin) / len(bins.sums("gpus"))
+    return {"seconds": end - begin, **{name: [float(value) / width for value in bins.sums(name)] for name in names}}
+
+
+def _life(job: SimulatedJob) -> dict[str, Any]:
+    """Return the phases of a job's life, times since its submission."""
+    return {
+        "job": job.name,
+        "application": job.request.application.name,
+        "seconds": job.jct,
+        "phases": [{**phase._asdict(), "time": phase.time - job.request.time} for phase in job.phases],
+    }
 
 
 def compare_policies(

@@ -1,10 +1,11 @@
-"""The report of a simulation: one HTML page without scripts, fonts or other external resources."""
+"""The result of a simulation: on a terminal, and as one HTML page without scripts, fonts or external resources."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.table import Table
 
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from xml.etree.ElementTree import Element
 
-__all__ = ["write_page"]
+__all__ = ["heading", "result_table", "write_page"]
 
 _BINS = 400
 _KNOWING = {
@@ -177,3 +178,43 @@ def _life(life: Mapping[str, Any]) -> list[Element]:
 def _definitions() -> list[Element]:
     pairs = [part for word, meaning in _WORDS.items() for part in (element("dt", word), element("dd", meaning))]
     return [element("h2", "Terms"), element("dl", *pairs, class_="words")]
+
+
+def heading(result: Mapping[str, Any]) -> str:
+    """Describe the workload and the cluster."""
+    workload, cluster = result["workload"], result["cluster"]
+    return (
+        f"{workload['name']}: {workload['jobs']:,} jobs submitted within {duration(workload['seconds'])}, on "
+        f"{cluster['nodes']:,} nodes of {cluster['gpus_per_node']} GPUs"
+    )
+
+
+def result_table(result: Mapping[str, Any]) -> Table:
+    """Build the table of the policies, at most 80 columns wide."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("policy", "knows"):
+        table.add_column(name)
+    for name in (
+        "mean\ntime",
+        "median\ntime",
+        "99 %\nwithin",
+        "all\nafter",
+        "restarts",
+        "GPUs\nin use",
+        "median\nsolve",
+    ):
+        table.add_column(name, justify="right")
+    for entry in result["policies"]:
+        seconds = entry["gpu_seconds"]
+        table.add_row(
+            entry["policy"],
+            entry["knowledge"],
+            duration(entry["mean_jct"]),
+            duration(entry["median_jct"]),
+            duration(entry["p99_jct"]),
+            duration(entry["makespan"]),
+            count(entry["restarts"]),
+            percent(1 - seconds["idle"] / sum(seconds.values()), 0),
+            milliseconds(entry["solve_ms_median"]),
+        )
+    return table

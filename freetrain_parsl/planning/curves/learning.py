@@ -1,4 +1,4 @@
-"""Online scaling curves: measure at the sizes visited, and estimate the others.
+"""Online scaling curves: measured at the sizes and on the kinds of nodes that were visited, and estimated elsewhere.
 
 With a prior, the ratio of measured to expected rates scales the prior at the sizes that have not been visited: a stated
 curve keeps its shape, and the default curve becomes one in samples per second.
@@ -9,12 +9,17 @@ falls with size, this is an upper bound: a size that the policy does not choose 
 one that it chooses is then measured. The estimate is therefore wrong for at most log2(max_nodes / min_nodes) doublings.
 Two doublings without a gain end the search; a single one may be due to a node boundary, which can halve a rate before
 the next doubling recovers it.
+
+On a kind where it has not been measured, a trainer with other measurements is assumed to have their curve times the
+ratio of the kinds' speeds. That ratio is the median over the trainers that were measured on both, else the ratio of
+the speeds that the site states. The estimate decides whether a kind is tried; the first measurement there replaces it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import PlanningError
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Trainer
 
-__all__ = ["Profile", "as_learned", "best_rate_per_node", "learned"]
+__all__ = ["Profile", "as_learned", "best_rate_per_node", "learned", "learned_on_kinds", "relative_speeds"]
 
 
 class Profile:
@@ -167,3 +172,67 @@ def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> lis
     trainers = list(trainers)
     unit = best_rate_per_node(profiles[t.name].curve if t.name in profiles else t.curve for t in trainers)
     return [as_learned(t, profiles[t.name], unit) if t.name in profiles else t for t in trainers]
+
+
+def relative_speeds(
+    stated: Mapping[str, float], profiles: Iterable[Mapping[str, Profile]]
+) -> dict[tuple[str, str], float]:
+    """Return (kind, other kind) -> how many times as fast a node of the first is.
+
+    Parameters
+    ----------
+    stated
+        Kind -> its speed, in any unit.
+    profiles
+        For each trainer, kind -> its measurements there.
+    """
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for trainer in profiles:
+        rates = {kind: best_rate_per_node([one.curve]) for kind, one in trainer.items() if any(one.measured.values())}
+        for kind, rate in rates.items():
+            for other, base in rates.items():
+                if base > 0:
+                    ratios.setdefault((kind, other), []).append(rate / base)
+    return {
+        (kind, other): median(ratios.get((kind, other), [stated[kind] / stated[other]]))
+        for kind in stated
+        for other in stated
+    }
+
+
+def learned_on_kinds(
+    trainer: Trainer, profiles: Mapping[str, Profile], speeds: Mapping[tuple[str, str], float], rate_per_node: float
+) -> Trainer:
+    """Return a trainer with its curves on all kinds, as far as known; see `learning.as_learned`.
+
+    Parameters
+    ----------
+    trainer
+        As specified by its user.
+    profiles
+        Kind -> its measurements there; at least one.
+    speeds
+        See `relative_speeds`.
+    rate_per_node
+        As for `learning.as_learned`, on the fastest kind.
+    """
+    known = {
+        kind: as_learned(trainer, one, rate_per_node)
+        for kind, one in profiles.items()
+        if any(one.measured.values()) or (one.known and kind in trainer.curves)
+    }
+    measured = [kind for kind in known if any(profiles[kind].measured.values())]
+    fastest = max(profiles, key=lambda kind: (sum(speeds[kind, other] for other in profiles), kind))
+    curves: dict[str, ScalingCurve] = {}
+    limits = {kind: one.max_nodes for kind, one in known.items()}
+    for kind, profile in profiles.items():
+        if kind in known:
+            curves[kind] = known[kind].curve
+        elif measured:
+            most = max(measured, key=lambda other: (sum(profiles[other].measured.values()), other))
+            curves[kind] = known[most].curve.scaled(speeds[kind, most])
+        else:  # a stated curve without a kind is that of the fastest
+            guess = as_learned(trainer, profile, rate_per_node * (1.0 if profile.known else speeds[kind, fastest]))
+            curves[kind] = guess.curve.scaled(speeds[kind, fastest]) if profile.known else guess.curve
+            limits[kind] = guess.max_nodes
+    return replace(trainer, curve=curves[fastest], curves=curves, max_nodes=max(limits.values()))

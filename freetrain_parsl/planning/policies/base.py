@@ -1,16 +1,30 @@
-"""Interface of policies: (pool, trainers, current allocation, now) -> decision."""
+"""Interface of policies: (pool, trainers, current allocation, now) -> decision; and the base of published baselines."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from freetrain_parsl.planning.objectives.base import SPEEDUP, Contextual, Objective
+from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.objectives.base import (
+    SPEEDUP,
+    Contextual,
+    Moment,
+    Objective,
+    ObjectiveLike,
+    at_moment,
+    resolve_objective,
+    value_table,
+)
+from freetrain_parsl.planning.placement import current_counts, place
+from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from datetime import timedelta
 
-    from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+__all__ = ["BaselinePolicy"]
 
 
 class Policy(ABC):
@@ -45,3 +59,54 @@ class Policy(ABC):
 
         `current` may contain nodes that have left the pool; these are no longer available.
         """
+
+
+class BaselinePolicy(Policy):
+    """A policy that decides by a rule.
+
+    ``objective`` and ``bound`` of its decisions are in the value model of `MilpPolicy`, so that policies are
+    comparable. It proves nothing: its bound is the value of the trainers if each had the pool to itself.
+
+    Parameters
+    ----------
+    objective, horizon
+        The value model, as in `MilpPolicy`; they do not affect the allocation.
+    """
+
+    def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta | None = None) -> None:
+        if horizon is not None:
+            check_duration(f"policy {self.name!r}: horizon", horizon)
+        self._objective = resolve_objective(objective)
+        self._horizon = None if horizon is None else horizon.total_seconds()
+
+    @abstractmethod
+    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:
+        """Decide the number of nodes of each trainer; absent ones get none.
+
+        Parameters
+        ----------
+        ranked
+            The trainers, in order of submission.
+        pool, current
+            As in `Policy.allocate`.
+        """
+
+    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
+        """Choose the nodes, in the order of `counts` where the order matters."""
+        return place(counts, pool, current)
+
+    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+        """Decide the allocation; see `Policy.allocate`."""
+        started = time.perf_counter()
+        ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
+        counts = self.counts(ranked, pool, current)
+        allocation = self.place(counts, pool, current)
+        seconds = time.perf_counter() - started
+        held = current_counts(ranked, pool, current)
+        worth = at_moment(self._objective, Moment(ranked, held, len(pool), now))
+        objective = bound = 0.0
+        for trainer in ranked:
+            values = value_table(worth, trainer, held[trainer.name], len(pool), self._horizon or pool.horizon)
+            objective += float(values[counts.get(trainer.name, 0)])
+            bound += float(values.max())
+        return Decision(allocation, objective, proven_optimal=False, bound=bound, solve_seconds=seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.policies.baseline import BaselinePolicy
+from freetrain_parsl.planning.policies.base import BaselinePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning.placement import place_emptiest_first
-from freetrain_parsl.planning.policies.baseline import BaselinePolicy
+from freetrain_parsl.planning.policies.base import BaselinePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

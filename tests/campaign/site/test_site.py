@@ -16,7 +16,7 @@ from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import InvalidInput, UsageError
 from freetrain_parsl.extensions.globus.storage.home import GlobusHome
 from freetrain_parsl.extensions.pbs.source import PbsWindowSource
-from freetrain_parsl.planning.blocks.rules import least_walltime
+from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource

@@ -11,7 +11,7 @@ from freetrain_parsl import training_app
 from freetrain_parsl.executor.jobs.curve_learning import CurveKeeper
 from freetrain_parsl.extensions.replay.recorded_run import read_run
 from freetrain_parsl.planning import events as planner
-from freetrain_parsl.storage.learned_curves import read_rates
+from freetrain_parsl.storage.measurements import read_rates
 
 if TYPE_CHECKING:
     from pathlib import Path

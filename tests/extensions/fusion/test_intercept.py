@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_forward_hook
 
 from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
+from tests.extensions.fusion.sweep_trainings import alone, data, distance, together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 class Doubling(nn.Module):
@@ -48,3 +57,87 @@ def test_a_class_is_restored_when_its_last_object_is_released() -> None:
     releases[1]()
     releases[1]()
     assert nn.Sequential.forward is forward
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def halves_gradients(net: nn.Module, _seen: list[float]) -> Any:
+    return next(net.parameters()).register_hook(lambda gradient: gradient * 0.5)
+
+
+def halves_sums_of_gradients(net: nn.Module, _seen: list[float]) -> Any:
+    return next(net.parameters()).register_post_accumulate_grad_hook(halve)
+
+
+def notes_outputs(net: nn.Module, seen: list[float]) -> Any:
+    return net.register_forward_hook(lambda _module, _inputs, output: seen.append(float(output.detach().sum())))
+
+
+def notes_outputs_of_all_modules(net: nn.Module, seen: list[float]) -> Any:
+    def note(module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        if module is net:
+            seen.append(float(output.detach().sum()))
+
+    return register_module_forward_hook(note)
+
+
+def train(session: Any, *, lr: float, register: Callable[..., Any], begin: int) -> Any:
+    seen: list[float] = []
+    net = nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+    batches = session.loader(data(), batch_size=16)
+    hooks = []
+    for epoch in session.epochs(3):
+        if epoch == begin:
+            hooks.append(register(net[0], seen))
+        for x, y in batches:
+            session.step(cross_entropy(model(x), y))
+    hooks[0].remove()
+    return {"seen": seen, "model": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize(
+    "register", [halves_gradients, halves_sums_of_gradients, notes_outputs, notes_outputs_of_all_modules]
+)
+def test_hooks_are_called_as_alone(tmp_path: Path, register: Callable[..., Any], begin: int) -> None:
+    points = [{"lr": lr, "register": register, "begin": begin} for lr in (0.02, 0.05, 0.1)]
+    outcome = together(tmp_path / "array", points, train)
+    for number, point in enumerate(points):
+        value = alone(tmp_path / "alone", str(number), point, train)
+        assert distance(outcome.value(str(number)), value) < 1e-10
+    assert outcome.engine.fused_steps == 4 * begin
+
+
+def doubled(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+def train_with_a_hook(session: Any, *, lr: float, end: int) -> Any:
+    net = nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    hook = net[0].register_forward_hook(doubled)
+    model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+    batches = session.loader(data(), batch_size=16)
+    for epoch in session.epochs(3):
+        if epoch == end:
+            hook.remove()
+        for x, y in batches:
+            session.step(cross_entropy(model(x), y))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("ends", "fused"),
+    [((1, 1, 1), 12), ((3, 1, 3), 4), ((1, 3, 3), 4)],
+    ids=["all members", "the second", "the first"],
+)
+def test_a_hook_that_members_remove_is_called_until_then(tmp_path: Path, ends: tuple[int, ...], fused: int) -> None:
+    points = [{"lr": lr, "end": end} for lr, end in zip((0.02, 0.05, 0.1), ends, strict=True)]
+    outcome = together(tmp_path / "array", points, train_with_a_hook)
+    for number, point in enumerate(points):
+        value = alone(tmp_path / "alone", str(number), point, train_with_a_hook)
+        assert distance(outcome.value(str(number)), value) < 1e-10
+    assert outcome.engine.fused_steps == fused

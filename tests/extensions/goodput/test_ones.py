@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.goodput.completion_time import CompletionTime
-from freetrain_parsl.extensions.goodput.evolution.contiguous import contiguous_starts
-from freetrain_parsl.extensions.goodput.evolution.layouts import LayoutBreeder
-from freetrain_parsl.extensions.goodput.evolution.search import evolve
-from freetrain_parsl.extensions.goodput.ones import OnesPolicy
+from freetrain_parsl.extensions.goodput.evolution import LayoutBreeder, contiguous_starts, evolve
+from freetrain_parsl.extensions.goodput.ones import OnesPolicy, PlacedValues, placement_of
 from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
-from freetrain_parsl.extensions.goodput.placed import PlacedValues, placement_of
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import EpochCount, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, resolve_objective

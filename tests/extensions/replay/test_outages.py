@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.replay.comparison import Contestant, compare
-from freetrain_parsl.extensions.replay.logs.logs import open_log
-from freetrain_parsl.extensions.replay.logs.outages import LogWithoutOutages
+from freetrain_parsl.extensions.replay.logs.logs import LogWithoutOutages, open_log
 from freetrain_parsl.extensions.replay.simulation import Knowledge
 from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from tests.extensions.replay.small_logs import SmallLog, random_logs, random_trainers

@@ -23,7 +23,7 @@ from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision,
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies import Policy, resolve_policy
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.event_json import as_json, restored
+from freetrain_parsl.protocol.codec import as_json, restored
 from freetrain_parsl.protocol.messages import StartRun
 from tests.executor.driver.driver_bench import DriverBench
 from tests.planning.small_events import SETTINGS, joined, trainer, window

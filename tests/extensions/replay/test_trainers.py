@@ -7,7 +7,7 @@ import math
 import pytest
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.extensions.replay.models import MODELS
+from freetrain_parsl.extensions.replay.trainer_files import MODELS
 from freetrain_parsl.extensions.replay.trainers import trainer_set, with_costs
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds

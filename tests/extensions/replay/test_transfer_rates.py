@@ -6,7 +6,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.globus.sites.planning.model import TransferRate
-from freetrain_parsl.extensions.replay.sites.transfer_rates import read_transfer_rates, same_rate
+from freetrain_parsl.extensions.replay.sites.options import read_transfer_rates, same_rate
 
 HEADER = "from,to,megabytes_per_second,latency\n"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.extensions.replay import what_if as module
+from freetrain_parsl.extensions.replay import comparison as module
+from freetrain_parsl.extensions.replay.comparison import RESCALE_FACTORS, START_SECONDS, Case, what_if
 from freetrain_parsl.extensions.replay.ideal import BestRates
 from freetrain_parsl.extensions.replay.simulation import ReplaySettings
-from freetrain_parsl.extensions.replay.what_if import RESCALE_FACTORS, START_SECONDS, Case, what_if
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.extensions.resources.policies.base import ResourceDecision, ResourcePolicy
-from freetrain_parsl.extensions.resources.policies.esw import EqualServersPolicy
-from freetrain_parsl.extensions.resources.policies.optimus import MarginalGainPolicy
-from freetrain_parsl.extensions.resources.policies.smd import SmdPolicy
-from freetrain_parsl.extensions.resources.policies.smd_two_stage import SmdTwoStagePolicy
+from freetrain_parsl.extensions.resources.policies import (
+    EqualServersPolicy,
+    MarginalGainPolicy,
+    ResourceDecision,
+    ResourcePolicy,
+    SmdPolicy,
+    SmdTwoStagePolicy,
+)
 from freetrain_parsl.extensions.resources.suite import ResourcePolicyConformance
 
 

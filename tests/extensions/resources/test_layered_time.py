@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidTrainer
-from freetrain_parsl.extensions.resources.layered_time import LayeredTraining
+from freetrain_parsl.extensions.resources.instances import LayeredTraining
 
 
 def simulated_seconds(training, workers, servers):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from freetrain_parsl.extensions.fusion.engine.memory_layout import MemoryLayout
+from freetrain_parsl.extensions.fusion.engine.memory import MemoryLayout
 from freetrain_parsl.protocol.options import digest_of
 
 if TYPE_CHECKING:

@@ -13,13 +13,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.extensions.fusion.engine.ambient import autocast_state
+from freetrain_parsl.extensions.fusion.engine.ambient import MemberStreams, autocast_state
 from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
-from freetrain_parsl.extensions.fusion.engine.attribute_watch import AttributeWatch
 from freetrain_parsl.extensions.fusion.engine.call_graph import CallGraph
-from freetrain_parsl.extensions.fusion.engine.intercept import original_forward
+from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
-from freetrain_parsl.extensions.fusion.engine.member_streams import MemberStreams
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.verification import verify

@@ -1,24 +1,31 @@
 """Calls of a prepared model: their `forward` is replaced while the model is fused, without a change of the object.
 
 The class is patched while any of its objects is intercepted, so the objects keep their class, can be pickled and
-copied, and have the same state; a copy is not intercepted.
+copied, and have the same state; a copy is not intercepted. Assigned attributes and changed hooks are noted likewise: an
+array was compared before.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import nn
-
-__all__ = ["intercept", "original_forward"]
+__all__ = ["AttributeWatch", "intercept", "original_forward"]
 
 _handlers: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
 _originals: dict[type, Any] = {}
+_PLAIN = (bool, int, float, str, type(None))
+_MISSING = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def intercept(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[[], None]:
@@ -57,3 +64,78 @@ def _intercepted(original: Any) -> Any:
         return original(self, *args, **kwargs) if handler is None else handler(args, kwargs)
 
     return forward
+
+
+class AttributeWatch:
+    """Notes assignments to attributes of the watched modules, submodules and train or eval mode included.
+
+    Assignments of an equal number or text are no change: loops may call ``model.train()`` in each step.
+    """
+
+    def __init__(self) -> None:
+        self.changed = False
+        """Whether an attribute has changed since this was set to False."""
+        self._modules: set[int] = set()
+        # Number of hooks that were ever registered, when it was last looked for them; none after one was removed.
+        self._hooks: int | None = None
+        self._hooks_of_modules: list[int] = []
+        self._pauses = 0
+
+    def watch(self, modules: Sequence[nn.Module]) -> None:
+        """Watch these modules and their submodules from now on, and no others."""
+        self._modules = {id(part) for module in modules for part in module.modules()}
+        self.changed = False
+        self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
+
+    def look_for_hooks(self, modules: Sequence[nn.Module]) -> None:
+        """Note if the watched modules, which are given, or their parameters have got or lost hooks."""
+        if RemovableHandle.next_id != self._hooks:  # else no hook of any kind was registered or removed
+            before = self._hooks_of_modules
+            self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
+            self.changed = self.changed or before != self._hooks_of_modules
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch in this context; it replaces ``nn.Module.__setattr__`` and ``RemovableHandle.remove``."""
+        original, remove_hook = nn.Module.__setattr__, RemovableHandle.remove
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            if id(module) in self._modules and not self._pauses and _differs(vars(module).get(name, _MISSING), value):
+                self.changed = True
+            original(module, name, value)
+
+        def remove(handle: RemovableHandle) -> None:
+            self._hooks = None
+            remove_hook(handle)
+
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+        RemovableHandle.remove = remove  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = original  # type: ignore[method-assign]
+            RemovableHandle.remove = remove_hook  # type: ignore[method-assign]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch in this context: the assignments are the array's own."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+
+def _differs(one: object, other: object) -> bool:
+    return one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+def _count_hooks(modules: Sequence[nn.Module]) -> list[int]:
+    counts = [int(bool(_has_any_global_hook()))]  # type: ignore[no-untyped-call]  # torch's own
+    for module in modules:
+        counts += [len(vars(part)[name]) for part in module.modules() for name in _HOOKS]
+        counts += [
+            len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+            for parameter in module.parameters()
+        ]
+    return counts

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.extensions.fusion.engine.memory_layout import MemoryLayout
+from freetrain_parsl.extensions.fusion.engine.memory import MemoryLayout
 from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
 from freetrain_parsl.training.step.bypass import BypassCheck
 

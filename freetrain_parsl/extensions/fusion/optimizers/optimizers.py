@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import optim
 
-from freetrain_parsl.extensions.fusion.optimizers.formula_optimizers import AdamKernels, FormulaOptimizer, has_kernels
-from freetrain_parsl.extensions.fusion.optimizers.formulas import FORMULAS, AdamFormula
+from freetrain_parsl.extensions.fusion.optimizers.formulas import (
+    FORMULAS,
+    AdamFormula,
+    AdamKernels,
+    FormulaOptimizer,
+    has_kernels,
+)
 from freetrain_parsl.extensions.fusion.optimizers.hidden_optimizers import HiddenOptimizers
 from freetrain_parsl.extensions.fusion.optimizers.optimizer_watch import has_own_steps, is_constant
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages.dates import TimeAxis, period
-from freetrain_parsl.extensions.replay.page.comparison import comparison
+from freetrain_parsl.extensions.replay.page.comparison import comparison, what_if_table
 from freetrain_parsl.extensions.replay.page.details import policy_by_policy
 from freetrain_parsl.extensions.replay.page.sites import site_parts
 from freetrain_parsl.extensions.replay.page.sweeps import sweep_parts
-from freetrain_parsl.extensions.replay.page.what_if import what_if_table
 from freetrain_parsl.extensions.replay.page.wording import (
     WORDS,
     best_first,

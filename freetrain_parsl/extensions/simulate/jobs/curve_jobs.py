@@ -12,8 +12,7 @@ import numpy as np
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.goodput.curve import BatchLimits
 from freetrain_parsl.extensions.replay.logs.logs import read_jobs
-from freetrain_parsl.extensions.replay.models import MODELS
-from freetrain_parsl.extensions.replay.trainer_files import read_trainers
+from freetrain_parsl.extensions.replay.trainer_files import MODELS, read_trainers
 from freetrain_parsl.extensions.simulate.application import Application, Efficiency
 from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 

@@ -11,8 +11,8 @@ import numpy as np
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.extensions.goodput.curve import BatchLimits
 from freetrain_parsl.extensions.simulate.application import Application, Efficiency
-from freetrain_parsl.extensions.simulate.jobs.csv_rows import CsvRow, read_rows
 from freetrain_parsl.extensions.simulate.jobs.step_times import MeasuredStepTimes, Measurement
+from freetrain_parsl.extensions.simulate.jobs.workload import CsvRow, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -30,7 +30,7 @@ from freetrain_parsl.extensions.globus.storage.mover.carrier import CopyKind, Pa
 from freetrain_parsl.extensions.globus.storage.names import CHECKPOINTS, generation_name
 from freetrain_parsl.storage.atomic_files import replace_text, sync_directory
 from freetrain_parsl.storage.entry import MANIFEST, Entry
-from freetrain_parsl.storage.ownership import check_tree, make_private
+from freetrain_parsl.storage.owned_files import check_tree, make_private
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.storage.problems import storage_error
 

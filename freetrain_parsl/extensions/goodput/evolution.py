@@ -1,4 +1,4 @@
-"""Layouts of trainers on hosts as genomes, and the operators of ONES (SC 2021, section 3.2) on them.
+"""The evolutionary search of ONES (SC 2021, section 3.2): layouts of trainers on hosts as genomes, operators, loop.
 
 A gene is a host: the nodes of one host are alike, so a layout says how many of them each trainer has. Crossover takes
 each host from either parent, mutation evicts trainers, and the nodes that become free are filled, best gain first.
@@ -7,14 +7,18 @@ each host from either parent, mutation evicts trainers, and the nodes that becom
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from random import Random
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["Layout", "LayoutBreeder", "Row"]
+__all__ = ["Layout", "LayoutBreeder", "Row", "contiguous_starts", "evolve"]
 
 Row = tuple[tuple[int, int], ...]
 """Nodes of one trainer on each host that it uses: (host, nodes), in order of host."""
@@ -23,6 +27,7 @@ Layout = tuple[Row, ...]
 """The row of each trainer; empty if it has no nodes."""
 
 _EVICTED = 0.3  # probability that a mutation evicts a trainer, as published
+Genome = TypeVar("Genome", bound=Hashable)
 
 
 class _Step(NamedTuple):
@@ -164,3 +169,78 @@ def _with(row: Row, host: int, nodes: int) -> Row:
 
 def _row(nodes: Mapping[int, int]) -> Row:
     return tuple(sorted(nodes.items()))
+
+
+def evolve(
+    starts: Iterable[Genome],
+    breed: Callable[[Sequence[Genome], Random], Iterable[Genome]],
+    score: Callable[[Genome], float],
+    *,
+    size: int,
+    generations: int,
+    patience: int,
+    seed: int,
+) -> Genome:
+    """Return the best genome found; never worse than the best start.
+
+    Parameters
+    ----------
+    starts
+        The first population, at least one genome.
+    breed
+        (population, best first, source of randomness) -> children.
+    score
+        Value of a genome, to be maximised.
+    size
+        Genomes that survive a generation.
+    generations
+        How often to breed at most.
+    patience
+        Stop after so many generations without a better genome.
+    seed
+        Seed of the randomness: the same arguments have the same result.
+    """
+    draw = Random(seed)
+    population = _fittest(starts, score, size)
+    best, stale = score(population[0]), 0
+    for _ in range(generations):
+        population = _fittest([*population, *breed(population, draw)], score, size)
+        reached = score(population[0])
+        stale = 0 if reached > best else stale + 1
+        best = reached
+        if stale >= patience:
+            break
+    return population[0]
+
+
+def _fittest(genomes: Iterable[Genome], score: Callable[[Genome], float], size: int) -> list[Genome]:
+    """Return the best distinct genomes, best first; among equals, the earlier ones."""
+    return sorted(dict.fromkeys(genomes), key=score, reverse=True)[:size]
+
+
+def contiguous_starts(counts: Sequence[int], held: npt.NDArray[np.bool_]) -> list[int]:
+    """Return the first node of each trainer, such that together they keep as many of their nodes as possible.
+
+    A dynamic programme over trainers, in the given order, and the nodes used so far.
+
+    Parameters
+    ----------
+    counts
+        Nodes of each trainer, in the order in which they are placed; no more in total than there are.
+    held
+        Which trainer has which node now, shape (trainers, nodes).
+    """
+    nodes = held.shape[1]
+    kept = np.concatenate([np.zeros((len(counts), 1)), np.cumsum(held, axis=1)], axis=1)
+    best = np.zeros(nodes + 1)  # nodes kept by the trainers so far, all on the first 0, 1, ..., N nodes
+    ends = []
+    for number, count in enumerate(counts):
+        here = np.full(nodes + 1, -np.inf)
+        here[count:] = best[: nodes + 1 - count] + kept[number, count:] - kept[number, : nodes + 1 - count]
+        best = np.maximum.accumulate(here)
+        # The last node of this trainer, if all so far are on the first 0, 1, ..., N nodes.
+        ends.append(np.maximum.accumulate(np.where(here == best, np.arange(nodes + 1), 0)))
+    starts, end = [0] * len(counts), nodes
+    for number in range(len(counts) - 1, -1, -1):
+        starts[number] = end = int(ends[number][end]) - counts[number]
+    return starts

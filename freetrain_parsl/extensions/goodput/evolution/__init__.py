@@ -1,1 +1,0 @@
-"""Evolutionary search: an engine for allocations whose value does not separate into values of counts."""

@@ -1,1 +1,0 @@
-"""Decide which blocks to request and when to release them."""
