@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from _report import report
 
-from freetrain_parsl.extensions.simulate.comparison import compare_policies
-from freetrain_parsl.extensions.simulate.competitors import COMPETITORS, JobKnowledge, competitors
+from freetrain_parsl.extensions.simulate.comparison import COMPETITORS, JobKnowledge, compare_policies, competitors
 from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.profiles import read_profiles
 from freetrain_parsl.extensions.simulate.jobs.workload import read_workload

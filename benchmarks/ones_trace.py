@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from _report import report
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.simulate.comparison import compare_policies
-from freetrain_parsl.extensions.simulate.competitors import JobKnowledge, competitors
+from freetrain_parsl.extensions.simulate.comparison import JobKnowledge, compare_policies, competitors
 from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.curve_jobs import curve_request
 from freetrain_parsl.planning.curves.scaling import ScalingCurve

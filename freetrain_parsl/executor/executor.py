@@ -44,7 +44,7 @@ from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.logs.writer import LogWriter
 from freetrain_parsl.executor.node_kinds import NodeKind, named_kinds, refuse_unknown_kinds
 from freetrain_parsl.executor.payloads.node_modules import NodeModules
-from freetrain_parsl.executor.payloads.packing import functions_of, pack_or_refuse, pack_task
+from freetrain_parsl.executor.payloads.payloads import functions_of, pack_or_refuse, pack_task
 from freetrain_parsl.executor.payloads.value_files import ValueFiles
 from freetrain_parsl.executor.run_directory import check_run_directory, keep_private, log_to
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot

@@ -18,7 +18,7 @@ from parsl.serialize import deserialize, serialize
 
 from freetrain_parsl.errors import PeerFailed, StorageUnavailable, TrainingError, UsageError
 from freetrain_parsl.executor.payloads.app_modules import WHERE_MODULES_ARE
-from freetrain_parsl.executor.payloads.packing import first_line, type_name
+from freetrain_parsl.executor.payloads.payloads import first_line, type_name
 from freetrain_parsl.executor.payloads.value_files import LARGEST_MESSAGE
 from freetrain_parsl.protocol.reports import PeersFailed, RunFailed, StorageFailed
 from freetrain_parsl.texts import cut, storable, text_of

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 __all__ = ["FusionCurve"]
 
@@ -115,13 +114,6 @@ class FusionCurve:
             raise InvalidTrainer(f"fusion curve: an array has at least one member, got {members}")
         counts, throughputs = zip(*self.points, strict=True)
         return float(np.interp(members, counts, throughputs)) if members else 0.0
-
-    def of_array(self, curve: ScalingCurve, members: int) -> ScalingCurve:
-        """Return the scaling curve of an array of `members`, each of which has `curve` alone.
-
-        Its rate is that of all members together; each of them has an equal share.
-        """
-        return curve.scaled(self(members))
 
     def best_size(self, limit: int | None = None) -> int:
         """Return the size of the fastest array that is worth its size, or 1 if no array is worth being formed.

@@ -141,7 +141,7 @@ class CellCampaign:
         InvalidTrainer
             An app uses an object that cannot be pickled.
         """
-        from freetrain_parsl.executor.payloads.packing import pack_or_refuse
+        from freetrain_parsl.executor.payloads.payloads import pack_or_refuse
 
         for app in self.apps.values():
             pack_or_refuse(app.func, (), {})  # it names what cannot be pickled

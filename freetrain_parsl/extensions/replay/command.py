@@ -32,7 +32,7 @@ from freetrain_parsl.extensions.replay.comparison import Contestant, compare
 from freetrain_parsl.extensions.replay.logs.example import write_example
 from freetrain_parsl.extensions.replay.logs.logs import open_log
 from freetrain_parsl.extensions.replay.logs.node_kinds import KindOfNodes, read_kinds, state_kinds, with_kinds
-from freetrain_parsl.extensions.replay.page import write_page
+from freetrain_parsl.extensions.replay.page.frame import write_page
 from freetrain_parsl.extensions.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
 from freetrain_parsl.extensions.replay.sites.comparison import compare_sites
 from freetrain_parsl.extensions.replay.sites.options import (

@@ -18,13 +18,13 @@ from freetrain_parsl.cli.options import check_targets, known_name, split_names
 from freetrain_parsl.cli.windows import format_duration
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.extensions.resources.demands import ResourceProblem
-from freetrain_parsl.extensions.resources.explain import reasons_for_nothing
 from freetrain_parsl.extensions.resources.instances import generate_instance, read_instance
 from freetrain_parsl.extensions.resources.policies import (
     RESOURCE_POLICIES,
     KnapsackPolicy,
     ResourceDecision,
     ResourcePolicy,
+    reasons_for_nothing,
 )
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.screen import say

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
-__all__ = ["BaselinePolicy"]
+__all__ = ["BaselinePolicy", "Policy"]
 
 
 class Policy(ABC):

@@ -16,8 +16,7 @@ import pytest
 from freetrain_parsl.errors import TooManyRestarts, TrainingError
 from freetrain_parsl.executor.driver.plain_tasks import Task, TaskQueue
 from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.payloads.packing import pack_task
-from freetrain_parsl.executor.payloads.payloads import error_in
+from freetrain_parsl.executor.payloads.payloads import error_in, pack_task
 from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freetrain_parsl.errors import InvalidTrainer
-from freetrain_parsl.executor.payloads.packing import pack_or_refuse
+from freetrain_parsl.executor.payloads.payloads import pack_or_refuse
 
 SCRIPT = """
 stream = (n for n in range(3))

@@ -17,8 +17,7 @@ from parsl.serialize import serialize
 from freetrain_parsl import training_app
 from freetrain_parsl.errors import CheckpointError, ForeignCheckpoint, StorageUnavailable
 from freetrain_parsl.executor.payloads import value_files
-from freetrain_parsl.executor.payloads.packing import pack_task
-from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_value
+from freetrain_parsl.executor.payloads.payloads import error_in, pack_task, settle_with_value
 from freetrain_parsl.executor.payloads.value_files import LARGEST_MESSAGE, ValueFiles
 from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot.place import Pulse

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SCRIPT = """
 import ctypes, os, signal, threading, time
-from freetrain_parsl.executor.slot.signals import SignalSocket
+from freetrain_parsl.executor.slot.channel import SignalSocket
 
 def end(number):
     print(number.name, flush=True)

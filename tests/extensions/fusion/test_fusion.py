@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 from freetrain_parsl.extensions.fusion.curve import FusionCurve
 from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
-from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 CURVE = FusionCurve([(2, 1.9), (4, 3.4), (8, 5.0), (16, 5.2)])
 
@@ -80,11 +79,6 @@ def test_invalid_points(points, problem):
 def test_invalid_questions(call, problem):
     with pytest.raises(InvalidTrainer, match=problem):
         call()
-
-
-def test_an_array_scales_as_its_members():
-    curve = ScalingCurve({1: 100.0, 2: 150.0})
-    assert CURVE.of_array(curve, 4) == ScalingCurve({1: 340.0, 2: 510.0})
 
 
 @pytest.mark.parametrize(

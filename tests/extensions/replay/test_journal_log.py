@@ -17,8 +17,7 @@ from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.extensions.replay import simulation
 from freetrain_parsl.extensions.replay.block_site import BlockSettings
 from freetrain_parsl.extensions.replay.ideal import BestRates
-from freetrain_parsl.extensions.replay.logs.journal_log import JournalLog, trainers_of
-from freetrain_parsl.extensions.replay.recorded_run import read_run
+from freetrain_parsl.extensions.replay.recorded_run import JournalLog, read_run, trainers_of
 from freetrain_parsl.extensions.replay.simulation import Cost, ReplaySettings, replay
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import CostsInSeconds

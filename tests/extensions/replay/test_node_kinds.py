@@ -16,7 +16,7 @@ from freetrain_parsl.extensions.replay.comparison import Contestant, compare
 from freetrain_parsl.extensions.replay.ideal import BestRates, ideal_value
 from freetrain_parsl.extensions.replay.logs.logs import open_log
 from freetrain_parsl.extensions.replay.logs.node_kinds import read_kinds, state_kinds, with_kinds
-from freetrain_parsl.extensions.replay.page import write_page
+from freetrain_parsl.extensions.replay.page.frame import write_page
 from freetrain_parsl.extensions.replay.simulation import replay
 from freetrain_parsl.extensions.replay.terminal import kinds_table
 from freetrain_parsl.extensions.replay.trainers import TrainerSet, trainer_set

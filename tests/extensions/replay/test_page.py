@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from freetrain_parsl.extensions.replay.page import write_page
+from freetrain_parsl.extensions.replay.page.frame import write_page
 from freetrain_parsl.extensions.replay.page.wording import count, duration, milliseconds, percent, samples
 
 HOSTILE = "<script>alert('1')</script>&\"<img src=http://example.org/x onerror=alert(2)>"

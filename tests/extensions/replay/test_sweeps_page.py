@@ -8,7 +8,7 @@ import pytest
 
 from freetrain_parsl.extensions.fusion.curve import FusionCurve
 from freetrain_parsl.extensions.replay.comparison import Contestant
-from freetrain_parsl.extensions.replay.page import write_page
+from freetrain_parsl.extensions.replay.page.frame import write_page
 from freetrain_parsl.extensions.replay.sweeps.arrays import FUSION_CURVES, fusion_curve
 from freetrain_parsl.extensions.replay.sweeps.sweeps import compare_fusion
 from freetrain_parsl.extensions.replay.trainers import TrainerSet

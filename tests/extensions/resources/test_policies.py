@@ -11,9 +11,13 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.extensions.resources.demands import MOST_OF_EACH, ResourceJob, ResourceProblem, SigmoidUtility
-from freetrain_parsl.extensions.resources.explain import reasons_for_nothing
 from freetrain_parsl.extensions.resources.instances import generate_instance, parse_instance
-from freetrain_parsl.extensions.resources.policies import RESOURCE_POLICIES, ResourceDecision, SmdPolicy
+from freetrain_parsl.extensions.resources.policies import (
+    RESOURCE_POLICIES,
+    ResourceDecision,
+    SmdPolicy,
+    reasons_for_nothing,
+)
 from freetrain_parsl.planning.solvers.multiple_choice import fits, undominated
 
 EVERY_POLICY = pytest.mark.parametrize("name", sorted(RESOURCE_POLICIES))

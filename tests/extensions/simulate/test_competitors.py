@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.simulate.comparison import compare_policies
-from freetrain_parsl.extensions.simulate.competitors import COMPETITORS, JobKnowledge, competitors
+from freetrain_parsl.extensions.simulate.comparison import COMPETITORS, JobKnowledge, compare_policies, competitors
 from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 from tests.extensions.simulate.small_profiles import small_applications

@@ -26,8 +26,7 @@ from freetrain_parsl.executor.jobs.training.next_change import (
     survivors,
 )
 from freetrain_parsl.executor.jobs.training.planner_view import PlannerView
-from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
-from freetrain_parsl.executor.jobs.training.stall import stall_reason
+from freetrain_parsl.executor.jobs.training.progress import ProgressTracker, stall_reason
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,
     Ended,

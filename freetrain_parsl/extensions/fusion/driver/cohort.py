@@ -15,8 +15,7 @@ from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.executor.jobs.training import events as on
 from freetrain_parsl.executor.jobs.training.commands import Response
-from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
-from freetrain_parsl.executor.jobs.training.stall import waiting_reason
+from freetrain_parsl.executor.jobs.training.progress import ProgressTracker, waiting_reason
 from freetrain_parsl.extensions.fusion.driver.arrays import CohortArrays
 from freetrain_parsl.extensions.fusion.driver.cohort_trainer import CohortTrainer
 from freetrain_parsl.extensions.fusion.driver.members import CohortMember, MemberGoal, MemberResponse
