@@ -66,7 +66,7 @@ def test_an_interruption_leaves_no_process(case, monkeypatch):
 _INTERRUPTED = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
-from freetrain_parsl.extensions.replay import what_if as module
+from freetrain_parsl.extensions.replay import comparison as module
 from tests.extensions.replay.test_what_if import make_case
 
 def interrupted(_futures):
