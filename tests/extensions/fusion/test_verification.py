@@ -138,10 +138,10 @@ def test_the_mode_of_gradients_does_not_matter():
 
 def test_a_wrong_gradient_is_noticed(monkeypatch):
     """A rule whose outputs are right and whose gradients are not fails."""
-    from freetrain_parsl.extensions.fusion.forward.operators import RULES, dense
+    from freetrain_parsl.extensions.fusion.forward.operators import RULES, layers
 
     def detached(fused, func, input, weight, bias=None):  # noqa: A002
-        return dense.linear(fused, func, input, weight.detach(), bias)
+        return layers.linear(fused, func, input, weight.detach(), bias)
 
     monkeypatch.setitem(RULES, F.linear, detached)
     assert "gradient" in verified(lambda: nn.Linear(8, 8), torch.randn(5, 8))

@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.extensions.fusion.forward.operators import (
-    attention,
-    convolution,
-    decisions,
-    dense,
-    normalization,
-    randomness,
-    recurrent,
-)
+from freetrain_parsl.extensions.fusion.forward.operators import decisions, layers, randomness, recurrent
 from freetrain_parsl.extensions.fusion.forward.operators.mode import FusedOperators, Rule
 
 if TYPE_CHECKING:
@@ -29,10 +21,7 @@ __all__ = ["RULES", "FusedOperators", "fused_operators"]
 
 RULES: dict[Any, Rule] = {
     **randomness.RULES,
-    **dense.RULES,
-    **convolution.RULES,
-    **normalization.RULES,
-    **attention.RULES,
+    **layers.RULES,
     **recurrent.RULES,
     **decisions.RULES,
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.extensions.fusion.forward.operators.dense import linear_rows
+from freetrain_parsl.extensions.fusion.forward.operators.layers import linear_rows
 from freetrain_parsl.extensions.fusion.forward.operators.randomness import dropout_of_rows, is_ordinary_dropout
 
 if TYPE_CHECKING:
