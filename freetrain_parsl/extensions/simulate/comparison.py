@@ -239,6 +239,7 @@ _FIXED = {
             OnesPublishedPolicy.name,
             JobKnowledge.WORK,
             Sizing.BOTH,
+            OnesPublishedPolicy,
             epochs=True,
             most_requested=4,
         ),

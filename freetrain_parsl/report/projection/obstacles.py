@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.planning.blocks.rules import why_not
+from freetrain_parsl.planning.blocks import why_not
 from freetrain_parsl.planning.settings import SettingsInSeconds
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.event_json import restored
+from freetrain_parsl.protocol.codec import restored
 from freetrain_parsl.windows.hostlist import show_hosts
 
 if TYPE_CHECKING:
