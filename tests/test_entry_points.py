@@ -16,6 +16,7 @@ from freetrain_parsl.campaign.site.home import HOME_KINDS
 from freetrain_parsl.cli.verbs import VERBS
 from freetrain_parsl.entry_points import own_entry_points
 from freetrain_parsl.executor.batch.systems import SYSTEMS
+from freetrain_parsl.executor.jobs.port import JOBS
 from freetrain_parsl.executor.values.specs import TRACKERS
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
@@ -27,6 +28,7 @@ GROUPS = {
     "freetrain.objectives": OBJECTIVES,
     "freetrain.windows": SYSTEMS,
     "freetrain.trackers": TRACKERS,
+    "freetrain.jobs": JOBS,
     "freetrain.sessions": SESSIONS,
     "freetrain.commands": VERBS,
     "freetrain.storage": HOME_KINDS,

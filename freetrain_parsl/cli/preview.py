@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.files.yaml_file import Variables
     from freetrain_parsl.cli.sources import ChosenSource
+    from freetrain_parsl.executor.jobs.port import JobKind
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.planning.explain import Explanation
     from freetrain_parsl.planning.model import CostsInSeconds, Trainer
@@ -125,26 +126,24 @@ def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]
 def _as_trainers(
     requests: Sequence[TrainingRequest], costs: CostsInSeconds, now: float
 ) -> tuple[list[Trainer], list[str]]:
-    """Return the requests as the planner will see them, and a note for each cohort of trainings that may run fused."""
-    from freetrain_parsl.extensions.fusion.driver.cohort_trainer import cohort_as_trainer
-    from freetrain_parsl.extensions.fusion.driver.gathering import cohort_key
+    """Return the jobs of the requests as the planner will see them, and a note for each of several trainings."""
+    from freetrain_parsl.executor.jobs.port import JOBS
 
-    groups: dict[object, list[TrainingRequest]] = {}
+    groups: dict[tuple[type[JobKind] | None, object], list[TrainingRequest]] = {}
     for request in requests:
-        key = cohort_key(request)
-        groups.setdefault(request.name if key is None else key, []).append(request)
+        kind, key = next(((k, key) for k in JOBS.values() if (key := k.key(request)) is not None), (None, request.name))
+        groups.setdefault((kind, key), []).append(request)
     # All count as submitted just now, in the order of the file: ties are first come, first served.
     trainers: list[Trainer] = []
     notes: list[str] = []
-    for age, members in zip(range(len(groups), 0, -1), groups.values(), strict=True):
+    for age, ((kind, _), members) in zip(range(len(groups), 0, -1), groups.items(), strict=True):
         submitted = now - age * _TICK
-        if len(members) == 1:
+        if kind is None or len(members) == 1:
             trainers.append(members[0].trainer(costs, submitted))
             continue
-        name = f"cohort-{len(notes) + 1}"
-        trainers.append(cohort_as_trainer(name, members, costs=costs, slots_per_node=1, submitted=submitted))
-        names = ", ".join(member.name for member in members[:3]) + (", …" if members[3:] else "")
-        notes.append(f"{name}: {len(members)} trainings that may run fused, several in a slot: {names}")
+        trainer, note = kind.planned(len(notes) + 1, members, costs, submitted)
+        trainers.append(trainer)
+        notes.append(note)
     return trainers, notes
 
 

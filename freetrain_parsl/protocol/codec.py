@@ -130,7 +130,7 @@ Names: TypeAlias = Annotated[dict[str, str], Limit(_are_names)]
 """A mapping from names to names, with at most 32 entries."""
 
 
-VERSION = 6
+VERSION = 7
 """Protocol version; incremented with every change of a message."""
 
 _LONGEST_HEADER = 1 << 20  # bytes

@@ -12,12 +12,11 @@ from typing import Annotated, Literal, TypeAlias
 
 from freetrain_parsl.protocol.codec import Count, Duration, Integer, Limit, Name, Names, Text, Time, by_type
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import ArraySized, Progress, Report, RunEnd
+from freetrain_parsl.protocol.reports import Report, RunEnd
 
 __all__ = [
     "TO_DRIVER",
     "TO_SLOT",
-    "AddMember",
     "ChangeBatch",
     "ChangeGroup",
     "Closing",
@@ -25,18 +24,16 @@ __all__ = [
     "Exit",
     "Hello",
     "Invalid",
-    "MemberEnded",
-    "MemberReport",
     "Output",
     "PauseRun",
     "Place",
     "Probe",
     "Reconnected",
-    "ReleaseMember",
     "RunEnded",
+    "RunMessage",
     "RunReport",
+    "RunStart",
     "SlotHeartbeat",
-    "StartArray",
     "StartRun",
     "StartTask",
     "StoreReply",
@@ -44,10 +41,10 @@ __all__ = [
     "StoredValue",
     "TaskEnded",
     "ToDriver",
-    "ToRun",
     "ToSlot",
     "Values",
     "Welcome",
+    "WithFunction",
 ]
 
 _SOURCE = re.compile(r"!?(\d{1,7}|\?)")
@@ -75,6 +72,43 @@ class Probe:
 @dataclass(frozen=True)
 class Reconnected:
     """A slot has reconnected; both ends resend what the other has not received."""
+
+
+@dataclass(frozen=True)
+class RunMessage:
+    """A message about a run, either way. Kinds of jobs add their own, see `freetrain_parsl.executor.jobs.port`.
+
+    Parameters
+    ----------
+    training
+        Name of the training, or of the job whose trainings share the run.
+    run
+        Number of the `RunStart`, unique within the driver.
+    """
+
+    training: Name
+    run: Count
+
+
+@dataclass(frozen=True)
+class RunStart(RunMessage):
+    """A command that begins a run in an idle slot."""
+
+
+@dataclass(frozen=True)
+class WithFunction(RunMessage):
+    """A command with a training's function.
+
+    Parameters
+    ----------
+    options
+        See `SessionOptions`.
+    payload
+        The serialized function and its arguments.
+    """
+
+    options: SessionOptions
+    payload: bytes
 
 
 # ── slot to driver ────────────────────────────────────────────────────────────────────────────────
@@ -138,22 +172,10 @@ class Closing:
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """A report of a run before its end.
+class RunReport(RunMessage):
+    """A report of a run before its end."""
 
-    Parameters
-    ----------
-    training
-        Its name.
-    run
-        Number of the `StartRun`.
-    report
-        The report.
-    """
-
-    training: Name
-    run: Count
-    report: Report | ArraySized
+    report: Report
 
 
 @dataclass(frozen=True)
@@ -176,13 +198,11 @@ class StoredValue:
 
 
 @dataclass(frozen=True)
-class RunEnded:
+class RunEnded(RunMessage):
     """A run has ended.
 
     Parameters
     ----------
-    training, run
-        As in `RunReport`.
     end
         How it ended.
     payload
@@ -191,48 +211,6 @@ class RunEnded:
         The file of a value that is too large for a message.
     """
 
-    training: Name
-    run: Count
-    end: RunEnd
-    payload: bytes = b""
-    stored: StoredValue | None = None
-
-
-@dataclass(frozen=True)
-class MemberReport:
-    """The progress of a member of an array.
-
-    Parameters
-    ----------
-    training, run
-        Of the array, as in `StartArray`.
-    member
-        Name of the training.
-    report
-        The report.
-    """
-
-    training: Name
-    run: Count
-    member: Name
-    report: Progress
-
-
-@dataclass(frozen=True)
-class MemberEnded:
-    """A member has left its array; the others continue.
-
-    Parameters
-    ----------
-    training, run, member
-        As in `MemberReport`.
-    end, payload, stored
-        As in `RunEnded`.
-    """
-
-    training: Name
-    run: Count
-    member: Name
     end: RunEnd
     payload: bytes = b""
     stored: StoredValue | None = None
@@ -245,7 +223,7 @@ class Output:
     Parameters
     ----------
     training
-        Its name; of a member, if it trains in an array.
+        Its name; of one of them, if several share the run.
     source
         The process.
     payload
@@ -264,7 +242,7 @@ class Values:
     Parameters
     ----------
     training
-        Its name; of a member, if it trains in an array.
+        Its name; of one of them, if several share the run.
     rows
         As in `Logged`.
     """
@@ -360,39 +338,27 @@ class Place:
 
 
 @dataclass(frozen=True)
-class StartRun:
+class StartRun(RunStart, WithFunction):
     """Run a training.
 
     Parameters
     ----------
-    training, run
-        Name of the training, and the number of this command, which all messages about the run repeat.
-    options
-        See `SessionOptions`.
     place
         Place in a new group; ``None``: as a newcomer to a group that is already training.
     meeting_timeout
         Seconds for which the members wait for each other when a group is formed.
-    payload
-        The serialized function and its arguments.
     """
 
-    training: Name
-    run: Count
-    options: SessionOptions
     place: Place | None
     meeting_timeout: Duration
-    payload: bytes
 
 
 @dataclass(frozen=True)
-class ChangeGroup:
+class ChangeGroup(RunMessage):
     """Change to another group in place.
 
     Parameters
     ----------
-    training, run
-        As in `StartRun`.
     generation
         Number of the new group.
     place
@@ -401,100 +367,21 @@ class ChangeGroup:
         A peer has failed: leave the current group at once, without agreeing on a boundary.
     """
 
-    training: Name
-    run: Count
     generation: Count
     place: Place | None
     abort: bool = False
 
 
 @dataclass(frozen=True)
-class ChangeBatch:
-    """Change the batch size at the next boundary; sent to the first member, which tells the others there.
+class ChangeBatch(RunMessage):
+    """Change the batch size at the next boundary; sent to the first member, which tells the others there."""
 
-    Parameters
-    ----------
-    training, run
-        As in `StartRun`.
-    size
-        Samples in a batch.
-    """
-
-    training: Name
-    run: Count
     size: Count
 
 
 @dataclass(frozen=True)
-class StartArray:
-    """Run an array of trainings in one process; an `AddMember` for each of the first members follows.
-
-    Parameters
-    ----------
-    training, run
-        Name that the planner gave to these trainings, and the number of this command.
-    members
-        Names of the first members.
-    limit
-        Maximum number of members; ``None``: no limit but the device's memory.
-    size
-        Number of members that is known to be best; ``None``: it is to be found by timing steps.
-    """
-
-    training: Name
-    run: Count
-    members: Keys
-    limit: Count | None = None
-    size: Count | None = None
-
-
-@dataclass(frozen=True)
-class AddMember:
-    """Train one more training in an array.
-
-    Parameters
-    ----------
-    training, run
-        As in `StartArray`.
-    options, payload
-        As in `StartRun`.
-    """
-
-    training: Name
-    run: Count
-    options: SessionOptions
-    payload: bytes
-
-
-@dataclass(frozen=True)
-class ReleaseMember:
-    """A member pauses at its next boundary, after a checkpoint; the others continue.
-
-    Parameters
-    ----------
-    training, run
-        As in `StartArray`.
-    member
-        Its name.
-    """
-
-    training: Name
-    run: Count
-    member: Name
-
-
-@dataclass(frozen=True)
-class PauseRun:
-    """Stop at the next boundary, after a checkpoint; a newcomer stops at once; in an array, all members stop.
-
-    Parameters
-    ----------
-    training, run
-        As in `StartRun` or `StartArray`.
-    """
-
-    training: Name
-    run: Count
+class PauseRun(RunMessage):
+    """Stop at the next boundary, after a checkpoint; a newcomer stops at once; in an array, all members stop."""
 
 
 @dataclass(frozen=True)
@@ -549,10 +436,7 @@ ToDriver: TypeAlias = (
     Hello
     | SlotHeartbeat
     | Closing
-    | RunReport
-    | RunEnded
-    | MemberReport
-    | MemberEnded
+    | RunMessage
     | Output
     | Values
     | TaskEnded
@@ -561,25 +445,7 @@ ToDriver: TypeAlias = (
     | Probe
     | Invalid
 )
-ToSlot: TypeAlias = (
-    Welcome
-    | DriverHeartbeat
-    | StartRun
-    | StartArray
-    | AddMember
-    | ReleaseMember
-    | ChangeGroup
-    | ChangeBatch
-    | PauseRun
-    | StartTask
-    | StoreReply
-    | Exit
-    | Reconnected
-    | Probe
-)
-
-ToRun: TypeAlias = AddMember | ReleaseMember | ChangeGroup | ChangeBatch | PauseRun | StoreReply
-"""Commands to a run, which its slot may not have started yet."""
+ToSlot: TypeAlias = Welcome | DriverHeartbeat | RunMessage | StartTask | StoreReply | Exit | Reconnected | Probe
 
 TO_DRIVER = by_type(
     Hello,
@@ -587,8 +453,6 @@ TO_DRIVER = by_type(
     Closing,
     RunReport,
     RunEnded,
-    MemberReport,
-    MemberEnded,
     Output,
     Values,
     TaskEnded,
@@ -596,15 +460,12 @@ TO_DRIVER = by_type(
     Reconnected,
     Probe,
 )
-"""Messages that a slot may send."""
+"""Messages that a slot may send, without those of kinds of jobs."""
 
 TO_SLOT = by_type(
     Welcome,
     DriverHeartbeat,
     StartRun,
-    StartArray,
-    AddMember,
-    ReleaseMember,
     ChangeGroup,
     ChangeBatch,
     PauseRun,
@@ -614,4 +475,4 @@ TO_SLOT = by_type(
     Reconnected,
     Probe,
 )
-"""Messages that the driver may send."""
+"""Messages that the driver may send, without those of kinds of jobs."""

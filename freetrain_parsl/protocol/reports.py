@@ -10,7 +10,6 @@ from typing import TypeAlias
 from freetrain_parsl.protocol.codec import Count, Duration, Number, Text
 
 __all__ = [
-    "ArraySized",
     "BatchReport",
     "GroupFailed",
     "Joined",
@@ -202,34 +201,6 @@ class Logged:
     """
 
     rows: tuple[Text, ...]
-
-
-@dataclass(frozen=True)
-class ArraySized:
-    """An array has timed its steps, or found that its members cannot be fused.
-
-    Parameters
-    ----------
-    size
-        Number of members that it can train now.
-    fused
-        Whether it fuses them.
-    gain
-        Steps per second of all members, relative to one by one; 1.0 before fused steps were timed.
-    gain_size
-        Number of members with which `gain` was measured.
-    decided
-        Whether the size stays.
-    reason
-        Why the members are not fused, or, if they are, why they are no more; empty if nothing is known against it.
-    """
-
-    size: Count
-    fused: bool = False
-    gain: Duration = 1.0
-    gain_size: Count = 1
-    decided: bool = False
-    reason: Text = ""
 
 
 Report: TypeAlias = Progress | Ready | GroupFailed | Joined | Logged

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.manager import JobManager
 from freetrain_parsl.executor.jobs.request import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -53,7 +53,7 @@ class Stage:
                 self.registry.slots[slot.name] = slot
                 self.registry.completes(slot)
         self.journal = Journal(directory / "journal.sqlite")
-        self.manager = TrainingManager(
+        self.manager = JobManager(
             SharedSettings(
                 SessionOptions("stage", directory), costs=CostsInSeconds(2, 2, 2), limits=Limits(max_restarts=1)
             ),
@@ -114,7 +114,7 @@ class Stage:
 
     def reports(self, slot: str, report: Report, run: int | None = None) -> None:
         """Send a report of a slot's run."""
-        self.manager.on_report(self.registry.slots[slot], RunReport("t", run or self.runs[slot], report))
+        self.manager.on_message(self.registry.slots[slot], RunReport("t", run or self.runs[slot], report))
 
     def ready(self, slot: str) -> None:
         """Let a newcomer be ready to join."""
@@ -147,7 +147,7 @@ class Stage:
 
     def ends(self, slot: str, end: RunEnd, payload: bytes = b"") -> None:
         """Let a slot's run end."""
-        self.manager.on_run_ended(self.registry.slots[slot], RunEnded("t", self.runs[slot], end, payload))
+        self.manager.on_message(self.registry.slots[slot], RunEnded("t", self.runs[slot], end, payload))
 
     def lose(self, slot: str, reason: str = "gone", *, crash: bool = True) -> None:
         """Let a slot fail."""

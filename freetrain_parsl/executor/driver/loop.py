@@ -1,7 +1,7 @@
 """The control loop: the driver's thread that runs the planner in real time.
 
 It passes what slots, the job submitter and the user's threads report to those who own blocks (`BlockCycle`), slots
-(`SlotCycle`), trainings (`TrainingManager`) and ordinary tasks (`TaskQueue`), and their planner events to the planner,
+(`SlotCycle`), trainings (`JobManager`) and ordinary tasks (`TaskQueue`), and their planner events to the planner,
 whose actions they carry out.
 """
 
@@ -35,7 +35,7 @@ from freetrain_parsl.executor.driver.settler import Settler
 from freetrain_parsl.executor.driver.slot_cycle import SlotCycle, SlotTaskEnded
 from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
 from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
-from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.manager import JobManager
 from freetrain_parsl.executor.jobs.request import SharedSettings, Training
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.protocol import journal as record
@@ -45,11 +45,9 @@ from freetrain_parsl.protocol.messages import (
     Exit,
     Hello,
     Invalid,
-    MemberEnded,
-    MemberReport,
     Output,
     RunEnded,
-    RunReport,
+    RunMessage,
     SlotHeartbeat,
     StoreRequest,
     TaskEnded,
@@ -197,7 +195,7 @@ class ControlLoop:
             clock=self._clock,
         )
         self._settler = Settler()
-        self._manager = TrainingManager(
+        self._manager = JobManager(
             shared_settings,
             registry=self._registry,
             send=server.send,
@@ -338,37 +336,34 @@ class ControlLoop:
 
     # What other threads posted.
 
-    def _on_post(self, item: object) -> None:
-        if isinstance(item, Training):
-            self._manager.submit(item)
-        elif isinstance(item, Task):
-            self._tasks.submit(item)
-        elif isinstance(item, Survey):
-            self._on_survey(item)
-        elif isinstance(item, BlockSubmitted):
-            self._blocks.on_submitted(item.block, item.job)
-        elif isinstance(item, BlockRefused):
-            self._blocks.end(item.block, f"was refused: {item.reason}")
-        elif isinstance(item, StartsFailed):
-            next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
-            self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
-        elif isinstance(item, SubmissionsEnded):
-            self._close(BatchSystemError(item.reason))
-        elif isinstance(item, CancelTraining):
-            self._manager.cancel(item.future)
-        else:
-            self._on_ended(item)
-
-    def _on_ended(self, item: object) -> None:
-        """Handle the end of a slot's process, of HTEX's interchange or of the batch system."""
-        if isinstance(item, SlotTaskEnded):
-            self._on_slot_task_ended(item)
-        elif isinstance(item, InterchangeEnded):
-            self._on_interchange_ended(item.reason)
-        elif isinstance(item, InterchangeRestarted):
-            self._on_interchange_restarted()
-        elif isinstance(item, BatchSystemEnded):
-            self._fail_all(ClusterGone(f"{item.reason}; checkpoints are kept"))
+    def _on_post(self, item: object) -> None:  # noqa: C901 - a case for each class
+        match item:
+            case Training():
+                self._manager.submit(item)
+            case Task():
+                self._tasks.submit(item)
+            case CancelTraining(future):
+                self._manager.cancel(future)
+            case Survey():
+                self._on_survey(item)
+            case BlockSubmitted(block, job):
+                self._blocks.on_submitted(block, job)
+            case BlockRefused(block, reason):
+                self._blocks.end(block, f"was refused: {reason}")
+            case StartsFailed():
+                next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
+                self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
+            case SubmissionsEnded(reason):
+                self._close(BatchSystemError(reason))
+            case SlotTaskEnded():
+                self._on_slot_task_ended(item)
+            case InterchangeEnded(reason):
+                self._on_interchange_ended(reason)
+            case InterchangeRestarted():
+                self._write(record.InterchangeRestarted(""))
+                self._slots.request_again()  # the old interchange's tasks are gone
+            case BatchSystemEnded(reason):
+                self._fail_all(ClusterGone(f"{reason}; checkpoints are kept"))
 
     def _on_survey(self, survey: Survey) -> None:
         self._surveyed_at = self._clock()
@@ -412,10 +407,6 @@ class ControlLoop:
             if (held := self._registry.blocks.get(block)) is not None:
                 self._blocks.make_way(held, self._clock(), "lost HTEX's interchange")
 
-    def _on_interchange_restarted(self) -> None:
-        self._write(record.InterchangeRestarted(""))
-        self._slots.request_again()  # the old interchange's tasks are gone
-
     # Slots.
 
     def _take(self, name: str, message: ToDriver) -> None:
@@ -457,12 +448,8 @@ class ControlLoop:
                 self._manager.on_store_request(slot, message)
             case Closing():
                 self._slots.on_closing(slot, message)
-            case RunReport():
-                self._manager.on_report(slot, message)
-            case RunEnded():
-                self._manager.on_run_ended(slot, message)
-            case MemberReport() | MemberEnded():
-                self._manager.on_member_message(slot, message)
+            case RunMessage():
+                self._manager.on_message(slot, message)
             case TaskEnded():
                 self._tasks.on_ended(slot, message)
         if slot.leaving and isinstance(message, (RunEnded, TaskEnded)):
@@ -476,16 +463,17 @@ class ControlLoop:
 
     def _act(self, actions: ev.Actions) -> None:
         for action in actions:
-            if isinstance(action, ev.RequestBlock):
-                self._blocks.request(action)
-                self._slots.request_missing()
-            elif isinstance(action, ev.ReleaseBlock):
-                self._blocks.release(action.block)
-            elif isinstance(action, ev.Lend):
-                self._tasks.lent = action.nodes
-            elif isinstance(action, ev.Reassign):
-                self._manager.assign(action.trainer, action.nodes)
-                self._write(_ASSIGNMENTS[type(action)](action.trainer, sorted(action.nodes)))
+            match action:
+                case ev.RequestBlock():
+                    self._blocks.request(action)
+                    self._slots.request_missing()
+                case ev.ReleaseBlock(block=block):
+                    self._blocks.release(block)
+                case ev.Lend(nodes=nodes):
+                    self._tasks.lent = nodes
+                case ev.Reassign(trainer=trainer, nodes=nodes):
+                    self._manager.assign(trainer, nodes)
+                    self._write(_ASSIGNMENTS[type(action)](trainer, sorted(nodes)))
 
     def _write(self, entry: record.Record) -> None:
         self._journal.write(self._clock(), entry)

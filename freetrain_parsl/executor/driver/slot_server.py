@@ -14,10 +14,11 @@ from parsl import curvezmq
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import endpoint
 from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper, raise_descriptor_limit
+from freetrain_parsl.executor.jobs.port import TO_DRIVER
 from freetrain_parsl.executor.waker import Waker
 from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode, is_name
 from freetrain_parsl.protocol.delivery import Delivery
-from freetrain_parsl.protocol.messages import TO_DRIVER, Invalid, Probe, Reconnected
+from freetrain_parsl.protocol.messages import Invalid, Probe, Reconnected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
-from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -163,14 +162,14 @@ class CurveLearning:
         self._speeds = speeds
         self._known: dict[str, _Known] = {}
         self._best: dict[str, float] = {}
-        """The best rate per node of each training whose rates are not relative."""
+        """The best rate per node of each job whose rates are not relative."""
         self._recalled: dict[str, Rates] = {}
-        self._stated: dict[str, float] = {}
-        """Likewise of each cohort."""
 
-    def completed(self, event: planner.Event) -> planner.Event:
-        """Return an event about a training with the curve measured so far."""
+    def completed(self, event: planner.Event, *, stated: bool = False) -> planner.Event:
+        """Return an event about a job with the curve measured so far, unless the job states its curve itself."""
         match event:
+            case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer) if stated:
+                _note_rate(self._best, trainer.name, [trainer.curve])
             case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
                 if trainer.name not in self._known:
                     self._known[trainer.name] = known = _Known(trainer, self._speeds)
@@ -202,14 +201,6 @@ class CurveLearning:
         measured = {kind: one.measured for kind, one in known.profiles.items()}
         rates = {kind: {n: rate for n, rate in some.items() if rate > 0} for kind, some in measured.items()}
         return {kind: some for kind, some in rates.items() if some}
-
-    def take_stated(self, event: planner.Event) -> None:
-        """Take an event about a cohort, which measures its own curve."""
-        match event:
-            case planner.TrainerSubmitted(trainer=trainer) | planner.TrainerLearned(trainer=trainer):
-                _note_rate(self._stated, trainer.name, [trainer.curve])
-            case planner.TrainerFinished(trainer=name):
-                self._stated.pop(name, None)
 
     def observe(
         self, now: float, name: str, *, group: int, nodes: int, slots: int, progress: Progress, kind: str = ""
@@ -261,7 +252,7 @@ class CurveLearning:
 
     def best_rate(self) -> float:
         """Return the largest rate per node that was measured, samples per second; 1 if there is none."""
-        return max(chain(self._best.values(), self._stated.values()), default=1.0)
+        return max(self._best.values(), default=1.0)
 
     def _note_best(self, known: _Known) -> None:
         _note_rate(self._best, known.trainer.name, [profile.curve for profile in known.profiles.values()])

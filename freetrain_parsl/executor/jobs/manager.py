@@ -1,62 +1,76 @@
-"""The training manager: translates messages into events of the trainings' state machines, and runs their commands."""
+"""The job manager: holds the driver's jobs, passes events to them, and carries out their commands."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
 from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
 from freetrain_parsl.executor.driver.settler import settle_at_once, unshared
 from freetrain_parsl.executor.driver.storage_watch import StorageWatch
-from freetrain_parsl.executor.jobs.command_runner import CommandRunner
 from freetrain_parsl.executor.jobs.curve_learning import CurveKeeper, CurveLearning
+from freetrain_parsl.executor.jobs.port import JOBS, JobKind
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.executor.jobs.training import events as on
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
-from freetrain_parsl.executor.jobs.training.states import Running
-from freetrain_parsl.extensions.fusion.driver.kind import CohortManager
+from freetrain_parsl.executor.jobs.training.planner_view import FailureRate
+from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_error, settle_with_value
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.reports import Progress
+from freetrain_parsl.protocol.messages import RunStart, WithFunction
 from freetrain_parsl.storage.root import probe_root
+from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.driver.settler import Settle
     from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.executor.jobs.port import Job
     from freetrain_parsl.executor.jobs.request import SharedSettings, Training
-    from freetrain_parsl.executor.jobs.training.commands import Command
+    from freetrain_parsl.executor.jobs.training.commands import Addressed, Command
     from freetrain_parsl.executor.jobs.training.events import Event
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.planning import events as planner
-    from freetrain_parsl.protocol.messages import MemberEnded, MemberReport, RunEnded, RunReport, StoreRequest, ToSlot
+    from freetrain_parsl.protocol.messages import RunMessage, StoreRequest, ToSlot
+    from freetrain_parsl.protocol.options import SessionOptions
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["TrainingManager"]
+__all__ = ["JobManager"]
 
 
-@dataclass
-class _Managed:
-    """A training with its state machine."""
+@dataclass(eq=False)
+class _Held:
+    """A job with its kind, and its trainings by name."""
 
-    training: Training
-    machine: TrainingMachine
+    kind: JobKind
+    job: Job
+    trainings: dict[str, Training]
     look_at: float = 0.0
-    """When time may next have an effect; only a training that waits for nodes is not looked at in every turn."""
-
-    @property
-    def gone(self) -> bool:
-        """Whether it is over, and all its processes have ended."""
-        return self.machine.over and not self.machine.participants
+    """When time may next have an effect; only a job that waits for nodes is not looked at in every turn."""
 
 
-class TrainingManager:
-    """Manages all trainings of the driver. Owned by the control loop's thread.
+class _Trainings(JobKind):
+    """Each training by itself: what no other kind has taken."""
+
+    def submit(self, training: Training) -> bool:
+        jobs = self.jobs
+        jobs.curves.recall(training.name, training.rates)
+        settings = jobs.settings
+        machine = TrainingMachine(training.request, settings.limits, settings.costs, jobs.numbers, jobs.clock())
+        jobs.hold(self, machine, [training])
+        return True
+
+
+class JobManager:
+    """Manages all jobs of the driver. Owned by the control loop's thread.
 
     Parameters
     ----------
@@ -84,7 +98,7 @@ class TrainingManager:
     Ten thousand trainings may wait at a time: what concerns one of them must not look at the others.
     """
 
-    _LOOK = 10.0  # seconds between looks at a training that waits for nodes: time only explains why it waits
+    _LOOK = 10.0  # seconds between looks at a job that waits for nodes: time only explains why it waits
 
     def __init__(
         self,
@@ -99,250 +113,355 @@ class TrainingManager:
         clock: Callable[[], float],
         settle: Settle = settle_at_once,
     ) -> None:
-        self._settings = settings
-        self._registry = registry
+        self.settings = settings
+        self.registry = registry
+        self.clock = clock
+        self.numbers = count(1)
+        """Numbers that are unique within the driver."""
+        self.curves = CurveLearning({kind: slots.speed for kind, slots in registry.kinds.items() if kind})
+        self.rendezvous = RendezvousServer(send)
+        self._send = send
+        self._kill = kill
+        self._set_aside = set_aside
         self._inform = inform
-        self._clock = clock
-        self._runner = CommandRunner(
-            settings,
-            registry=registry,
-            send=send,
-            kill=kill,
-            set_aside=set_aside,
-            inform=inform,
-            journal=journal,
-            clock=clock,
-            settle=settle,
-        )
+        self._journal = journal
+        self._settle = settle
+        self._failure_rate = FailureRate()
         self._storage = StorageWatch(
             lambda: probe_root(settings.options.checkpoint_root, settings.options.root_identity), clock
         )
-        self._managed: list[_Managed] = []
-        self._by_name: dict[str, _Managed] = {}
-        self._by_future: dict[Future[Any], _Managed] = {}
-        self._by_slot: dict[str, _Managed] = {}
-        """Slot -> the training that was last started there."""
-        self._numbers = count(1)
-        self._machine_nodes: tuple[int | None, Mapping[str, int]] = (None, {})
-        self._curves = CurveLearning({kind: slots.speed for kind, slots in registry.kinds.items() if kind})
         self._keeper = CurveKeeper(settings.options.checkpoint_root)
-        self.rendezvous = RendezvousServer(send)
-        self._cohorts = CohortManager(
-            settings,
-            registry=registry,
-            runner=self._runner,
-            storage=self._storage,
-            train_alone=self._train_alone,
-            curves=self._curves,
-            numbers=self._numbers,
-            clock=clock,
-        )
+        kinds = [kind(self) for kind in JOBS.values()]
+        self._jobs: dict[JobKind, list[_Held]] = {kind: [] for kind in (*kinds, _Trainings(self))}
+        """In the order in which kinds are asked, and jobs advanced."""
+        self._by_name: dict[str, _Held] = {}
+        self._by_future: dict[Future[Any], tuple[_Held, str]] = {}
+        """Future -> the job to which its training was added last, and its name."""
+        self._by_slot: dict[str, _Held] = {}
+        """Slot -> the job that was last started there."""
+        self._machine: on.MachineSized | None = None
 
     @property
     def gathers(self) -> bool:
         """Whether there are trainings that the planner does not know yet."""
-        return self._cohorts.gathers
+        return any(kind.gathers for kind in self._jobs)
+
+    # Jobs, as their kinds make them.
+
+    def offer(self, training: Training, after: JobKind | None = None) -> None:
+        """Offer a training to the kinds, or to those after one of them."""
+        kinds = list(self._jobs)
+        any(kind.submit(training) for kind in kinds[0 if after is None else kinds.index(after) + 1 :])
+
+    def hold(self, kind: JobKind, job: Job, trainings: Iterable[Training]) -> None:
+        """Hold a new job of these trainings."""
+        held = _Held(kind, job, {})
+        self._jobs[kind].append(held)
+        self._by_name[job.name] = held
+        self._add(held, trainings)
+        self._carry_out(held, job.submit())
+        if self._machine is not None:
+            self._handle(held, self._machine)
+
+    def extend(self, job: Job, trainings: Sequence[Training]) -> None:
+        """Add trainings to a job."""
+        held = self._by_name[job.name]
+        self._add(held, trainings)
+        self._handle(held, on.Extended([training.request for training in trainings]))
+
+    def _add(self, held: _Held, trainings: Iterable[Training]) -> None:
+        for training in trainings:
+            if (before := held.trainings.get(training.name)) is not None:  # of the same name, which is over
+                self._by_future.pop(before.future, None)
+            held.trainings[training.name] = training
+            self._by_future[training.future] = held, training.name
 
     # Requests of the user, the planner and the control loop.
 
     def submit(self, training: Training) -> None:
         """Add a new training, which waits for nodes."""
         request = training.request
-        self._runner.log(record.TrainingSubmitted(training.name, request.min_nodes, request.max_nodes, request.samples))
-        if not self._cohorts.submit(training):
-            self._train_alone(training)
-
-    def _train_alone(self, training: Training) -> None:
-        settings = self._settings
-        machine = TrainingMachine(training.request, settings.limits, settings.costs, self._numbers, self._clock())
-        managed = _Managed(training, machine)
-        self._managed.append(managed)
-        self._by_name[training.name] = self._by_future[training.future] = managed
-        self._curves.recall(training.name, training.rates)
-        self._carry_out(managed, machine.submit())
-        self._compare_with_machine(managed)
+        self.log(record.TrainingSubmitted(training.name, request.min_nodes, request.max_nodes, request.samples))
+        self.offer(training)
 
     def machine_has(self, nodes: int | None, by_kind: Mapping[str, int] = MappingProxyType({})) -> None:
         """Set the total number of nodes, if known, and that of each kind; trainings that need more fail."""
-        if (nodes, by_kind) == self._machine_nodes:
-            return
-        self._machine_nodes = (nodes, dict(by_kind))
-        for managed in self._managed:
-            self._compare_with_machine(managed)
-
-    def _compare_with_machine(self, managed: _Managed) -> None:
-        nodes, by_kind = self._machine_nodes
-        if nodes is not None:
-            kinds = managed.training.request.node_kinds or by_kind
-            most = max((by_kind[kind] for kind in kinds if kind in by_kind), default=nodes)
-            self._handle(managed, on.MachineSized(most))
+        machine = None if nodes is None else on.MachineSized(nodes, dict(by_kind))
+        if machine not in (None, self._machine):
+            self._tell_all(machine)
+        self._machine = machine
 
     def cancel(self, future: Future[Any]) -> None:
         """End a training with a checkpoint, if it is not over, and take its nodes away."""
-        self._cohorts.cancel(future)
-        if (managed := self._by_future.get(future)) is not None:
-            self._handle(managed, on.Cancelled())
+        for training in self._withdraw(future):
+            self.log(record.TrainingCancelled(training.name))
+            self._fail(training, TrainingCancelled(f"training {training.name!r} was cancelled"))
+            return
+        if future in self._by_future:
+            held, name = self._by_future[future]
+            self._handle(held, on.Cancelled(name))
 
     def assign(self, name: str, nodes: frozenset[str]) -> None:
-        """Set the nodes on which a training, or a cohort, should run."""
-        self._cohorts.assign(name, nodes)
-        if (managed := self._by_name.get(name)) is not None:
-            self._handle(managed, on.Assigned(nodes))
+        """Set the nodes on which a job should run."""
+        if (held := self._by_name.get(name)) is not None:
+            self._handle(held, on.Assigned(nodes))
 
     def fail_waiting(self, error: Exception) -> None:
-        """Fail the trainings that are not running and have no nodes assigned."""
-        self._cohorts.fail_waiting(error)
-        for managed in self._managed:
-            if not (managed.machine.participants or managed.machine.desired):
-                self._handle(managed, on.Failed(unshared(error)))
+        """Fail the jobs that are not running and have no nodes assigned."""
+        self._fail_gathered(error)
+        for held in self._all():
+            if held.job.idle:
+                self._handle(held, on.Failed(error))
 
     def fail_all(self, error: Exception) -> None:
         """Fail every training."""
-        self._cohorts.fail_all(error)
-        for managed in self._managed:
-            self._handle(managed, on.Failed(unshared(error)))
+        self._fail_gathered(error)
+        self._tell_all(on.Failed(error))
+
+    def _fail_gathered(self, error: Exception) -> None:
+        for training in self._withdraw(None):
+            self._fail(training, unshared(error))
+
+    def _withdraw(self, future: Future[Any] | None) -> Iterator[Training]:
+        return chain.from_iterable(kind.withdraw(future) for kind in self._jobs)
 
     def close(self) -> None:
         """Keep what was learned of the scaling curves: the run is over."""
         self._keeper.close()
 
     def advance(self) -> None:
-        """Advance every training one step towards its assignment."""
+        """Advance every job one step towards its assignment."""
         self._watch_storage()
-        self._cohorts.advance()
-        now = self._clock()
-        for managed in [one for one in self._managed if one.look_at <= now]:
-            group = managed.machine.next_group
-            key = None if group is None else self._store(managed, group.number)
-            self._handle(managed, on.TimePassed(frozenset() if key is None else self.rendezvous.arrived(key)))
-            if managed.machine.waits_for_nodes:
-                managed.look_at = now + self._LOOK
-        if gone := [one for one in self._managed if one.look_at <= now and one.gone]:
-            self._forget(gone)
+        for kind, jobs in self._jobs.items():
+            kind.advance()
+            now = self.clock()
+            for held in [one for one in jobs if one.look_at <= now]:
+                group = held.job.forming
+                arrived = frozenset() if group is None else self.rendezvous.arrived(self._store(held, group))
+                self._handle(held, on.TimePassed(arrived))
+                if held.job.waits_for_nodes:
+                    held.look_at = now + self._LOOK
+            if gone := [one for one in jobs if one.look_at <= now and one.job.ended]:
+                self._forget(jobs, gone)
 
-    def _forget(self, gone: Collection[_Managed]) -> None:
-        for managed in gone:
-            self._by_future.pop(managed.training.future, None)
-            if self._by_name.get(managed.machine.name) is managed:  # else there is another one of this name by now
-                del self._by_name[managed.machine.name]
-        self._by_slot = {slot: one for slot, one in self._by_slot.items() if not one.gone}
-        numbers = {id(one) for one in gone}
-        self._managed = [one for one in self._managed if id(one) not in numbers]
+    def _forget(self, jobs: list[_Held], gone: Collection[_Held]) -> None:
+        for held in gone:
+            for training in held.trainings.values():
+                if self._by_future.get(training.future) == (held, training.name):  # else it is in another job by now
+                    del self._by_future[training.future]
+            if self._by_name.get(held.job.name) is held:  # else there is another one of this name by now
+                del self._by_name[held.job.name]
+        forgotten = set(gone)
+        self._by_slot = {slot: one for slot, one in self._by_slot.items() if one not in forgotten}
+        jobs[:] = [one for one in jobs if one not in forgotten]
 
-    # Messages from slots. A slot's messages arrive in order, and it has one assignment at a time.
+    # What slots say. A slot's messages arrive in order, and it has one assignment at a time.
 
-    def on_report(self, slot: Slot, message: RunReport) -> None:
-        """Handle a report of a run."""
-        if self._cohorts.on_message(slot, message):
-            return
-        if (managed := self._of(slot.name)) is not None:
-            self._handle(managed, on.Reported(slot.name, message.run, message.report))
-            if isinstance(message.report, Progress) and managed.machine.progress is message.report:
-                self._learn(managed, message.report)
-
-    def on_run_ended(self, slot: Slot, message: RunEnded) -> None:
-        """Handle the end of a run."""
-        if self._cohorts.on_message(slot, message):
-            return
-        if (managed := self._of(slot.name)) is not None:
-            over = on.RunOver(slot.name, message.run, message.end, message.payload, message.stored)
-            self._handle(managed, over)
-
-    def on_member_message(self, slot: Slot, message: MemberReport | MemberEnded) -> None:
-        """Handle a message about a member of an array."""
-        self._cohorts.on_message(slot, message)
+    def on_message(self, slot: Slot, message: RunMessage) -> None:
+        """Handle a message about a run."""
+        self._tell(slot, on.Said(slot.name, message))
 
     def on_heartbeat(self, slot: Slot, waited: float) -> None:
         """Record how long a member has been waiting for the others."""
-        if (managed := self._of(slot.name)) is not None:
-            self._handle(managed, on.Heartbeat(slot.name, waited))
-
-    def on_store_request(self, slot: Slot, message: StoreRequest) -> None:
-        """Answer a call to a rendezvous store of the training that the slot runs."""
-        managed = self._of(slot.name)
-        own = managed is not None and message.group.rpartition("/")[0] == managed.machine.name
-        self.rendezvous.handle(slot.name, message, self._clock(), own=own)
+        self._tell(slot, on.Heartbeat(slot.name, waited))
 
     def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Handle the failure of a slot; a `crash` is a failure that the batch system did not cause."""
-        if self._cohorts.on_lost(slot, reason, crash=crash):
-            return
-        if (managed := self._of(slot.name)) is not None:
-            self._handle(managed, on.SlotLost(slot.name, reason, crash))
+        self._tell(slot, on.SlotLost(slot.name, reason, crash))
+
+    def on_store_request(self, slot: Slot, message: StoreRequest) -> None:
+        """Answer a call to a rendezvous store of the job that the slot runs."""
+        held = self._of(slot)
+        own = held is not None and message.group.rpartition("/")[0] == held.job.name
+        self.rendezvous.handle(slot.name, message, self.clock(), own=own)
 
     def run_of(self, slot: Slot) -> int | None:
         """Return the number of a slot's current run."""
-        managed = self._of(slot.name)
-        return self._cohorts.runs_in(slot) if managed is None else managed.machine.participants[slot.name].run
-
-    def _learn(self, managed: _Managed, progress: Progress) -> None:
-        """Add a report of a group that trains undisturbed to the training's curve; change its batch if that pays."""
-        if isinstance(phase := managed.machine.phase, Running):
-            group = phase.group
-            kinds = self._registry.kinds_on(group.nodes)
-            if len(kinds) != 1:
-                return  # between two kinds
-            kind = kinds.pop()
-            changed = self._curves.observe(
-                self._clock(),
-                managed.machine.name,
-                group=group.number,
-                nodes=len(group.nodes),
-                slots=len(group.ranks),
-                progress=progress,
-                kind=kind,
-            )
-            for learned in changed:
-                self._inform(learned)
-            key = managed.training.curve_key
-            if key and changed and (rates := self._curves.measured(managed.machine.name)):
-                self._keeper.keep(key, rates)
-            size = self._curves.next_batch(managed.machine.name, len(group.nodes), kind)
-            if size is not None:
-                self._handle(managed, on.BatchChosen(size))
+        held = self._by_slot.get(slot.name)
+        return None if held is None else held.job.run_in(slot.name)
 
     # Events and commands.
 
-    def _of(self, slot: str) -> _Managed | None:
-        managed = self._by_slot.get(slot)
-        return managed if managed is not None and slot in managed.machine.participants else None
+    def _all(self) -> list[_Held]:
+        return list(chain.from_iterable(self._jobs.values()))
 
-    def _handle(self, managed: _Managed, event: Event) -> None:
-        managed.look_at = 0.0
-        self._carry_out(managed, managed.machine.handle(event, self._registry, self._clock()))
+    def _of(self, slot: Slot) -> _Held | None:
+        return None if self.run_of(slot) is None else self._by_slot[slot.name]
 
-    def _carry_out(self, managed: _Managed, commands: Iterable[Command]) -> None:
-        for command in commands:
-            match command:
-                case do.OpenStore(group):
-                    self.rendezvous.open(self._store(managed, group))
-                case do.CloseStore(group):
-                    self.rendezvous.close(self._store(managed, group))
-                case do.AwaitStorage(condition):
-                    until = self._storage.hold(managed.machine.name)
-                    self._handle(managed, on.StoragePostponed(condition, until))
-                case do.ForgetStorage():
-                    self._storage.drop(managed.machine.name)
-                case do.Inform(event):
-                    self._inform(self._curves.completed(event))
-                case _:
-                    if isinstance(command, do.Start):
-                        self._by_slot[command.slot] = managed
-                    self._runner.run(managed.machine.name, managed.training, command)
+    def _tell(self, slot: Slot, event: Event) -> None:
+        """Pass an event to the job that runs in a slot."""
+        if (held := self._of(slot)) is not None:
+            self._handle(held, event)
+
+    def _tell_all(self, event: Event) -> None:
+        for held in self._all():
+            self._handle(held, event)
+
+    def _handle(self, held: _Held, event: Event) -> None:
+        held.look_at = 0.0
+        self._carry_out(held, held.job.handle(event, self.registry, self.clock()))
+
+    def _carry_out(self, held: _Held, commands: Iterable[Addressed]) -> None:
+        for name, command in commands:
+            self._do(held, name, held.trainings.get(name), command)
+
+    def _do(self, held: _Held, name: str, training: Training | None, command: Command) -> None:  # noqa: C901 - a case for each
+        """Carry out a command.
+
+        Parameters
+        ----------
+        held
+            The job.
+        name, training
+            Whom it concerns; ``None``: all trainings of the job, whose name it is.
+        command
+            The command.
+        """
+        match command:
+            case do.Send() | do.Release() | do.Kill() | do.SetAside():
+                slot = self.registry.slots.get(command.slot)
+                if slot is not None:  # else it was dropped by an earlier command
+                    self._do_to_slot(held, training, slot, command)
+            case do.OpenStore(group):
+                self.rendezvous.open(self._store(held, group))
+            case do.CloseStore(group):
+                self.rendezvous.close(self._store(held, group))
+            case do.AwaitStorage(condition):
+                until = self._storage.hold(held.job.name)
+                self._handle(held, on.StoragePostponed(condition, until))
+            case do.ForgetStorage():
+                self._storage.drop(held.job.name)
+            case do.CountRestart():
+                self._failure_rate.failures += 1
+            case do.Inform(event):
+                self._inform(self.curves.completed(event, stated=held.job.states_curve))
+            case do.Observe():
+                self._learn(held, training, command)
+            case do.KeepProgress(progress):
+                self._journal.keep_progress(self.clock(), name, progress)
+            case do.Log(entry):
+                self.log(entry)
+            case do.Resolve(payload, stored):
+                assert training is not None
+                self._journal.commit()  # before code that waits for the future reads the journal
+                value = payload if stored is None else stored
+                self._settle(partial(settle_with_value, training.future, value, self.settings.values))
+            case do.Fail(error):
+                assert training is not None
+                self._fail(training, error_in(error) if isinstance(error, bytes) else error)
+            case do.OwnCommand():
+                held.kind.carry_out(held.job, training, command)
+
+    def _do_to_slot(
+        self, held: _Held, training: Training | None, slot: Slot, command: do.Send | do.Release | do.Kill | do.SetAside
+    ) -> None:
+        match command:
+            case do.Send(message=message):
+                if isinstance(message, RunStart):
+                    slot.busy = held.job.name
+                    self._by_slot[slot.name] = held
+                if isinstance(message, WithFunction):
+                    assert training is not None
+                    options = self._completed(message.options)
+                    message = replace(message, options=options, payload=training.payload)
+                self._send(slot.name, message)
+            case do.Release():
+                slot.busy = None
+            case do.Kill(reason=reason):
+                self._kill(slot, reason)
+            case do.SetAside(reason=reason):
+                self._set_aside(slot, reason)
+
+    def _completed(self, own: SessionOptions) -> SessionOptions:
+        """Return a training's options with the executor's."""
+        shared = self.settings.options
+        interval = own.checkpoint_interval
+        return replace(
+            own,
+            checkpoint_root=shared.checkpoint_root,
+            root_identity=shared.root_identity,
+            checkpoint_interval=shared.checkpoint_interval if interval is None else interval,
+            keep=shared.keep,
+            save_margin=shared.save_margin,
+            threads=shared.threads,
+            mean_time_between_failures=timedelta(seconds=self._failure_rate.mean_time_between),
+        )
+
+    def _fail(self, training: Training, error: BaseException) -> None:
+        if not isinstance(error, TrainingCancelled):  # recorded when it was requested
+            final = not (isinstance(error, FreeTrainError) and error.resumable)
+            self.log(record.TrainingFailed(training.name, f"{type(error).__name__}: {text_of(error)}", final))
+        self._journal.commit()
+        self._settle(partial(settle_with_error, training.future, error))
+
+    def _learn(self, held: _Held, training: Training | None, seen: do.Observe) -> None:
+        """Add a report of a group to a job's curve; change its batch if that pays."""
+        name = held.job.name
+        kinds = self.registry.kinds_on(seen.nodes)
+        if len(kinds) != 1:
+            return  # between two kinds
+        kind = kinds.pop()
+        changed = self.curves.observe(
+            self.clock(),
+            name,
+            group=seen.group,
+            nodes=len(seen.nodes),
+            slots=seen.slots,
+            progress=seen.progress,
+            kind=kind,
+        )
+        for learned in changed:
+            self._inform(learned)
+        if training is not None and (key := training.curve_key) and changed and (rates := self.curves.measured(name)):
+            self._keeper.keep(key, rates)
+        size = self.curves.next_batch(name, len(seen.nodes), kind)
+        if size is not None:
+            self._handle(held, on.BatchChosen(size))
 
     @staticmethod
-    def _store(managed: _Managed, group: int) -> str:
-        return f"{managed.machine.name}/{group}"
+    def _store(held: _Held, group: int) -> str:
+        return f"{held.job.name}/{group}"
 
     def _watch_storage(self) -> None:
-        """Let the trainings that wait for the checkpoint directory retry once it can be used."""
+        """Let the jobs that wait for the checkpoint directory retry once it can be used."""
         ready, postponed = self._storage.turn()
-        self._cohorts.on_storage(ready, postponed)
         if not (ready or postponed):
             return
-        for managed in self._managed:
-            if managed.machine.name in postponed:
-                condition, until = postponed[managed.machine.name]
-                self._handle(managed, on.StoragePostponed(condition, until))
-            elif managed.machine.name in ready:
-                self._handle(managed, on.StorageBack())
+        for held in self._all():
+            if held.job.name in postponed:
+                self._handle(held, on.StoragePostponed(*postponed[held.job.name]))
+            elif held.job.name in ready:
+                self._handle(held, on.StorageBack())
+
+    def log(self, entry: record.Record) -> None:
+        """Write a record to the journal, and to the log what a user should know."""
+        self._journal.write(self.clock(), entry)
+        name = entry.subject
+        match entry:
+            case record.FragmentEnded(seconds=seconds, array="") | record.ArrayEnded(seconds=seconds):
+                self._failure_rate.seconds += seconds
+            case record.ArrayMeasured(members=members, gain=gain):
+                logger.info("%s: %d trainings fused are %.2f times as fast as one by one", name, members, gain)
+            case record.TrainsAlone(reason=reason):
+                logger.warning("training %s is not fused: %s", name, reason)
+            case record.CohortStalled(reason=reason) | record.TrainingStalled(reason=reason) if reason:
+                logger.warning("%s %s", name, reason)
+            case record.BatchChanged(size=size, before=before):
+                logger.info("training %s has batches of %d samples, before %d", name, size, before)
+            case record.CodeChanged(note=note):
+                logger.warning("training %s: %s", name, note)
+            case record.TrainingWaits(reason=reason, until=until):
+                logger.warning("training %s waits: %s, next attempt in %.0f s", name, reason, until - self.clock())
+            case record.TrainingTriesAgain():
+                logger.info("training %s tries again: the checkpoint directory can be used again", name)
+            case record.SavingFails(reason=reason):
+                logger.warning("training %s cannot save: %s", name, reason)
+            case record.SavingWorks():
+                logger.info("training %s saves again", name)
+            case record.TrainingFinished(trained=False, step=step):
+                logger.warning(
+                    "training %s: its result is that of an earlier run, whose checkpoint of step %d was complete: "
+                    "nothing was trained; to train again, give it another name or remove its checkpoints",
+                    name,
+                    step,
+                )

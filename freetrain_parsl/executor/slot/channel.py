@@ -24,10 +24,11 @@ from parsl import curvezmq
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import endpoint
+from freetrain_parsl.executor.jobs.port import TO_SLOT
 from freetrain_parsl.executor.waker import Waker
 from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode
 from freetrain_parsl.protocol.delivery import Delivery
-from freetrain_parsl.protocol.messages import TO_SLOT, Probe, Reconnected
+from freetrain_parsl.protocol.messages import Probe, Reconnected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

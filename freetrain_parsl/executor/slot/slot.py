@@ -29,6 +29,7 @@ from parsl.serialize import serialize
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
+from freetrain_parsl.executor.jobs.port import kind_of
 from freetrain_parsl.executor.logs.lines import as_text
 from freetrain_parsl.executor.logs.writer import leave_behind
 from freetrain_parsl.executor.slot.channel import Channel, Connection, SignalSocket
@@ -37,24 +38,18 @@ from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import Pulse, occupy
 from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result
 from freetrain_parsl.executor.slot.training_run import TrainingRun
-from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 from freetrain_parsl.protocol.messages import (
-    AddMember,
-    ChangeBatch,
-    ChangeGroup,
     Closing,
     Exit,
     Hello,
     Output,
-    PauseRun,
-    ReleaseMember,
+    RunMessage,
+    RunStart,
     SlotHeartbeat,
-    StartArray,
     StartRun,
     StartTask,
     StoreReply,
     TaskEnded,
-    ToRun,
     Welcome,
 )
 from freetrain_parsl.texts import text_of
@@ -62,6 +57,7 @@ from freetrain_parsl.texts import text_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from freetrain_parsl.executor.jobs.port import Run
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
 
@@ -180,9 +176,9 @@ class _Slot:
         self._node = _name_of_node()
         self._name = f"{self._node}/{os.environ.get('PARSL_WORKER_RANK', '0')}/{uuid.uuid4().hex[:8]}"
         self._inbox: queue.SimpleQueue[ToSlot | None] = queue.SimpleQueue()  # ``None`` wakes the main thread
-        self._assigned: StartRun | StartArray | StartTask | None = None  # received and not ended
+        self._assigned: RunStart | StartTask | None = None  # received and not ended
         self._lock = threading.Lock()  # guards `_run`; held while commands for it are taken out of the inbox
-        self._run: TrainingRun | ArrayRun | None = None
+        self._run: Run | None = None
         self._closes: float | None = None  # on time.monotonic()
         self._leaving = False
         if before is not None:
@@ -255,10 +251,10 @@ class _Slot:
 
     def _receive(self, message: ToSlot) -> None:
         match message:
-            case StartRun() | StartArray() | StartTask():
+            case RunStart() | StartTask():
                 self._assigned = message
                 self._put(message)
-            case AddMember() | ReleaseMember() | ChangeGroup() | ChangeBatch() | PauseRun() | StoreReply():
+            case RunMessage() | StoreReply():
                 self._put(message)
 
     def _put(self, message: ToSlot) -> None:
@@ -303,7 +299,7 @@ class _Slot:
         self._pulse.beat()
         run, assigned = self._run, self._assigned
         return SlotHeartbeat(
-            run=assigned.run if isinstance(assigned, (StartRun, StartArray)) else None,
+            run=assigned.run if isinstance(assigned, RunStart) else None,
             task=assigned.task if isinstance(assigned, StartTask) else None,
             waited=0.0 if run is None else run.mailbox.waited(),
         )
@@ -330,7 +326,7 @@ class _Slot:
             run.mailbox.end()
         self._leave_after(run)
 
-    def _leave_after(self, run: TrainingRun | ArrayRun | None) -> None:
+    def _leave_after(self, run: Run | None) -> None:
         """End this process once a run has saved its work; at once if there is none or nothing would be lost."""
         self._leaving = True
         self._inbox.put(None)
@@ -349,14 +345,18 @@ class _Slot:
                 return  # it has just ended: the main thread reads the inbox again
             for _ in range(self._inbox.qsize()):
                 message = self._inbox.get_nowait()
-                if not isinstance(message, ToRun) or (not isinstance(message, StoreReply) and message.run > run.number):
-                    self._inbox.put(message)
-                elif not run.handle(message):
-                    logger.debug("a command for a run that is over: %s", message)
+                match message:
+                    case None | RunStart() | StartTask():
+                        self._inbox.put(message)
+                    case RunMessage(run=number) if number > run.number:
+                        self._inbox.put(message)
+                    case StoreReply() | RunMessage():
+                        if not run.handle(message):
+                            logger.debug("a command for a run that is over: %s", message)
 
     # The main thread.
 
-    def _work(self) -> StartRun | StartArray | None:
+    def _work(self) -> RunStart | None:
         """Run what is assigned until the slot leaves, or needs another process; return what that one has to start.
 
         A training runs in a process that has run nothing before, and nothing runs there after it, nor after an ordinary
@@ -364,29 +364,30 @@ class _Slot:
         """
         is_fresh = True
         while not self._leaving:
-            message = self._inbox.get()
-            if isinstance(message, (StartRun, StartArray)):
-                if not is_fresh:
-                    return message
-                self._train(message)
-                return None
-            if isinstance(message, StartTask):
-                is_fresh = False
-                if not self._run_task(message):
+            match self._inbox.get():
+                case RunStart() as message:
+                    if not is_fresh:
+                        return message
+                    self._train(message)
                     return None
-            elif message is not None:
-                logger.debug("a command for a run that is over: %s", message)
+                case StartTask() as message:
+                    is_fresh = False
+                    if not self._run_task(message):
+                        return None
+                case None:
+                    pass
+                case message:
+                    logger.debug("a command for a run that is over: %s", message)
         return None
 
-    def _train(self, message: StartRun | StartArray) -> None:
-        run: TrainingRun | ArrayRun
-        if isinstance(message, StartArray):
-            run = ArrayRun(message, send=self._channel.send, files=self._settings.files)
-        else:
+    def _train(self, message: RunStart) -> None:
+        send, files = self._channel.send, self._settings.files
+        run: Run
+        if isinstance(message, StartRun):
             interface, address = interface_for(self._settings.interface, self._channel.url)
-            run = TrainingRun(
-                message, interface=interface, address=address, send=self._channel.send, files=self._settings.files
-            )
+            run = TrainingRun(message, interface=interface, address=address, send=send, files=files)
+        else:
+            run = kind_of(message).run(message, send, files)
         if self._closes is not None:
             run.mailbox.close_after(timedelta(seconds=self._closes - time.monotonic()))
         self._run = run

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Literal
 from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
 from freetrain_parsl.protocol.messages import (
-    AddMember,
     ChangeBatch,
     ChangeGroup,
     Output,
-    ReleaseMember,
+    PauseRun,
     RunEnded,
     RunReport,
     StoreReply,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.executor.slot.output import OutputCapture
-    from freetrain_parsl.protocol.messages import Place, StartRun, ToDriver, ToRun
+    from freetrain_parsl.protocol.messages import Place, RunMessage, StartRun, ToDriver
     from freetrain_parsl.protocol.reports import Report, RunEnd
 
 __all__ = ["ChannelStore", "TrainingRun"]
@@ -227,24 +226,26 @@ class TrainingRun:
                 print_exception(error)
         return RunEnded(self._training, self.number, end, payload, stored)
 
-    def handle(self, message: ToRun) -> bool:
+    def handle(self, message: RunMessage | StoreReply) -> bool:
         """Handle a message from the driver; return false if it is for another run, or for a group already left."""
-        if isinstance(message, StoreReply):
-            with self._lock:
-                store = self._stores.get(message.group)  # created before its first request
-            if store is None:
+        match message:
+            case StoreReply():
+                with self._lock:
+                    store = self._stores.get(message.group)  # created before its first request
+                if store is None:
+                    return False
+                store.deliver(message)
+            case ChangeGroup(run=self.number):
+                self._change_group(message)
+            case ChangeBatch(run=self.number):
+                self.mailbox.post_batch(message.size)
+            case PauseRun(run=self.number):
+                if self._is_member:
+                    self.mailbox.pause_requested.set()
+                else:
+                    self.mailbox.end()
+            case _:
                 return False
-            store.deliver(message)
-        elif message.run != self.number or isinstance(message, (AddMember, ReleaseMember)):
-            return False
-        elif isinstance(message, ChangeGroup):
-            self._change_group(message)
-        elif isinstance(message, ChangeBatch):
-            self.mailbox.post_batch(message.size)
-        elif self._is_member:
-            self.mailbox.pause_requested.set()
-        else:
-            self.mailbox.end()
         return True
 
     def close(self) -> None:

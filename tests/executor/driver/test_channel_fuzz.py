@@ -26,11 +26,12 @@ from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.jobs.request import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.slot.channel import Channel
+from freetrain_parsl.extensions.fusion.driver.kind import FusionKind
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.protocol.codec import VERSION, Envelope, encode
+from freetrain_parsl.protocol.codec import VERSION, Envelope, by_type, encode
 from freetrain_parsl.protocol.messages import (
     TO_DRIVER,
     Hello,
@@ -224,6 +225,8 @@ class _HostilePeer:
 
 # The messages.
 
+KNOWN = {**TO_DRIVER, **by_type(*FusionKind.to_driver)}
+
 NUMBERS = st.one_of(
     st.integers(-2, 40),
     st.sampled_from([2**53, 10**400, -(10**30), 1e300]),
@@ -288,9 +291,9 @@ PLAUSIBLE: dict[str, Any] = {
 @st.composite
 def shaped(draw: st.DrawFn) -> list[bytes]:
     """Draw a message of a known type whose fields are mostly present and mostly plausible."""
-    kind = draw(st.sampled_from(sorted(TO_DRIVER)))
+    kind = draw(st.sampled_from(sorted(KNOWN)))
     header: dict[str, Any] = {"type": kind}
-    names = [field.name for field in fields(TO_DRIVER[kind]) if field.name != "payload"]
+    names = [field.name for field in fields(KNOWN[kind]) if field.name != "payload"]
     for name in ["v", *names, *draw(st.sampled_from([[], ["n"], ["seen"], ["n", "seen"]]))]:
         how = draw(st.sampled_from(["plausible"] * 8 + ["anything", "missing"]))
         if how != "missing":

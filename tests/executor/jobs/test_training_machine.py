@@ -221,10 +221,10 @@ class Walk(World, RuleBasedStateMachine):
     @invariant()
     def every_slot_is_free_or_has_one_training(self) -> None:
         owners: dict[str, str] = {}
-        for managed in self.manager._managed:
-            for slot in managed.machine.participants:
+        for name, machine in self.machines.items():
+            for slot in machine.participants:
                 assert slot not in owners
-                owners[slot] = managed.machine.name
+                owners[slot] = name
         assert owners.keys() <= self.registry.slots.keys()
         for name, slot in self.registry.slots.items():
             assert slot.busy == owners.get(name)
@@ -257,7 +257,7 @@ class Walk(World, RuleBasedStateMachine):
     @invariant()
     def no_work_is_given_up_while_a_process_has_it(self) -> None:
         """Check that no live process is ahead of the checkpoint to which its training falls back."""
-        before, self.restarts = self.restarts, self.manager._runner._failure_rate.failures
+        before, self.restarts = self.restarts, self.manager._failure_rate.failures
         if self.restarts == before:
             return
         for process in self.processes.values():
@@ -313,7 +313,7 @@ class Walk(World, RuleBasedStateMachine):
 
         def left() -> bool:
             busy = any(slot.busy is not None for slot in self.registry.slots.values())
-            return not (busy or self.manager._managed or any(process.run for process in self.processes.values()))
+            return not (busy or self.manager._by_name or any(process.run for process in self.processes.values()))
 
         self._go_on_until(left, None, LEFT_WITHIN)
 

@@ -199,7 +199,7 @@ def test_a_late_end_of_an_earlier_run_does_not_free_a_slot_that_runs_another(sta
     stage.turn()
     assert stage.runs["s0"] > earlier
     late = RunEnded("t", earlier, RunFinished(stage.report()), serialize(1))
-    stage.manager.on_run_ended(stage.registry.slots["s0"], late)
+    stage.manager.on_message(stage.registry.slots["s0"], late)
     assert stage.registry.slots["s0"].busy == "t"
     assert stage.turn() == []
 

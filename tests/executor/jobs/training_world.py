@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.manager import JobManager
 from freetrain_parsl.executor.jobs.request import Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -146,7 +146,7 @@ class World:
         self.furthest: Counter[str] = Counter()
         self.machines: dict[str, TrainingMachine] = {}
         self.registry = SlotRegistry(1)
-        self.manager = TrainingManager(
+        self.manager = JobManager(
             SharedSettings(SessionOptions("world", Path("/nowhere")), costs=CostsInSeconds(1, 1, 1), limits=LIMITS),
             registry=self.registry,
             send=self._send,
@@ -157,7 +157,7 @@ class World:
             clock=lambda: self.now,
         )
         self.storage = StorageModel(lambda: self.now)
-        self.manager._storage = self.manager._cohorts._storage = self.storage  # type: ignore[assignment]
+        self.manager._storage = self.storage  # type: ignore[assignment]
         self.restarts = 0
         self.batch_commands = 0
         self.futures: dict[str, Future[Any]] = {}
@@ -165,7 +165,7 @@ class World:
             self.futures[name] = Future()
             request = TrainingRequest(SessionOptions(name), nodes, 4, ScalingCurve.default())
             self.manager.submit(Training(request, b"", self.futures[name]))
-            self.machines[name] = self.manager._managed[-1].machine
+            self.machines[name] = self.manager._by_name[name].job
         for node in NODES:
             self._join(node)
 
@@ -307,7 +307,7 @@ class World:
             self.manager.on_store_request(slot, message)
             return
         if isinstance(message, RunEnded):
-            self.manager.on_run_ended(slot, message)
+            self.manager.on_message(slot, message)
             if slot.busy is None:
                 self.excluded.discard(name)
             return
@@ -316,7 +316,7 @@ class World:
             self.faults[training] += 1
         if isinstance(report, Joined) and report.generation == max(self._groups_of(name)) and not again:
             self.asked.pop(name, None)
-        self.manager.on_report(slot, message)
+        self.manager.on_message(slot, message)
         unresolved = self.dead or any(one.hangs for one in self.processes.values())
         if self.machines[training].progress is report and report.step > self.furthest[training]:
             self.furthest[training] = report.step

@@ -16,6 +16,7 @@ from parsl.serialize import serialize
 
 from freetrain_parsl import training_app
 from freetrain_parsl.errors import CheckpointError, ForeignCheckpoint, StorageUnavailable
+from freetrain_parsl.executor.jobs.port import TO_DRIVER
 from freetrain_parsl.executor.payloads import value_files
 from freetrain_parsl.executor.payloads.payloads import error_in, pack_task, settle_with_value
 from freetrain_parsl.executor.payloads.value_files import LARGEST_MESSAGE, ValueFiles
@@ -23,14 +24,12 @@ from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.executor.slot.training_run import TrainingRun
+from freetrain_parsl.extensions.fusion.messages import MemberEnded, StartArray
 from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode
 from freetrain_parsl.protocol.messages import (
-    TO_DRIVER,
-    MemberEnded,
     Place,
     RunEnded,
-    StartArray,
     StartTask,
     StoredValue,
     TaskEnded,

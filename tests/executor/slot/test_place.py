@@ -254,7 +254,7 @@ def driver(tmp_path: Path) -> Iterator[_Driver]:
 
 def _train(driver: _Driver, directory: Path, run: int, function: Callable[..., Any]) -> RunEnded:
     options = SessionOptions("t", directory / str(run))
-    driver.send(StartRun("t", run, options, Place(run, 0, 1), 60.0, pack_training(function, (), {})))
+    driver.send(StartRun("t", run, options, pack_training(function, (), {}), Place(run, 0, 1), 60.0))
     ended = driver.awaits(RunEnded)
     assert isinstance(ended, RunEnded)
     return ended
@@ -305,7 +305,7 @@ def test_commands_that_arrive_between_two_processes_are_carried_out(driver: _Dri
         options = SessionOptions("t", tmp_path / str(run))
         payload = pack_training(_leaves_everything, (), {})
         driver.send(PauseRun("t", run - 1))  # it is over
-        driver.send(StartRun("t", run, options, Place(run, 0, 1), 60.0, payload))
+        driver.send(StartRun("t", run, options, payload, Place(run, 0, 1), 60.0))
         time.sleep(run % 5 * 0.03)
     assert [driver.awaits(RunEnded).run for _ in range(20)] == list(range(1, 21))
 

@@ -157,8 +157,7 @@ class _StageSlot:
         self._said: deque[ToDriver] = deque()
         self._is_newcomer = False
         self._stage.manager = SimpleNamespace(  # type: ignore[assignment]
-            on_report=lambda _slot, message: self._said.append(message),
-            on_run_ended=lambda _slot, message: self._said.append(message),
+            on_message=lambda _slot, message: self._said.append(message),
         )
 
     def receives(self, command: Command) -> None:

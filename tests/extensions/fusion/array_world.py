@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
-from freetrain_parsl.executor.jobs.manager import TrainingManager
+from freetrain_parsl.executor.jobs.manager import JobManager
 from freetrain_parsl.executor.jobs.request import Fusion, Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.slot.run_end import serialized_exception
+from freetrain_parsl.extensions.fusion import messages as fused
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.protocol import messages as msg
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import (
-    ArraySized,
     PauseReason,
     Progress,
     RunFailed,
@@ -102,7 +102,7 @@ class ArrayWorld:
         for node in range(nodes):
             for _ in range(slots_per_node):
                 self.join(f"n{node}")
-        self.manager = TrainingManager(
+        self.manager = JobManager(
             SharedSettings(SessionOptions("world", directory), costs=CostsInSeconds(1, 1, 1), limits=Limits()),
             registry=self.registry,
             send=self._send,
@@ -112,7 +112,7 @@ class ArrayWorld:
             clock=lambda: self.now,
         )
         self.storage = StorageModel(lambda: self.now)
-        self.manager._storage = self.manager._cohorts._storage = self.storage  # type: ignore[assignment]
+        self.manager._storage = self.storage  # type: ignore[assignment]
 
     def submit(self, name: str, *, max_nodes: int = 1, limit: int | None = None, key: str = "key") -> Future[Any]:
         """Submit a training that may be fused with all others."""
@@ -176,7 +176,7 @@ class ArrayWorld:
         process = self.processes.get(slot)
         if process is None:
             return
-        started = {msg.StartRun: lambda m: [m.training], msg.AddMember: lambda m: [m.options.name]}.get(type(message))
+        started = {msg.StartRun: lambda m: [m.training], fused.AddMember: lambda m: [m.options.name]}.get(type(message))
         if started is not None:
             for name in started(message):
                 assert not self.futures[name].done(), f"{name} is over"
@@ -190,12 +190,12 @@ class ArrayWorld:
         ends = [
             m
             for m in process.outbox
-            if (isinstance(m, msg.MemberEnded) and m.member == name)
+            if (isinstance(m, fused.MemberEnded) and m.member == name)
             or (isinstance(m, msg.RunEnded) and m.training == name)
         ]
-        runs = {process.run} | {m.run for m in process.inbox if isinstance(m, msg.StartArray)}
+        runs = {process.run} | {m.run for m in process.inbox if isinstance(m, fused.StartArray)}
         coming = any(
-            (isinstance(m, msg.AddMember) and m.options.name == name and m.run in runs)  # else it has no effect
+            (isinstance(m, fused.AddMember) and m.options.name == name and m.run in runs)  # else it has no effect
             or (isinstance(m, msg.StartRun) and m.training == name)
             for m in process.inbox
         )
@@ -209,17 +209,17 @@ class ArrayWorld:
             return
         message = process.inbox.popleft()
         match message:
-            case msg.StartArray():
+            case fused.StartArray():
                 assert process.run is None
                 process.run, process.name, process.is_array = message.run, message.training, True
                 process.missing = set(message.members)
                 process.size = message.size or 2
                 process.measured = message.size or 1
-            case msg.AddMember():
+            case fused.AddMember():
                 if message.run == process.run:
                     process.missing.discard(message.options.name)
                     process.waiting.append(message.options.name)
-            case msg.ReleaseMember():
+            case fused.ReleaseMember():
                 if message.run == process.run:
                     process.released.add(message.member)
             case msg.StartRun():
@@ -263,7 +263,7 @@ class ArrayWorld:
                 self._member_ended(process, name, RunFinished(self._progress(process, name)), serialize(name))
             else:
                 process.members[name] += 1
-                report = msg.MemberReport(process.name, process.run, name, self._progress(process, name))
+                report = fused.MemberReport(process.name, process.run, name, self._progress(process, name))
                 process.outbox.append(report)
         if not (process.members or (process.waiting and not process.pausing)):
             process.outbox.append(msg.RunEnded(process.name, process.run, RunPaused(PauseReason.REQUESTED)))
@@ -271,13 +271,15 @@ class ArrayWorld:
         elif len(process.members) > 1 and (
             not self.fuses or len({self.structures.get(name, "common") for name in process.members}) > 1
         ):
-            sized = ArraySized(1, decided=True, reason="they differ")
-            process.outbox.append(msg.RunReport(process.name, process.run, sized))
+            process.outbox.append(fused.ArraySized(process.name, process.run, 1, decided=True, reason="they differ"))
         elif len(process.members) == process.size > process.measured:
             process.measured, decided = process.size, process.size >= self.best_size
             process.size *= 1 if decided else 2
-            sized = ArraySized(process.size, True, 0.7 * process.measured, process.measured, decided)
-            process.outbox.append(msg.RunReport(process.name, process.run, sized))
+            process.outbox.append(
+                fused.ArraySized(
+                    process.name, process.run, process.size, True, 0.7 * process.measured, process.measured, decided
+                )
+            )
 
     def _step_alone(self, process: Process, *, fails: bool, full: bool) -> None:
         name, run = process.name, process.run
@@ -318,7 +320,7 @@ class ArrayWorld:
         assert process.run is not None
         process.members.pop(name, None)
         process.released.discard(name)
-        process.outbox.append(msg.MemberEnded(process.name, process.run, name, end, payload))
+        process.outbox.append(fused.MemberEnded(process.name, process.run, name, end, payload))
 
     def deliver(self, slot: str) -> None:
         """Let the driver handle the next message of a process."""
@@ -326,13 +328,7 @@ class ArrayWorld:
         if not process.outbox:
             return
         message = process.outbox.popleft()
-        match message:
-            case msg.RunReport():
-                self.manager.on_report(process.slot, message)
-            case msg.RunEnded():
-                self.manager.on_run_ended(process.slot, message)
-            case _:
-                self.manager.on_member_message(process.slot, message)
+        self.manager.on_message(process.slot, message)
 
     def crash(self, slot: str, *, crash: bool = True) -> None:
         """End a process at once; another takes its place."""

@@ -11,26 +11,24 @@ import torch
 from parsl.serialize import deserialize
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.executor.jobs.port import TO_DRIVER, TO_SLOT
 from freetrain_parsl.executor.payloads.payloads import error_in, pack_training
 from freetrain_parsl.extensions.fusion.engine.engine import FusionEngine
+from freetrain_parsl.extensions.fusion.messages import (
+    AddMember,
+    ArraySized,
+    MemberEnded,
+    MemberReport,
+    ReleaseMember,
+    StartArray,
+)
 from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
 from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.protocol.codec import Envelope, decode, encode
-from freetrain_parsl.protocol.messages import (
-    TO_DRIVER,
-    TO_SLOT,
-    AddMember,
-    MemberEnded,
-    MemberReport,
-    PauseRun,
-    ReleaseMember,
-    RunEnded,
-    RunReport,
-    StartArray,
-)
+from freetrain_parsl.protocol.messages import PauseRun, RunEnded
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import ArraySized, PauseReason, RunFailed, RunFinished, RunPaused
+from freetrain_parsl.protocol.reports import PauseReason, RunFailed, RunFinished, RunPaused
 from tests.extensions.fusion.sweep_trainings import alone, classify, distance
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ class Slot:
         return end
 
     def sizes(self) -> list[ArraySized]:
-        return [m.report for m in self.sent if isinstance(m, RunReport) and isinstance(m.report, ArraySized)]
+        return [m for m in self.sent if isinstance(m, ArraySized)]
 
 
 POINTS = [{"lr": 0.01 * (number + 1)} for number in range(4)]
@@ -133,7 +131,7 @@ def test_the_next_run_uses_the_size_that_an_earlier_one_has_measured(tmp_path: P
     write_array_size(tmp_path, first.run._key(), MeasuredSize(4, 2.5))
     slot = Slot(tmp_path, [{**point, "epochs": 8} for point in POINTS])
     slot.perform()
-    assert slot.sizes() == [ArraySized(4, fused=True, gain=2.5, gain_size=4, decided=True)]
+    assert slot.sizes() == [ArraySized("cohort-1", 7, 4, fused=True, gain=2.5, gain_size=4, decided=True)]
 
 
 def test_a_decided_size_is_kept_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.journal import Journal, read_journal
+from freetrain_parsl.extensions.fusion import messages as fused
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol import messages as msg
@@ -168,7 +169,7 @@ def test_no_more_members_than_the_user_allows(make) -> None:
 
 def released(world: ArrayWorld, slot: str) -> list[str]:
     """Return the members that a process was commanded to release, and has not received yet."""
-    return [message.member for message in world.processes[slot].inbox if isinstance(message, msg.ReleaseMember)]
+    return [message.member for message in world.processes[slot].inbox if isinstance(message, fused.ReleaseMember)]
 
 
 def paused(world: ArrayWorld, slot: str) -> bool:
@@ -553,8 +554,8 @@ def test_a_message_of_an_earlier_run_has_no_effect(make) -> None:
     train(world, 2)
     (process,) = [process for process in world.processes.values() if process.run]
     before = dict(process.members)
-    world.manager.on_member_message(process.slot, msg.MemberEnded("cohort-1", 99, "t0", None))  # type: ignore[arg-type]
-    world.manager.on_run_ended(process.slot, msg.RunEnded("cohort-1", 99, None))  # type: ignore[arg-type]
+    world.manager.on_message(process.slot, fused.MemberEnded("cohort-1", 99, "t0", None))  # type: ignore[arg-type]
+    world.manager.on_message(process.slot, msg.RunEnded("cohort-1", 99, None))  # type: ignore[arg-type]
     assert process.members == before
     world.settle(20)
     assert all(future.result(0) for future in world.futures.values())

@@ -1,4 +1,4 @@
-"""The commands of a training's state machine, and its response to an event, which collects them in their order."""
+"""The commands of jobs, and the response to an event, which collects them in their order."""
 
 from __future__ import annotations
 
@@ -8,82 +8,46 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from freetrain_parsl.planning import events as planner
     from freetrain_parsl.protocol.journal import Record
-    from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place, ReleaseMember, StoredValue
+    from freetrain_parsl.protocol.messages import RunMessage, StoredValue
     from freetrain_parsl.protocol.reports import Progress
 
 __all__ = [
-    "Add",
+    "Addressed",
     "AwaitStorage",
     "CloseStore",
     "Command",
     "CountRestart",
     "Fail",
     "ForgetStorage",
-    "FormArray",
     "Inform",
-    "JoinCohort",
     "KeepProgress",
     "Kill",
     "Log",
+    "Observe",
     "OpenStore",
+    "OwnCommand",
     "Release",
     "Resolve",
     "Response",
     "Send",
     "SetAside",
-    "Start",
-    "TrainAlone",
 ]
 
 
 @dataclass(frozen=True)
-class Start:
-    """Run the training in a slot, as run number `run`; without a `place`, as a newcomer."""
+class Send:
+    """Send a message to a slot, which is busy after a `RunStart`.
 
-    slot: str
-    run: int
-    place: Place | None
-
-
-@dataclass(frozen=True)
-class FormArray:
-    """Run an array in a slot, as run number `run`; an `Add` for each of the `members` follows.
-
-    Parameters
-    ----------
-    slot, run
-        Where, and the number.
-    members, limit, size
-        As in the message.
+    The manager adds the executor's options, and the function, to a message with the function of a training.
     """
 
     slot: str
-    run: int
-    members: tuple[str, ...]
-    limit: int | None
-    size: int | None
-
-
-@dataclass(frozen=True)
-class Add:
-    """Add the training to the array that is run number `run` in a slot; `array` is the name in its messages."""
-
-    slot: str
-    array: str
-    run: int
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a slot."""
-
-    slot: str
-    message: ChangeBatch | ChangeGroup | PauseRun | ReleaseMember
+    message: RunMessage
 
 
 @dataclass(frozen=True)
 class Release:
-    """Release a slot whose run of this training has ended."""
+    """Release a slot whose run has ended."""
 
     slot: str
 
@@ -157,25 +121,21 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Observe:
+    """Learn from a progress report of a group that trains undisturbed, with `slots` processes."""
+
+    group: int
+    nodes: frozenset[str]
+    slots: int
+    progress: Progress
+
+
+@dataclass(frozen=True)
 class Resolve:
     """Resolve the future of the finished training to this serialized value, or to the one in a file."""
 
     payload: bytes
     stored: StoredValue | None = None
-
-
-@dataclass(frozen=True)
-class TrainAlone:
-    """Train the training by itself from now on, for this reason; empty: because there are enough nodes."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class JoinCohort:
-    """Train the training with others of its structure, in another cohort."""
-
-    structure: str
 
 
 @dataclass(frozen=True)
@@ -185,11 +145,13 @@ class Fail:
     error: BaseException | bytes
 
 
+@dataclass(frozen=True)
+class OwnCommand:
+    """A command that only the job's kind knows: see `JobKind.carry_out`."""
+
+
 Command: TypeAlias = (
-    Start
-    | FormArray
-    | Add
-    | Send
+    Send
     | Release
     | Kill
     | SetAside
@@ -201,15 +163,18 @@ Command: TypeAlias = (
     | Inform
     | KeepProgress
     | Log
+    | Observe
     | Resolve
-    | TrainAlone
-    | JoinCohort
     | Fail
+    | OwnCommand
 )
+
+Addressed: TypeAlias = "tuple[str, Command]"
+"""A command with the name of the training that it concerns, or of the job: all of its trainings."""
 
 
 class Response:
-    """Collects the commands in response to an event; shared by the parts of a training's state machine.
+    """Collects the commands in response to an event; shared by the parts of a job.
 
     Attributes
     ----------

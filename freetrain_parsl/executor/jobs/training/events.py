@@ -1,4 +1,4 @@
-"""The events of a training's state machine."""
+"""The events of jobs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from freetrain_parsl.protocol.messages import StoredValue
-    from freetrain_parsl.protocol.reports import ArraySized, Progress, Report, RunEnd
+    from collections.abc import Mapping, Sequence
+
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
+    from freetrain_parsl.protocol.messages import RunMessage
 
 __all__ = [
     "Assigned",
     "BatchChosen",
     "Cancelled",
     "Event",
+    "Extended",
     "Failed",
     "Heartbeat",
     "MachineSized",
-    "MemberOver",
-    "MemberReported",
-    "Reported",
-    "RunOver",
+    "Said",
     "SlotLost",
     "StorageBack",
     "StoragePostponed",
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Assigned:
-    """The planner assigns these nodes to the training."""
+    """The planner assigns these nodes to the job."""
 
     nodes: frozenset[str]
 
@@ -44,63 +44,39 @@ class BatchChosen:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """The training must end with its state saved."""
+    """A training of the job must end with its state saved."""
+
+    training: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The training cannot continue, for an external reason."""
+    """The job cannot continue, for an external reason."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
+class Extended:
+    """Further trainings belong to the job, whose kind has added them."""
+
+    requests: Sequence[TrainingRequest]
+
+
+@dataclass(frozen=True)
 class MachineSized:
-    """There are `nodes` nodes in total."""
+    """There are `nodes` nodes in total, and these of each kind."""
 
     nodes: int
+    by_kind: Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Reported:
-    """Run number `run` in a slot has sent a report."""
+class Said:
+    """A slot in which the job runs has sent a message about a run, perhaps an earlier one."""
 
     slot: str
-    run: int
-    report: Report | ArraySized
-
-
-@dataclass(frozen=True)
-class RunOver:
-    """Run number `run` in a slot has ended; `payload` is its serialized value or exception, or `stored` the value."""
-
-    slot: str
-    run: int
-    end: RunEnd
-    payload: bytes = b""
-    stored: StoredValue | None = None
-
-
-@dataclass(frozen=True)
-class MemberReported:
-    """A member of the array that is run number `run` in a slot has reported its progress."""
-
-    slot: str
-    run: int
-    member: str
-    progress: Progress
-
-
-@dataclass(frozen=True)
-class MemberOver:
-    """A member has left the array that is run number `run` in a slot; the rest as in `RunOver`."""
-
-    slot: str
-    run: int
-    member: str
-    end: RunEnd
-    payload: bytes = b""
-    stored: StoredValue | None = None
+    message: RunMessage
 
 
 @dataclass(frozen=True)
@@ -144,13 +120,11 @@ Event: TypeAlias = (
     Assigned
     | BatchChosen
     | Cancelled
+    | Extended
     | Failed
     | MachineSized
-    | Reported
-    | RunOver
-    | MemberReported
-    | MemberOver
     | Heartbeat
+    | Said
     | SlotLost
     | StoragePostponed
     | StorageBack

@@ -23,13 +23,13 @@ from freetrain_parsl.executor.jobs.training.states import (
     Waiting,
 )
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place
+from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place, StartRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot
-    from freetrain_parsl.executor.jobs.request import Limits
+    from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.commands import Response
     from freetrain_parsl.executor.jobs.training.states import Phase
 
@@ -41,8 +41,8 @@ class TrainingProcesses:
 
     Parameters
     ----------
-    name
-        The training's.
+    request
+        The submitted request.
     limits
         See `Limits`.
     numbers
@@ -64,7 +64,7 @@ class TrainingProcesses:
 
     def __init__(
         self,
-        name: str,
+        request: TrainingRequest,
         limits: Limits,
         numbers: Iterator[int],
         response: Response,
@@ -73,7 +73,8 @@ class TrainingProcesses:
     ) -> None:
         self.participants: dict[str, Participant] = {}
         self.arrived: frozenset[str] = frozenset()
-        self._name = name
+        self._name, self._options = request.name, request.options
+        self._meeting = limits.meeting_timeout
         self._leave_timeout = limits.peer_timeout
         self._change_timeout = limits.peer_timeout + limits.meeting_timeout
         self._numbers = numbers
@@ -140,7 +141,7 @@ class TrainingProcesses:
         self.participants[slot.name] = Participant(
             slot.name, slot.node, run, role, has_state=has_state, began=self._response.now
         )
-        self._response.do(do.Start(slot.name, run, place))
+        self._response.do(do.Send(slot.name, StartRun(self._name, run, self._options, b"", place, self._meeting)))
 
     def report_training(self) -> bool:
         """Record that the group trains; return whether this was not known: it is the first report after the start."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, TrainingCancelled
+from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.executor.jobs.training import events as on
 from freetrain_parsl.executor.jobs.training.commands import Response
@@ -41,6 +42,7 @@ from freetrain_parsl.executor.jobs.training.states import (
     Waiting,
 )
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.messages import RunEnded, RunReport
 from freetrain_parsl.protocol.reports import (
     GroupFailed,
     Joined,
@@ -58,10 +60,11 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Command
+    from freetrain_parsl.executor.jobs.training.commands import Addressed, Command
     from freetrain_parsl.executor.jobs.training.events import Event
-    from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
+    from freetrain_parsl.executor.jobs.training.states import Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.protocol.reports import Report
 
 __all__ = ["TrainingMachine"]
 
@@ -84,6 +87,8 @@ class TrainingMachine:
         Yields numbers that are unique within the driver.
     """
 
+    states_curve = False
+
     def __init__(
         self, request: TrainingRequest, limits: Limits, costs: CostsInSeconds, numbers: Iterator[int], now: float
     ) -> None:
@@ -97,7 +102,7 @@ class TrainingMachine:
         self._planner = PlannerView(request, costs, self._response)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
-            request.name, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
+            request, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
         )
         self._recovering: Recovering | None = None
         self._stall = ""
@@ -138,36 +143,45 @@ class TrainingMachine:
         return waits and not self.desired and self.goal is Goal.TRAIN
 
     @property
-    def next_group(self) -> GroupMembers | None:
-        """The group that is being formed."""
-        return self._processes.next_group
+    def ended(self) -> bool:
+        """Whether it is over, and all its processes have ended."""
+        return self.over and not self.participants
 
-    def submit(self) -> list[Command]:
+    @property
+    def idle(self) -> bool:
+        """Whether it neither runs nor has nodes assigned."""
+        return not (self.participants or self.desired)
+
+    @property
+    def forming(self) -> int | None:
+        """Number of the group that is being formed."""
+        group = self._processes.next_group
+        return None if group is None else group.number
+
+    def run_in(self, slot: str) -> int | None:
+        """Return the number of its run in a slot."""
+        participant = self.participants.get(slot)
+        return None if participant is None else participant.run
+
+    def submit(self) -> list[Addressed]:
         """Return the commands for a new training."""
         self._planner.submit()
-        return self._response.take()
+        return self._commands()
 
-    def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Command]:  # noqa: C901 - a case for each event
-        """Handle an event, and return the resulting commands.
+    def _commands(self) -> list[Addressed]:
+        return [(self.name, command) for command in self._response.take()]
 
-        Parameters
-        ----------
-        event
-            The event.
-        registry
-            The connected slots; only read.
-        now
-            Seconds.
-        """
+    def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Addressed]:  # noqa: C901 - a case for each event
+        """Handle an event, and return the resulting commands; see `Job`."""
         self._registry, self._response.now = registry, now
         match event:
             case on.TimePassed():
                 self._processes.arrived = event.arrived
                 self._tick(event.arrived)
-            case on.Reported():
-                self._reported(event)
-            case on.RunOver():
-                self._run_over(event)
+            case on.Said(slot, RunReport(run=run, report=report)) if self.run_in(slot) == run:
+                self._reported(self.participants[slot], report)
+            case on.Said(slot, RunEnded() as message) if self.run_in(slot) == message.run:
+                self._run_over(self.participants[slot], message)
             case on.SlotLost():
                 self._slot_lost(event)
             case on.Heartbeat():
@@ -183,14 +197,14 @@ class TrainingMachine:
             case on.Cancelled():
                 self._cancel()
             case on.Failed():
-                self._fail(event.error)
+                self._fail(unshared(event.error))
             case on.MachineSized():
-                self._refuse_if_too_large(event.nodes)
+                self._refuse_if_too_large(event)
             case on.StoragePostponed():
                 self._wait_for_storage(event.condition, event.until)
             case on.StorageBack():
                 self._try_again()
-        return self._response.take()
+        return self._commands()
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -374,24 +388,27 @@ class TrainingMachine:
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
-    def _reported(self, event: on.Reported) -> None:
-        participant = self.participants.get(event.slot)
-        if participant is None or participant.run != event.run:
-            return  # from an earlier run
-        match event.report:
+    def _reported(self, participant: Participant, report: Report) -> None:
+        match report:
             case Progress():
                 if not self.over:
                     if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
                         self._do(do.ForgetStorage())
-                    self._take_progress(event.report)
+                    self._take_progress(report)
+                    self._observe(report)
             case GroupFailed():
-                self._group_failed(participant, event.report)
+                self._group_failed(participant, report)
             case Joined():
                 if not participant.has_state:
                     self._failing_nodes.clear()
-                self._processes.joined(participant, event.report.generation, event.report.paused)
+                self._processes.joined(participant, report.generation, report.paused)
             case _:  # Ready
                 participant.ready = self._response.now
+
+    def _observe(self, progress: Progress) -> None:
+        if self.progress is progress and isinstance(self.phase, Running):
+            group = self.phase.group
+            self._do(do.Observe(group.number, group.nodes, len(group.ranks), progress))
 
     def _take_progress(self, progress: Progress) -> None:
         first = self._processes.report_training()
@@ -400,13 +417,10 @@ class TrainingMachine:
         self._tracker.take(progress, self._response.now)
         self._planner.advance(progress)
 
-    def _run_over(self, event: on.RunOver) -> None:
-        participant = self.participants.get(event.slot)
-        if participant is None or participant.run != event.run:
-            return
-        self._do(do.Release(event.slot))
-        group, end = self._processes.group, event.end
-        first = group is not None and event.slot == group.first
+    def _run_over(self, participant: Participant, message: RunEnded) -> None:
+        self._do(do.Release(participant.slot))
+        group, end = self._processes.group, message.end
+        first = group is not None and participant.slot == group.first
         if first and isinstance(end, (RunFinished, RunPaused)) and not self.over:
             self._take_progress(end.progress)
         if isinstance(end, PeersFailed):
@@ -416,10 +430,10 @@ class TrainingMachine:
             case StorageFailed():
                 self._hold(end.condition)
             case RunFailed():
-                self._raised(participant, end, event.payload, missed=missed)
+                self._raised(participant, end, message.payload, missed=missed)
             case RunFinished():
                 if first:
-                    self._finish(do.Resolve(event.payload, event.stored))
+                    self._finish(do.Resolve(message.payload, message.stored))
             case PeersFailed() | RunPaused(reason=PauseReason.LEFT):
                 reason = end.reason if isinstance(end, PeersFailed) else end.reason.sentence
                 if missed and participant.role is Role.MEMBER and not self.over:
@@ -460,8 +474,10 @@ class TrainingMachine:
         self._planner.fail()
         self._log(record.TrainingCancelled(self.name))
 
-    def _refuse_if_too_large(self, nodes: int) -> None:
-        needed = self.request.min_nodes
+    def _refuse_if_too_large(self, machine: on.MachineSized) -> None:
+        needed, by_kind = self.request.min_nodes, machine.by_kind
+        kinds = self.request.node_kinds or by_kind
+        nodes = max((by_kind[kind] for kind in kinds if kind in by_kind), default=machine.nodes)
         if self.over or self._processes.group is not None or needed <= nodes:
             return
         self._fail(

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.jobs.training import commands as do
 from freetrain_parsl.extensions.fusion.driver.members import CohortMember, RunningArray
+from freetrain_parsl.extensions.fusion.messages import AddMember, ReleaseMember, StartArray
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import PauseRun, ReleaseMember
+from freetrain_parsl.protocol.messages import PauseRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot
     from freetrain_parsl.executor.jobs.training.commands import Response
@@ -66,11 +67,6 @@ class CohortArrays:
     def __iter__(self) -> Iterator[RunningArray]:
         """Iterate over the arrays that run."""
         return iter(list(self._running.values()))
-
-    @property
-    def runs(self) -> Mapping[str, int]:
-        """Slot -> number of the run in it."""
-        return {slot: array.run for slot, array in self._running.items()}
 
     def of_run(self, slot: str, run: int) -> RunningArray | None:
         """Return the array of a run, unless it has ended."""
@@ -144,7 +140,8 @@ class CohortArrays:
             array.size = self.size or _FIRST_SIZE
             self._running[slot.name] = array
             names = tuple(member.name for member in members)
-            self._response.do(do.FormArray(slot.name, array.run, names, self._limit, self.size))
+            start = StartArray(self._cohort, array.run, names, self._limit, self.size)
+            self._response.do(do.Send(slot.name, start))
             self._response.log(record.ArrayStarted(self._cohort, array.name, array.node))
             for member in members:
                 self._add(array, member)
@@ -196,7 +193,8 @@ class CohortArrays:
     def _add(self, array: RunningArray, member: CohortMember) -> None:
         array.members[member.name] = member
         array.shared = array.shared or len(array.members) > 1
-        member.response.do(do.Add(array.slot, self._cohort, array.run))
+        add = AddMember(self._cohort, array.run, member.request.options, b"")
+        member.response.do(do.Send(array.slot, add))
 
     # ── leaving ───────────────────────────────────────────────────────────────────────────────────
 

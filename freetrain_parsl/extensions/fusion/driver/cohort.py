@@ -8,7 +8,7 @@ another array. Pure, as `TrainingMachine`: events in, commands out; each command
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.driver.settler import unshared
@@ -18,10 +18,18 @@ from freetrain_parsl.executor.jobs.training.commands import Response
 from freetrain_parsl.executor.jobs.training.progress import ProgressTracker, waiting_reason
 from freetrain_parsl.extensions.fusion.driver.arrays import CohortArrays
 from freetrain_parsl.extensions.fusion.driver.cohort_trainer import CohortTrainer
-from freetrain_parsl.extensions.fusion.driver.members import CohortMember, MemberGoal, MemberResponse
+from freetrain_parsl.extensions.fusion.driver.members import (
+    CohortMember,
+    JoinCohort,
+    MemberGoal,
+    MemberResponse,
+    Refuse,
+    TrainAlone,
+)
+from freetrain_parsl.extensions.fusion.messages import ArraySized, MemberEnded, MemberReport
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.messages import RunEnded
 from freetrain_parsl.protocol.reports import (
-    ArraySized,
     PauseReason,
     PeersFailed,
     RunFailed,
@@ -31,20 +39,19 @@ from freetrain_parsl.protocol.reports import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Command
+    from freetrain_parsl.executor.jobs.training.commands import Addressed, Command
     from freetrain_parsl.executor.jobs.training.events import Event
+    from freetrain_parsl.extensions.fusion.driver.gathering import CohortKey
     from freetrain_parsl.extensions.fusion.driver.members import RunningArray
     from freetrain_parsl.planning.model import CostsInSeconds
-    from freetrain_parsl.protocol.reports import Progress
+    from freetrain_parsl.protocol.messages import RunMessage
+    from freetrain_parsl.protocol.reports import Progress, RunEnd
 
-__all__ = ["Addressed", "Cohort"]
-
-Addressed: TypeAlias = "tuple[str | None, Command]"
-"""A command with the name of the member that it concerns; ``None``: all."""
+__all__ = ["Cohort"]
 
 _OWN_ERRORS = ("NonFiniteLoss", "UsageError", "CheckpointMismatch", "CodeChanged")  # not caused by an array
 _UNSUPPORTED = "it has a sharded model, a GradScaler, or a loader with an option that arrays do not support"
@@ -68,18 +75,22 @@ class Cohort:
         Yields numbers that are unique within the driver.
     best_rate
         Returns the samples per second of a node assumed for trainings that have not been measured.
-    structure
-        That of its members; empty: that of the first that reports it.
+    key
+        Equal for its trainings. Its structure, if empty, becomes that of the first that reports one.
     now
         Seconds.
     """
+
+    states_curve = True
+    waits_for_nodes = False
+    forming = None
 
     def __init__(
         self,
         name: str,
         requests: Sequence[TrainingRequest],
         *,
-        structure: str = "",
+        key: CohortKey,
         limits: Limits,
         costs: CostsInSeconds,
         slots_per_node: int,
@@ -87,10 +98,10 @@ class Cohort:
         best_rate: Callable[[], float],
         now: float,
     ) -> None:
-        self.name = name
+        self.name, self.key = name, key
         self._limits = limits
         self._slots_per_node = slots_per_node
-        limit = None if requests[0].fusion is None else requests[0].fusion.limit  # the same for all
+        limit = key.fusion.limit
         self._response = Response(now)
         self._trainer = CohortTrainer(name, limit, costs, slots_per_node, best_rate, self._response)
         self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
@@ -99,13 +110,12 @@ class Cohort:
         self._desired: frozenset[str] = frozenset()
         self._holds = False  # the checkpoint directory cannot be used
         self._gain = 0.0  # of arrays of the best size
-        self._structure = structure
-        self._refusal = ""
+        self._structure = key.structure
         self._stall = ""
         self._stands_since = now  # without an array, or without nodes
         self._commands: list[Addressed] = []
         self._registry: SlotRegistry
-        self.add(requests, now)
+        self._add(requests)
         self._trainer.submit(self._members.values())
 
     # ── what others see ───────────────────────────────────────────────────────────────────────────
@@ -120,66 +130,24 @@ class Cohort:
         """Whether, in addition, no array runs."""
         return self.over and not self._arrays
 
-    @property
-    def refusal(self) -> str:
-        """Why its trainings are not fused; empty as long as they may be."""
-        return self._refusal
-
-    @property
-    def runs(self) -> Mapping[str, int]:
-        """Slot -> number of the run in it."""
-        return self._arrays.runs
-
-    def __contains__(self, name: str) -> bool:
-        """Return whether it has a member of this name that is not over."""
-        return name in self._members
+    def run_in(self, slot: str) -> int | None:
+        """Return the number of its run in a slot."""
+        array = self._arrays.in_slot(slot)
+        return None if array is None else array.run
 
     @property
     def idle(self) -> bool:
         """Whether it neither runs nor has nodes assigned."""
         return not (self._arrays or self._desired)
 
-    def take(self) -> list[Addressed]:
-        """Return the commands so far, and start with none again."""
-        self._collect()
-        commands, self._commands = self._commands, []
-        return commands
+    def submit(self) -> list[Addressed]:
+        """Return the commands for a new cohort."""
+        return self._take()
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, requests: Iterable[TrainingRequest], now: float) -> None:
-        """Add trainings; they wait until an array has room for them."""
-        self._response.now = now
-        for request in requests:
-            response = MemberResponse(request.name, now, self._answering)
-            member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
-            self._members[member.name] = member
-            self._arrays.queue.append(member)
-        self._log(record.CohortJoined(self.name, [request.name for request in requests]))
-        self._trainer.update(self._members.values())
-
-    def cancel(self, name: str, now: float) -> None:
-        """End a member, with its state saved."""
-        self._response.now = now
-        member = self._members[name]
-        if member.goal is MemberGoal.CANCEL:
-            return
-        member.goal = MemberGoal.CANCEL
-        member.response.log(record.TrainingCancelled(name))
-        self._dismiss(member)
-
-    def handle(self, event: Event, registry: SlotRegistry, now: float) -> None:  # noqa: C901 - a case for each event
-        """Handle an event; `take` returns the resulting commands.
-
-        Parameters
-        ----------
-        event
-            The event.
-        registry
-            The connected slots; only read.
-        now
-            Seconds.
-        """
+    def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Addressed]:  # noqa: C901 - a case for each event
+        """Handle an event, and return the resulting commands; see `Job`."""
         self._registry, self._response.now = registry, now
         match event:
             case on.TimePassed():
@@ -189,17 +157,15 @@ class Cohort:
                     if not self._desired:
                         self._stands_since = now
                     self._desired = event.nodes
-            case on.MemberReported():
-                self._member_reported(event)
-            case on.MemberOver():
-                self._member_over(event)
-            case on.Reported(report=ArraySized() as sized):
-                if (array := self._arrays.of_run(event.slot, event.run)) is not None:
-                    self._sized(array, sized)
-            case on.RunOver():
-                self._run_over(event)
+            case on.Said(slot, message):
+                if (array := self._arrays.of_run(slot, message.run)) is not None:
+                    self._said(array, message)
             case on.SlotLost():
                 self._slot_lost(event)
+            case on.Extended():
+                self._add(event.requests)
+            case on.Cancelled():
+                self._cancel(event.training)
             case on.Failed():
                 self._fail(event.error)
             case on.StoragePostponed():
@@ -207,6 +173,37 @@ class Cohort:
                     member.response.log(record.TrainingWaits(member.name, event.condition, event.until))
             case on.StorageBack():
                 self._try_again()
+        return self._take()
+
+    def _said(self, array: RunningArray, message: RunMessage) -> None:
+        match message:
+            case MemberReport() if message.member in array.members:
+                self._member_reported(array, array.members[message.member], message.report)
+            case MemberEnded() if message.member in array.members:
+                self._member_over(array, array.members[message.member], message)
+            case ArraySized():
+                self._sized(array, message)
+            case RunEnded():
+                self._run_over(array, message.end)
+
+    def _add(self, requests: Iterable[TrainingRequest]) -> None:
+        """Add trainings; they wait until an array has room for them."""
+        for request in requests:
+            response = MemberResponse(request.name, self._response.now, self._answering)
+            member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
+            self._members[member.name] = member
+            self._arrays.queue.append(member)
+        self._log(record.CohortJoined(self.name, [request.name for request in requests]))
+        self._trainer.update(self._members.values())
+
+    def _cancel(self, name: str) -> None:
+        """End a member, with its state saved."""
+        member = self._members.get(name)
+        if member is None or member.goal is MemberGoal.CANCEL:
+            return
+        member.goal = MemberGoal.CANCEL
+        member.response.log(record.TrainingCancelled(name))
+        self._dismiss(member)
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,19 +245,16 @@ class Cohort:
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
 
-    def _member_reported(self, event: on.MemberReported) -> None:
-        array = self._arrays.of_run(event.slot, event.run)
-        if array is None or (member := array.members.get(event.member)) is None:
-            return
+    def _member_reported(self, array: RunningArray, member: CohortMember, progress: Progress) -> None:
         if not array.trains:
             array.trains = True
             self._trainer.started(self._response.now - array.started)
             if not self._holds:  # else it was sent before the directory failed
                 self._do(do.ForgetStorage())
-        self._take_progress(array, member, event.progress)
+        self._take_progress(array, member, progress)
         self._check_structure(array, member)
-        if event.progress.rate is not None:
-            self._trainer.measured_rate(len(array.members), event.progress.rate)
+        if progress.rate is not None:
+            self._trainer.measured_rate(len(array.members), progress.rate)
 
     def _check_structure(self, array: RunningArray, member: CohortMember) -> None:
         """Let a member leave that cannot be fused at all, or not with the others."""
@@ -299,7 +293,7 @@ class Cohort:
 
     def _refuse(self, reason: str) -> None:
         """Let all members train alone."""
-        self._refusal = reason
+        self._do(Refuse(reason))
         for member in list(self._members.values()):
             self._leave(member, reason)
 
@@ -319,21 +313,18 @@ class Cohort:
 
     # ── the ends ──────────────────────────────────────────────────────────────────────────────────
 
-    def _member_over(self, event: on.MemberOver) -> None:
-        array = self._arrays.of_run(event.slot, event.run)
-        if array is None or (member := array.members.get(event.member)) is None:
-            return
-        end = event.end
+    def _member_over(self, array: RunningArray, member: CohortMember, message: MemberEnded) -> None:
+        end = message.end
         if isinstance(end, RunFinished) or (isinstance(end, RunPaused) and end.reason is not PauseReason.LEFT):
             self._take_progress(array, member, end.progress)
         self._part(array, member, failure=False)
         match end:
             case RunFinished():
                 member.tracker.finish()
-                member.response.do(do.Resolve(event.payload, event.stored))
+                member.response.do(do.Resolve(message.payload, message.stored))
                 self._forget(member)
             case RunFailed():
-                self._failed(array, member, end, event.payload)
+                self._failed(array, member, end, message.payload)
             case StorageFailed():
                 self._back(member)
                 self._hold(end.condition)
@@ -349,16 +340,13 @@ class Cohort:
         member.goal, member.alone_because = MemberGoal.ALONE, f"it failed in an array, {end.reason}"
         self._back(member)
 
-    def _run_over(self, event: on.RunOver) -> None:
-        array = self._arrays.of_run(event.slot, event.run)
-        if array is None:
-            return
-        self._do(do.Release(event.slot))
+    def _run_over(self, array: RunningArray, end: RunEnd) -> None:
+        self._do(do.Release(array.slot))
         self._end(array, failure=False)
         for member in list(array.members.values()):
             self._part(array, member, failure=False)
-            if isinstance(event.end, RunFailed) and member.goal is MemberGoal.TRAIN:
-                member.goal, member.alone_because = MemberGoal.ALONE, event.end.reason
+            if isinstance(end, RunFailed) and member.goal is MemberGoal.TRAIN:
+                member.goal, member.alone_because = MemberGoal.ALONE, end.reason
             self._back(member)
 
     def _slot_lost(self, event: on.SlotLost) -> None:
@@ -405,10 +393,10 @@ class Cohort:
                 begun = sum(each.tracker.latest is not None for each in queue)
                 queue.insert(begun if member.tracker.latest is not None else len(queue), member)
             case MemberGoal.REGROUP:
-                member.response.do(do.JoinCohort(member.structure))
+                member.response.do(JoinCohort(member.structure))
                 self._forget(member)
             case MemberGoal.ALONE:
-                member.response.do(do.TrainAlone(member.alone_because))
+                member.response.do(TrainAlone(member.alone_because))
                 self._forget(member)
             case MemberGoal.CANCEL:
                 member.response.do(do.Fail(TrainingCancelled(f"training {member.name!r} was cancelled")))
@@ -453,9 +441,15 @@ class Cohort:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────
 
+    def _take(self) -> list[Addressed]:
+        """Return the commands so far, and start with none again."""
+        self._collect()
+        commands, self._commands = self._commands, []
+        return commands
+
     def _collect(self) -> None:
         """Take the commands so far: those to slots in order, which a member's follow."""
-        self._commands += [(None, command) for command in self._response.take()]
+        self._commands += [(self.name, command) for command in self._response.take()]
         for response in self._answering:
             self._commands += [(response.name, command) for command in response.take()]
         self._answering.clear()

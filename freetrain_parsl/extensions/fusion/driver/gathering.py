@@ -84,15 +84,15 @@ class Gathering:
         group.trainings[training.future] = training
         self._keys[training.future] = key
 
-    def take(self, future: Future[Any]) -> Training | None:
+    def take(self, future: Future[Any]) -> list[Training]:
         """Take the training with this future, if it is here."""
         if (key := self._keys.pop(future, None)) is None:
-            return None
+            return []
         group = self._groups[key]
         training = group.trainings.pop(future)
         if not group.trainings:
             del self._groups[key]
-        return training
+        return [training]
 
     def take_all(self) -> list[Training]:
         """Take all trainings."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.jobs.training.commands import Response
+from freetrain_parsl.executor.jobs.training.commands import OwnCommand, Response
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
@@ -14,7 +14,36 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.training.commands import Command
     from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
 
-__all__ = ["CohortMember", "MemberGoal", "MemberResponse", "RunningArray"]
+__all__ = [
+    "CohortMember",
+    "JoinCohort",
+    "MemberGoal",
+    "MemberResponse",
+    "Refuse",
+    "RunningArray",
+    "TrainAlone",
+]
+
+
+@dataclass(frozen=True)
+class TrainAlone(OwnCommand):
+    """Train the training by itself from now on, for this reason; empty: because there are enough nodes."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class JoinCohort(OwnCommand):
+    """Train the training with others of its structure, in another cohort."""
+
+    structure: str
+
+
+@dataclass(frozen=True)
+class Refuse(OwnCommand):
+    """Fuse no further trainings of this key, for this reason."""
+
+    reason: str
 
 
 class MemberGoal(Enum):

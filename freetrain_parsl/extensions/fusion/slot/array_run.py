@@ -18,25 +18,18 @@ from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
-from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
-from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
-from freetrain_parsl.protocol.messages import (
+from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
-    ChangeBatch,
-    ChangeGroup,
+    ArraySized,
     MemberEnded,
     MemberReport,
-    Output,
-    PauseRun,
     ReleaseMember,
-    RunEnded,
-    RunReport,
-    StoreReply,
-    Values,
 )
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
+from freetrain_parsl.protocol.messages import Output, PauseRun, RunEnded, Values
 from freetrain_parsl.protocol.options import digest_of
 from freetrain_parsl.protocol.reports import (
-    ArraySized,
     Logged,
     PauseReason,
     Progress,
@@ -53,8 +46,9 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.executor.slot.output import OutputCapture
+    from freetrain_parsl.extensions.fusion.messages import StartArray
     from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
-    from freetrain_parsl.protocol.messages import StartArray, ToDriver, ToRun
+    from freetrain_parsl.protocol.messages import RunMessage, StoreReply, ToDriver
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.protocol.reports import Report, RunEnd
 
@@ -104,24 +98,22 @@ class ArrayRun:
         """Whether no work would be lost if this process ended now."""
         return not self.mailbox.underway
 
-    def handle(self, message: ToRun) -> bool:
+    def handle(self, message: RunMessage | StoreReply) -> bool:
         """Handle a message from the driver; return false if it is for another run."""
         match message:
-            case StoreReply() | ChangeGroup() | ChangeBatch():
-                return False
-            case _ if message.run != self.number:
-                return False
-            case AddMember():
+            case AddMember(run=self.number):
                 self._options = self._options or message.options
                 self.mailbox.add(Member(message.options, partial(self._load, message.payload)))
                 self._missing.discard(message.options.name)
                 if not self._missing:
                     self._complete.set()
-            case ReleaseMember():
+            case ReleaseMember(run=self.number):
                 self.mailbox.release(message.member)
-            case PauseRun():
+            case PauseRun(run=self.number):
                 self.mailbox.end()
                 self._complete.set()
+            case _:
+                return False
         return True
 
     def close(self) -> None:
@@ -178,7 +170,7 @@ class ArrayRun:
         size = self._command.size
         if size is None and (known := self._known_size()) is not None:
             size = known.size
-            self._send_size(ArraySized(size, fused=True, gain=known.gain, gain_size=size, decided=True))
+            self._send_size(size, fused=True, gain=known.gain, gain_size=size, decided=True)
         self._sizing = ArraySizing(self._command.limit or _MOST_MEMBERS, size, memory=memory)
         engine = run_members(
             (),
@@ -245,11 +237,11 @@ class ArrayRun:
         if not self._too_large:
             self._too_large = True
             reason = f"{sizing.size} members need more memory than the device has"
-            self._send_size(ArraySized(sizing.size // 2, fused=True, decided=True, reason=reason))
+            self._send_size(sizing.size // 2, fused=True, decided=True, reason=reason)
         return True
 
     def _resized(self, sizing: ArraySizing) -> None:
-        self._send_size(ArraySized(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided))
+        self._send_size(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided)
         if sizing.decided and sizing.fused and self._options is not None:
             write_array_size(self._options.checkpoint_root, self._key(), MeasuredSize(sizing.size, sizing.gain))
 
@@ -267,8 +259,8 @@ class ArrayRun:
         code = self._options.code
         return digest_of(["" if code is None else code.identity, device])  # whatever the arguments of its members
 
-    def _send_size(self, sized: ArraySized) -> None:
-        self._send(RunReport(self._training, self.number, sized))
+    def _send_size(self, size: int, *details: Any, **more: Any) -> None:
+        self._send(ArraySized(self._training, self.number, size, *details, **more))
 
     def _refused(self, reason: str) -> None:
-        self._send_size(ArraySized(1, decided=True, reason=reason))
+        self._send_size(1, decided=True, reason=reason)

@@ -1,0 +1,237 @@
+"""The port for kinds of jobs: what the driver's manager, slots and commands ask of them.
+
+A job is one trainer of the planner: a training by itself, or trainings that a kind of jobs runs together. Kinds are
+found by their entry points in the group ``freetrain.jobs``; a training that none of them takes is a job of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+
+from freetrain_parsl.entry_points import EntryPoints, subclass_of
+from freetrain_parsl.protocol import messages
+from freetrain_parsl.protocol.codec import by_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from concurrent.futures import Future
+    from datetime import timedelta
+
+    from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
+    from freetrain_parsl.executor.jobs.manager import JobManager
+    from freetrain_parsl.executor.jobs.request import Training, TrainingRequest
+    from freetrain_parsl.executor.jobs.training.commands import Addressed, OwnCommand
+    from freetrain_parsl.executor.jobs.training.events import Event
+    from freetrain_parsl.executor.payloads.value_files import ValueFiles
+    from freetrain_parsl.executor.slot.output import OutputCapture
+    from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+    from freetrain_parsl.protocol.messages import RunEnded, RunMessage, RunStart, StoreReply, ToDriver
+
+__all__ = ["JOBS", "TO_DRIVER", "TO_SLOT", "Job", "JobKind", "Run", "kind_of"]
+
+
+class Job(Protocol):
+    """One trainer of the planner: events in, commands out. Pure: no clock, thread, socket or file."""
+
+    @property
+    def name(self) -> str:
+        """For the planner, slots and the journal; unique among the jobs that are not over."""
+
+    @property
+    def states_curve(self) -> bool:
+        """Whether its curve is what it says; otherwise it is learned from what it observes."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no training of it is pending, and no run left."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it neither runs nor has nodes assigned."""
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether only an event can change it, so that it is seldom told that time has passed."""
+
+    @property
+    def forming(self) -> int | None:
+        """Number of the group whose rendezvous it watches."""
+
+    def run_in(self, slot: str) -> int | None:
+        """Return the number of its run in a slot."""
+
+    def submit(self) -> Sequence[Addressed]:
+        """Return the commands for a new job."""
+
+    def handle(self, event: Event, registry: SlotRegistry, now: float) -> Sequence[Addressed]:
+        """Handle an event, and return the resulting commands.
+
+        Parameters
+        ----------
+        event
+            The event.
+        registry
+            The connected slots; only read.
+        now
+            Seconds.
+        """
+
+
+class Run(Protocol):
+    """The execution of a `RunStart` command in a slot."""
+
+    number: int
+    output: OutputCapture | None
+    """Takes what is printed, while it runs."""
+
+    @property
+    def source(self) -> str:
+        """Whose output it is at first."""
+
+    @property
+    def mailbox(self) -> RunMailbox:
+        """Takes what concerns the process."""
+
+    @property
+    def expendable(self) -> bool:
+        """Whether no work would be lost if this process ended now."""
+
+    def perform(self) -> RunEnded:
+        """Run to the end, in the main thread; return the message that reports it."""
+
+    def handle(self, message: RunMessage | StoreReply) -> bool:
+        """Handle a message from the driver, in the channel's thread; return false if it is for another run."""
+
+    def deliver(self, source: str, lines: bytes) -> None:
+        """Pass on what was printed."""
+
+    def close(self) -> None:
+        """Wait for nothing more: the driver has failed, or the run is over."""
+
+
+class RunMailbox(Protocol):
+    """What a slot tells a run."""
+
+    def close_after(self, remaining: timedelta | None) -> None:
+        """Set the time until the node closes; ``None`` if it is unknown or no longer known."""
+
+    def end(self) -> None:
+        """Request a pause: the slot leaves."""
+
+    def waited(self) -> float:
+        """Return the seconds for which this process has been waiting for other members."""
+
+
+class JobKind:
+    """A kind of jobs, in one driver; the classes of its messages and its runs are also used in slots.
+
+    Parameters
+    ----------
+    jobs
+        Holds the driver's jobs.
+    """
+
+    to_slot: ClassVar[tuple[type[RunMessage], ...]] = ()
+    """Its own messages that the driver sends."""
+    to_driver: ClassVar[tuple[type[RunMessage], ...]] = ()
+    """Its own messages that slots send."""
+
+    def __init__(self, jobs: JobManager) -> None:
+        self.jobs = jobs
+
+    # In the driver.
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it has trainings that are in no job yet."""
+        return False
+
+    def submit(self, training: Training) -> bool:
+        """Take a training, or leave it to other kinds."""
+        raise NotImplementedError
+
+    def withdraw(self, future: Future[Any] | None) -> list[Training]:  # noqa: ARG002
+        """Give back the training with this future, or all (``None``), if it is in no job yet."""
+        return []
+
+    def advance(self) -> None:
+        """Make jobs of the trainings that it has taken: `JobManager.hold` or `JobManager.extend`."""
+
+    def carry_out(self, job: Any, training: Training | None, command: OwnCommand) -> None:
+        """Carry out a command of one of its jobs that no other kind has."""
+        raise NotImplementedError
+
+    # In a slot.
+
+    @classmethod
+    def run(cls, command: Any, send: Callable[[ToDriver], None], files: ValueFiles | None) -> Run:
+        """Return the execution of a `RunStart` of this kind.
+
+        Parameters
+        ----------
+        command
+            The command.
+        send
+            Sends a message to the driver; may be called from any thread.
+        files
+            Where a large result goes; ``None``: all results are sent in messages.
+        """
+        raise NotImplementedError
+
+    # In ``freetrain plan``.
+
+    @classmethod
+    def key(cls, request: TrainingRequest) -> Hashable | None:  # noqa: ARG003
+        """Return what is equal for trainings that would be one job; ``None``: it would not take this one."""
+        return None
+
+    @classmethod
+    def planned(
+        cls, number: int, requests: Sequence[TrainingRequest], costs: CostsInSeconds, submitted: float
+    ) -> tuple[Trainer, str]:
+        """Return a job of several trainings as the planner would see it, and a note for the user.
+
+        Parameters
+        ----------
+        number
+            Of the job, from 1.
+        requests
+            Its trainings, of one key.
+        costs
+            Rescale costs if the requests do not state them.
+        submitted
+            When it was submitted, seconds.
+        """
+        raise NotImplementedError
+
+
+JOBS: Final = EntryPoints[type[JobKind]]("freetrain.jobs", "kind of job", subclass_of(JobKind))
+"""Name -> kind of jobs, besides trainings by themselves."""
+
+
+def kind_of(command: RunStart) -> type[JobKind]:
+    """Return the kind of a command that begins a run."""
+    return next(kind for kind in JOBS.values() if isinstance(command, kind.to_slot))
+
+
+class _Messages(dict[str, type]):
+    """Message classes by their name on the wire; those of kinds of jobs are added when an unknown name is met."""
+
+    def __init__(self, core: Mapping[str, type], of_kind: Callable[[type[JobKind]], Sequence[type]]) -> None:
+        super().__init__(core)
+        self._of_kind = of_kind
+        self._is_complete = False
+
+    def __contains__(self, name: object) -> bool:
+        if not (self._is_complete or super().__contains__(name)):
+            of_kinds = [message for kind in JOBS.values() for message in self._of_kind(kind)]
+            self.update({**by_type(*of_kinds), **self})
+            self._is_complete = True
+        return super().__contains__(name)
+
+
+TO_SLOT: Final = _Messages(messages.TO_SLOT, lambda kind: kind.to_slot)
+"""Messages that the driver may send."""
+
+TO_DRIVER: Final = _Messages(messages.TO_DRIVER, lambda kind: kind.to_driver)
+"""Messages that a slot may send."""
