@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import PlanningError
-from freetrain_parsl.executor.jobs.training.planner_view import learned_costs
+from freetrain_parsl.executor.jobs.training.progress import learned_costs
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import CostsInSeconds
 from freetrain_parsl.planning.planner import Planner

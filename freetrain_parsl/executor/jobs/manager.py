@@ -14,12 +14,12 @@ from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
 from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
 from freetrain_parsl.executor.driver.settler import settle_at_once, unshared
 from freetrain_parsl.executor.driver.storage_watch import StorageWatch
+from freetrain_parsl.executor.jobs import commands as do
+from freetrain_parsl.executor.jobs import events as on
 from freetrain_parsl.executor.jobs.curve_learning import CurveKeeper, CurveLearning
 from freetrain_parsl.executor.jobs.port import JOBS, JobKind
-from freetrain_parsl.executor.jobs.training import commands as do
-from freetrain_parsl.executor.jobs.training import events as on
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
-from freetrain_parsl.executor.jobs.training.planner_view import FailureRate
+from freetrain_parsl.executor.jobs.training.progress import FailureRate
 from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_error, settle_with_value
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import RunStart, WithFunction
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.driver.settler import Settle
     from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.executor.jobs.commands import Addressed, Command
+    from freetrain_parsl.executor.jobs.events import Event
     from freetrain_parsl.executor.jobs.port import Job
     from freetrain_parsl.executor.jobs.request import SharedSettings, Training
-    from freetrain_parsl.executor.jobs.training.commands import Addressed, Command
-    from freetrain_parsl.executor.jobs.training.events import Event
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.planning import events as planner
     from freetrain_parsl.protocol.messages import RunMessage, StoreRequest, ToSlot

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
+    from freetrain_parsl.executor.jobs.commands import Addressed, OwnCommand
+    from freetrain_parsl.executor.jobs.events import Event
     from freetrain_parsl.executor.jobs.manager import JobManager
     from freetrain_parsl.executor.jobs.request import Training, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Addressed, OwnCommand
-    from freetrain_parsl.executor.jobs.training.events import Event
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.planning.model import CostsInSeconds, Trainer

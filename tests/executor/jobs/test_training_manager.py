@@ -10,7 +10,7 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
-from freetrain_parsl.executor.jobs.training.next_change import fewest_to_exclude
+from freetrain_parsl.executor.jobs.training.states import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import CostsInSeconds

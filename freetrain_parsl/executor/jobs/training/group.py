@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.jobs.training import commands as do
-from freetrain_parsl.executor.jobs.training.next_change import members_of
+from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.executor.jobs.training.states import (
     TRANSITIONS,
     Abandoning,
@@ -21,6 +20,7 @@ from freetrain_parsl.executor.jobs.training.states import (
     Running,
     Starting,
     Waiting,
+    members_of,
 )
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import ChangeBatch, ChangeGroup, PauseRun, Place, StartRun
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot
+    from freetrain_parsl.executor.jobs.commands import Response
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Response
     from freetrain_parsl.executor.jobs.training.states import Phase
 
 __all__ = ["TrainingProcesses"]

@@ -15,19 +15,11 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidTrainer, TrainingCancelled
 from freetrain_parsl.executor.driver.settler import unshared
-from freetrain_parsl.executor.jobs.training import commands as do
-from freetrain_parsl.executor.jobs.training import events as on
-from freetrain_parsl.executor.jobs.training.commands import Response
+from freetrain_parsl.executor.jobs import commands as do
+from freetrain_parsl.executor.jobs import events as on
+from freetrain_parsl.executor.jobs.commands import Response
 from freetrain_parsl.executor.jobs.training.group import TrainingProcesses
-from freetrain_parsl.executor.jobs.training.next_change import (
-    disconnection,
-    fewest_to_exclude,
-    hanging_newcomers,
-    next_change,
-    survivors,
-)
-from freetrain_parsl.executor.jobs.training.planner_view import PlannerView
-from freetrain_parsl.executor.jobs.training.progress import ProgressTracker, stall_reason
+from freetrain_parsl.executor.jobs.training.progress import PlannerView, ProgressTracker, stall_reason
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,
     Ended,
@@ -40,6 +32,11 @@ from freetrain_parsl.executor.jobs.training.states import (
     Running,
     Starting,
     Waiting,
+    disconnection,
+    fewest_to_exclude,
+    hanging_newcomers,
+    next_change,
+    survivors,
 )
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import RunEnded, RunReport
@@ -59,9 +56,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
+    from freetrain_parsl.executor.jobs.commands import Addressed, Command
+    from freetrain_parsl.executor.jobs.events import Event
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Addressed, Command
-    from freetrain_parsl.executor.jobs.training.events import Event
     from freetrain_parsl.executor.jobs.training.states import Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
     from freetrain_parsl.protocol.reports import Report

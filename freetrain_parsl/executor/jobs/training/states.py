@@ -1,13 +1,16 @@
-"""The states of a training, and its participants: the processes that run it."""
+"""The states of a training, its participants, the next change of them, and the detection of broken groups."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
 
 __all__ = [
     "TRANSITIONS",
@@ -16,6 +19,7 @@ __all__ = [
     "Failure",
     "Goal",
     "GroupMembers",
+    "NextChange",
     "Participant",
     "Pausing",
     "Phase",
@@ -26,7 +30,16 @@ __all__ = [
     "Starting",
     "State",
     "Waiting",
+    "disconnection",
+    "fewest_to_exclude",
+    "hanging_newcomers",
+    "next_change",
+    "survivors",
 ]
+
+# A member whose heartbeat arrives this many seconds after a peer's error is alive: the connection failed.
+_ALIVE = 1.5
+_PATIENCE = 5.0  # seconds for which the first ready newcomer waits for the others
 
 
 class Role(Enum):
@@ -250,3 +263,226 @@ class Recovering:
 
 
 State: TypeAlias = Phase | Recovering
+
+
+@dataclass(frozen=True)
+class NextChange:
+    """The next change towards the assigned nodes; all fields empty: no change.
+
+    Parameters
+    ----------
+    pause
+        Whether all members save and end.
+    dismiss
+        Newcomers to dismiss.
+    start
+        Slots on which to start newcomers.
+    ranks
+        Slots of the next group, in order of rank.
+    """
+
+    pause: bool = False
+    dismiss: tuple[str, ...] = ()
+    start: tuple[Slot, ...] = ()
+    ranks: tuple[str, ...] = ()
+
+
+def next_change(
+    participants: Mapping[str, Participant],
+    group: GroupMembers,
+    desired: frozenset[str],
+    registry: SlotRegistry,
+    *,
+    min_nodes: int,
+    now: float,
+) -> NextChange:
+    """Decide the next change of a training that runs, can change in place, and is not changing.
+
+    Nodes that are to be released are left at once. Added nodes join when their slots are ready, as many as possible in
+    one change without making ready slots wait long. A training that moves to entirely different nodes continues until
+    the slots there are ready, then changes through an intermediate group of both. If no group can have processes
+    on both, it pauses with a checkpoint and starts there.
+
+    Parameters
+    ----------
+    participants
+        Slot -> participant.
+    group
+        The current group.
+    desired
+        Nodes that are assigned to the training.
+    registry
+        The connected slots.
+    min_nodes
+        The minimum number of nodes of the training.
+    now
+        Seconds.
+    """
+    closing = registry.closing(desired | group.nodes)
+    wanted = desired - closing
+    members = members_of(participants, group)
+    stay = [member for member in members if member.node in wanted]
+    newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
+    if not wanted:
+        return NextChange(pause=True, dismiss=_names(newcomers))
+    there = _Availability(participants, wanted, registry)
+    if len(stay) == len(members):
+        return there.change(_grow(stay, there, now))
+    if len({member.node for member in stay}) >= min_nodes:
+        return there.change((*_names(stay), *_names(there.ready)))
+    apart = len(registry.transports_on({member.node for member in members} | wanted)) > 1
+    if apart or any(member.node in closing for member in members) or not there.complete:
+        return NextChange(pause=True, dismiss=_names(newcomers))
+    ranks: tuple[str, ...] = ()
+    if not there.startable and not there.preparing:
+        keep = stay or [member for member in members if member.node == members[0].node]
+        ranks = (*_names(keep), *_names(there.ready))
+    return there.change(ranks)
+
+
+def members_of(participants: Mapping[str, Participant], group: GroupMembers) -> list[Participant]:
+    """Return the members of a group whose run has not ended, in order of rank."""
+    return [participants[s] for s in group.ranks if s in participants and participants[s].role is Role.MEMBER]
+
+
+def survivors(
+    participants: Mapping[str, Participant], group: GroupMembers, change: Regrouping | None, *, with_newcomers: bool
+) -> tuple[str, ...]:
+    """Return the slots that can continue after a failure, in order of rank; empty if none of them has the state."""
+    if change is not None and not change.begun:
+        members = [participants[slot] for slot in change.after.ranks if slot in participants]
+        if not any(member.has_state for member in members):  # members that should leave may still be running
+            members = [participants[slot] for slot in change.before.ranks if slot in participants] + members
+    else:
+        members = members_of(participants, group)
+    members = [member for member in members if not member.unreachable]
+    if not any(member.has_state for member in members):
+        return ()
+    return _names(member for member in members if with_newcomers or member.has_state)
+
+
+def disconnection(
+    participants: Mapping[str, Participant],
+    change: Regrouping | None,
+    registry: SlotRegistry,
+    *,
+    peer_timeout: float,
+    meeting_timeout: float,
+    now: float,
+) -> str | None:
+    """Return why a group makes no progress without a known failure: a broken connection; ``None`` if it works."""
+    members = [one for one in participants.values() if one.role is Role.MEMBER]
+    if not members:
+        return None
+    failed = [one.group_failed for one in members if one.group_failed is not None]
+    if failed:
+        complaint = next((f": {one.complaint}" for one in members if one.complaint), "")
+        heard = min(registry.slots[one.slot].heard for one in members)
+        if heard > min(failed) + _ALIVE or now - min(failed) > peer_timeout:
+            return f"its members lost their connections, though all of them are alive{complaint}"
+        return None
+    limit = peer_timeout + (0.0 if change is None else meeting_timeout)
+    if (change is None or not change.failure) and all(one.waited > limit for one in members):
+        return f"its members only waited for each other for more than {limit:g} s"
+    return None
+
+
+def fewest_to_exclude(
+    ranks: Sequence[str], unreachable: Iterable[Sequence[int]], with_state: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Choose a small set of slots without which all others of a group can reach each other; prefers high ranks.
+
+    Parameters
+    ----------
+    ranks
+        The group's slots in order of rank.
+    unreachable
+        Pairs of ranks that cannot reach each other.
+    with_state
+        Slots that have the training's state; one of them is kept, because the state would be lost with the last.
+    """
+    holders = {rank for rank, slot in enumerate(ranks) if slot in with_state}
+    pairs = {frozenset(pair) for pair in unreachable}
+    pairs = {pair for pair in pairs if len(pair) == 2 and pair <= set(range(len(ranks)))}
+    chosen: list[str] = []
+    while pairs:
+        counts = Counter(rank for pair in pairs for rank in pair)
+        candidates = counts.keys() - holders if len(holders) == 1 else counts.keys()
+        worst = max(candidates, key=lambda rank: (counts[rank], rank))
+        chosen.append(ranks[worst])
+        holders.discard(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
+    return tuple(chosen)
+
+
+def hanging_newcomers(
+    participants: Mapping[str, Participant], change: Regrouping, arrived: frozenset[str]
+) -> tuple[str, ...]:
+    """Return the newcomers that hang: they only have to join the rendezvous, and have not.
+
+    Parameters
+    ----------
+    participants
+        Slot -> participant.
+    change
+        The current change, which has taken longer than any newcomer needs.
+    arrived
+        Slots that have joined the rendezvous of the new group.
+    """
+    newcomers = [one for one in participants.values() if one.slot in change.awaited and not one.has_state]
+    return tuple(one.slot for one in newcomers if one.slot not in arrived and one.group_failed is None)
+
+
+class _Availability:
+    """The state of the nodes that are assigned to a training.
+
+    Attributes
+    ----------
+    unwanted
+        Newcomers on other nodes.
+    startable
+        Idle slots on which newcomers can be started.
+    preparing
+        Newcomers that are not ready yet.
+    ready
+        Newcomers that can join: all slots of their nodes are ready or already members.
+    complete
+        Whether no slot is missing or busy with other work.
+    """
+
+    def __init__(self, participants: Mapping[str, Participant], wanted: Iterable[str], registry: SlotRegistry) -> None:
+        newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
+        wanted = sorted(wanted)
+        self.unwanted = _names(one for one in newcomers if one.node not in wanted)
+        self.preparing = [one for one in newcomers if one.node in wanted and one.ready is None]
+        self.ready: list[Participant] = []
+        self.startable: tuple[Slot, ...] = ()
+        self.complete = True
+        for node in wanted:
+            slots = registry.complete_slots([node]) or []
+            here = [participants[slot.name] for slot in slots if slot.name in participants]
+            self.startable += tuple(slot for slot in slots if slot.busy is None)
+            self.complete = (
+                self.complete and bool(slots) and all(slot.busy is None or slot.name in participants for slot in slots)
+            )
+            arrived = [one for one in here if one.role is Role.NEWCOMER and one.ready is not None]
+            if len(slots) == len(arrived) + sum(one.role is Role.MEMBER for one in here):
+                self.ready += arrived
+
+    def change(self, ranks: tuple[str, ...]) -> NextChange:
+        """Start newcomers where possible, dismiss those that are not wanted, and regroup if there are `ranks`."""
+        return NextChange(dismiss=self.unwanted, start=self.startable, ranks=ranks)
+
+
+def _grow(stay: list[Participant], there: _Availability, now: float) -> tuple[str, ...]:
+    """Return the ranks of a larger group, once all newcomers are ready or the first has waited long enough."""
+    if not there.ready:
+        return ()
+    waited = now - min(one.ready for one in there.ready if one.ready is not None)
+    if there.preparing and waited < _PATIENCE:
+        return ()
+    return (*_names(stay), *_names(there.ready))
+
+
+def _names(participants: Iterable[Participant]) -> tuple[str, ...]:
+    return tuple(one.slot for one in participants)

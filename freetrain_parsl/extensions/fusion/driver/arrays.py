@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.jobs.training import commands as do
+from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.extensions.fusion.driver.members import CohortMember, RunningArray
 from freetrain_parsl.extensions.fusion.messages import AddMember, ReleaseMember, StartArray
 from freetrain_parsl.protocol import journal as record
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot
-    from freetrain_parsl.executor.jobs.training.commands import Response
+    from freetrain_parsl.executor.jobs.commands import Response
     from freetrain_parsl.extensions.fusion.driver.cohort_trainer import CohortTrainer
 
 __all__ = ["CohortArrays"]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.driver.settler import unshared
-from freetrain_parsl.executor.jobs.training import commands as do
-from freetrain_parsl.executor.jobs.training import events as on
-from freetrain_parsl.executor.jobs.training.commands import Response
+from freetrain_parsl.executor.jobs import commands as do
+from freetrain_parsl.executor.jobs import events as on
+from freetrain_parsl.executor.jobs.commands import Response
 from freetrain_parsl.executor.jobs.training.progress import ProgressTracker, waiting_reason
 from freetrain_parsl.extensions.fusion.driver.arrays import CohortArrays
 from freetrain_parsl.extensions.fusion.driver.cohort_trainer import CohortTrainer
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.executor.jobs.commands import Addressed, Command
+    from freetrain_parsl.executor.jobs.events import Event
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Addressed, Command
-    from freetrain_parsl.executor.jobs.training.events import Event
     from freetrain_parsl.extensions.fusion.driver.gathering import CohortKey
     from freetrain_parsl.extensions.fusion.driver.members import RunningArray
     from freetrain_parsl.planning.model import CostsInSeconds

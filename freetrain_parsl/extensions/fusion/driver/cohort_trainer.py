@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.jobs.training.planner_view import changed_significantly, learned_costs
+from freetrain_parsl.executor.jobs.training.progress import changed_significantly, learned_costs
 from freetrain_parsl.extensions.fusion.curve import FusionCurve
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -15,8 +15,8 @@ from freetrain_parsl.planning.model import Trainer
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from freetrain_parsl.executor.jobs.commands import Response
     from freetrain_parsl.executor.jobs.request import TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Response
     from freetrain_parsl.extensions.fusion.driver.members import CohortMember
     from freetrain_parsl.planning.model import CostsInSeconds
 

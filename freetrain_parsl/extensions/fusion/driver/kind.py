@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
+    from freetrain_parsl.executor.jobs.commands import OwnCommand
     from freetrain_parsl.executor.jobs.manager import JobManager
     from freetrain_parsl.executor.jobs.port import Run
     from freetrain_parsl.executor.jobs.request import Training, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import OwnCommand
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.extensions.fusion.driver.gathering import CohortKey
     from freetrain_parsl.planning.model import CostsInSeconds, Trainer

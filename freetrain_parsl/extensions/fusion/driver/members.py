@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.jobs.training.commands import OwnCommand, Response
+from freetrain_parsl.executor.jobs.commands import OwnCommand, Response
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
+    from freetrain_parsl.executor.jobs.commands import Command
     from freetrain_parsl.executor.jobs.request import TrainingRequest
-    from freetrain_parsl.executor.jobs.training.commands import Command
     from freetrain_parsl.executor.jobs.training.progress import ProgressTracker
 
 __all__ = [
