@@ -6,6 +6,7 @@ found by their entry points in the group ``freetrain.jobs``; a training that non
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
@@ -77,38 +78,6 @@ class Job(Protocol):
         """
 
 
-class Run(Protocol):
-    """The execution of a `RunStart` command in a slot."""
-
-    number: int
-    output: OutputCapture | None
-    """Takes what is printed, while it runs."""
-
-    @property
-    def source(self) -> str:
-        """Whose output it is at first."""
-
-    @property
-    def mailbox(self) -> RunMailbox:
-        """Takes what concerns the process."""
-
-    @property
-    def expendable(self) -> bool:
-        """Whether no work would be lost if this process ended now."""
-
-    def perform(self) -> RunEnded:
-        """Run to the end, in the main thread; return the message that reports it."""
-
-    def handle(self, message: RunMessage | StoreReply) -> bool:
-        """Handle a message from the driver, in the channel's thread; return false if it is for another run."""
-
-    def deliver(self, source: str, lines: bytes) -> None:
-        """Pass on what was printed."""
-
-    def close(self) -> None:
-        """Wait for nothing more: the driver has failed, or the run is over."""
-
-
 class RunMailbox(Protocol):
     """What a slot tells a run."""
 
@@ -120,6 +89,62 @@ class RunMailbox(Protocol):
 
     def waited(self) -> float:
         """Return the seconds for which this process has been waiting for other members."""
+
+
+class Run(ABC):
+    """The execution of a `RunStart` command in a slot.
+
+    Parameters
+    ----------
+    command
+        The command.
+    send
+        Sends a message to the driver; may be called from any thread.
+    files
+        Where a large result goes; ``None``: all results are sent in messages.
+    """
+
+    mailbox: RunMailbox
+    """Takes what concerns the process."""
+
+    def __init__(self, command: RunStart, send: Callable[[ToDriver], None], files: ValueFiles | None = None) -> None:
+        self.number = command.run
+        self.output: OutputCapture | None = None
+        """Takes what is printed, while it runs."""
+        self._training = command.training
+        self._send = send
+        self._files = files
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """Whose output it is at first, as `attribute` takes it."""
+
+    @property
+    @abstractmethod
+    def expendable(self) -> bool:
+        """Whether no work would be lost if this process ended now."""
+
+    @abstractmethod
+    def perform(self) -> RunEnded:
+        """Run to the end, in the main thread; return the message that reports it."""
+
+    @abstractmethod
+    def handle(self, message: RunMessage | StoreReply) -> bool:
+        """Handle a message from the driver, in the channel's thread; return false if it is for another run."""
+
+    @abstractmethod
+    def deliver(self, source: str, lines: bytes) -> None:
+        """Pass on what was printed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for nothing more: the driver has failed, or the run is over."""
+
+    def attribute(self, source: str) -> None:
+        """State whose output it is from now on."""
+        if self.output is not None:
+            self.output.attribute(source)
 
 
 class JobKind:
@@ -165,17 +190,7 @@ class JobKind:
 
     @classmethod
     def run(cls, command: Any, send: Callable[[ToDriver], None], files: ValueFiles | None) -> Run:
-        """Return the execution of a `RunStart` of this kind.
-
-        Parameters
-        ----------
-        command
-            The command.
-        send
-            Sends a message to the driver; may be called from any thread.
-        files
-            Where a large result goes; ``None``: all results are sent in messages.
-        """
+        """Return the execution of a `RunStart` of this kind; see `Run`."""
         raise NotImplementedError
 
     # In ``freetrain plan``.

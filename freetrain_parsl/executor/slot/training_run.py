@@ -10,6 +10,7 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
+from freetrain_parsl.executor.jobs.port import Run
 from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
 from freetrain_parsl.protocol.messages import (
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
-    from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.protocol.messages import Place, RunMessage, StartRun, ToDriver
     from freetrain_parsl.protocol.reports import Report, RunEnd
 
@@ -127,21 +127,17 @@ class ChannelStore:
         return reply
 
 
-class TrainingRun:
+class TrainingRun(Run):
     """The execution of one `StartRun` command.
 
     Parameters
     ----------
-    command
-        The command.
+    command, send, files
+        As in `Run`.
     interface
         Network interface for the traffic between members; ``None``: torch's choice.
-    send
-        Sends a message to the driver; may be called from any thread.
     address
         This node's IP address on that interface; ``None``: the members do not check that they can reach each other.
-    files
-        Where a large result goes; ``None``: all results are sent in messages.
     """
 
     def __init__(
@@ -153,16 +149,11 @@ class TrainingRun:
         address: str | None = None,
         files: ValueFiles | None = None,
     ) -> None:
-        self.mailbox = ControlMailbox()
-        self.number = command.run
-        self.output: OutputCapture | None = None
-        """Takes what the training prints, while it runs."""
+        super().__init__(command, send, files)
+        self.mailbox: ControlMailbox = ControlMailbox()
         self._command = command
         self._interface = interface
         self._address = address
-        self._send = send
-        self._files = files
-        self._training = command.training
         self._meeting = timedelta(seconds=command.meeting_timeout)
         self._lock = threading.Lock()  # of the next three
         self._stores: dict[str, ChannelStore] = {}
@@ -216,13 +207,13 @@ class TrainingRun:
                 end = RunPaused(ended.reason, ended.progress)
         except KeyboardInterrupt as error:
             # SIGINT, from the batch system or a person: as with any other signal that ends a process, it is a crash.
-            self._attribute(f"!{self.source}")
+            self.attribute(f"!{self.source}")
             print_exception(error)
             raise
         except BaseException as error:  # noqa: BLE001 - of the user's function: passed to the user's future
             end, payload = end_by(error, self._generation)
             if isinstance(end, RunFailed):
-                self._attribute(f"!{self.source}")
+                self.attribute(f"!{self.source}")
                 print_exception(error)
         return RunEnded(self._training, self.number, end, payload, stored)
 
@@ -302,15 +293,11 @@ class TrainingRun:
             self._group_failed = True
         elif isinstance(report, Joined):
             self._joined(report)
-            self._attribute(self.source)
+            self.attribute(self.source)
         elif isinstance(report, Logged):
             self._send(Values(self._training, report.rows))
             return
         self._send(RunReport(self._training, self.number, report))
-
-    def _attribute(self, source: str) -> None:
-        if self.output is not None:
-            self.output.attribute(source)
 
     def _joined(self, report: Joined) -> None:
         group = f"{self._training}/{report.generation}"

@@ -122,7 +122,7 @@ class FusionKind(JobKind):
         """Return the run of an array."""
         from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 
-        return ArrayRun(command, send=send, files=files)
+        return ArrayRun(command, send, files)
 
     # In ``freetrain plan``.
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CannotFuse, CheckpointError, TrainingError
+from freetrain_parsl.executor.jobs.port import Run
 from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     import torch
 
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
-    from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.extensions.fusion.messages import StartArray
     from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
     from freetrain_parsl.protocol.messages import RunMessage, StoreReply, ToDriver
@@ -59,32 +59,18 @@ _REPORTS_PER_SECOND = 8.0  # of all members
 _LONGEST_WAIT = 60.0  # seconds, for the first members
 
 
-class ArrayRun:
-    """The execution of one `StartArray` command.
+class ArrayRun(Run):
+    """The execution of one `StartArray` command."""
 
-    Parameters
-    ----------
-    command
-        The command.
-    send
-        Sends a message to the driver; may be called from any thread.
-    files
-        As in `TrainingRun`.
-    """
+    source = ""
+    """Whose output it is before a member has its first turn: nobody's."""
 
-    def __init__(
-        self, command: StartArray, *, send: Callable[[ToDriver], None], files: ValueFiles | None = None
-    ) -> None:
+    def __init__(self, command: StartArray, send: Callable[[ToDriver], None], files: ValueFiles | None = None) -> None:
+        super().__init__(command, send, files)
         self.mailbox: ArrayMailbox = ArrayMailbox()
-        self.number = command.run
-        self.output: OutputCapture | None = None
-        """Takes what the members print, while the array runs."""
         self.fused_steps = 0
         """Number of steps that were made for several members at once, after the end."""
         self._command = command
-        self._send = send
-        self._files = files
-        self._training = command.training
         self._missing = set(command.members)
         self._complete = threading.Event()
         self._options: SessionOptions | None = None  # of the first member
@@ -119,9 +105,6 @@ class ArrayRun:
     def close(self) -> None:
         """Wait for nothing more: the driver has failed, or the run is over."""
         self._complete.set()
-
-    source = ""
-    """Whose output it is before a member has its first turn: nobody's."""
 
     def deliver(self, member: str, lines: bytes) -> None:
         """Pass on what a member has printed; what precedes the first member's turn goes where slots print."""
@@ -180,13 +163,9 @@ class ArrayRun:
             sizing=self._sizing,
             resized=self._resized,
             refused=self._refused,
-            turn=self._attribute,
+            turn=self.attribute,
         )
         self.fused_steps = engine.fused_steps
-
-    def _attribute(self, member: str) -> None:
-        if self.output is not None:
-            self.output.attribute(member)
 
     def _report(self, member: str, report: Report) -> None:
         if isinstance(report, Logged):
