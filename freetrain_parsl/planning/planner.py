@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import singledispatchmethod
 from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -154,102 +153,75 @@ class Planner:
             trainer = self._trainers[name]
             self._trainers[name] = replace(trainer, service=trainer.service + len(nodes) * (now - self._now))
 
-    @singledispatchmethod
-    def _take(self, event: ev.Event) -> None:
-        raise PlanningError(f"the planner does not know events of type {type(event).__name__}")
-
-    @_take.register
-    def _(self, event: ev.Tick) -> None:
-        pass
-
-    @_take.register
-    def _(self, event: ev.WindowsSeen) -> None:
-        news = self._holdings.see(event)
-        self._dirty = self._dirty or news
-
-    @_take.register
-    def _(self, event: ev.WindowsOutdated) -> None:  # noqa: ARG002 - the event has no content
-        self._holdings.doubt()
-
-    @_take.register
-    def _(self, event: ev.BlockStarted) -> None:
-        self._holdings.start(event, self._members.keys())
-
-    @_take.register
-    def _(self, event: ev.BlockEnded) -> None:
-        gone = [name for name, member in self._members.items() if member.block == event.block]
-        self._drop(gone, event.time)
-        self._holdings.end(event.block)
-
-    @_take.register
-    def _(self, event: ev.NodesJoined) -> None:
-        for node in event.nodes:
-            self._members[node.name] = _Member(node, event.block)
-            self._holdings.join(event.block, node.name)
-        self.outlook.opened(event.time, (node.name for node in event.nodes))
-        if self._settle_until is None and self._holdings.still_joining(self._members):
-            self._settle_until = event.time + self.settings.settle
-        self._dirty = True
-
-    @_take.register
-    def _(self, event: ev.NodesLeft) -> None:
-        for name in event.nodes:
-            if (member := self._members.get(name)) is not None:
-                self._holdings.lack(member.block, name, event.time)
+    def _take(self, event: ev.Event) -> None:  # noqa: C901 - a case for each event
+        match event:
+            case ev.Tick():
+                pass
+            case ev.WindowsSeen():
+                news = self._holdings.see(event)
+                self._dirty = self._dirty or news
+            case ev.WindowsOutdated():
                 self._holdings.doubt()
-        self._drop(event.nodes, event.time)
-
-    @_take.register
-    def _(self, event: ev.NodesClosing) -> None:
-        for name in event.nodes:
-            if (member := self._members.get(name)) is not None:
-                member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
-                if event.closes - event.time <= self.settings.startup:
-                    self._holdings.doubt()
+            case ev.BlockStarted():
+                self._holdings.start(event, self._members.keys())
+            case ev.BlockEnded():
+                gone = [name for name, member in self._members.items() if member.block == event.block]
+                self._drop(gone, event.time)
+                self._holdings.end(event.block)
+            case ev.NodesJoined():
+                for node in event.nodes:
+                    self._members[node.name] = _Member(node, event.block)
+                    self._holdings.join(event.block, node.name)
+                self.outlook.opened(event.time, (node.name for node in event.nodes))
+                if self._settle_until is None and self._holdings.still_joining(self._members):
+                    self._settle_until = event.time + self.settings.settle
                 self._dirty = True
-
-    @_take.register
-    def _(self, event: ev.NodesForecast) -> None:
-        # Plans are made from requested walltimes: they show which nodes are likely to be needed soon, but not when.
-        for name, closes in event.closes.items():
-            if name in event.due:
-                self.outlook.seen(event.time, name, Prospect.DUE)
-            else:
-                self.outlook.seen(event.time, name, Prospect.UNNEEDED if closes is None else Prospect.PLANNED)
-
-    @_take.register
-    def _(self, event: ev.TrainerSubmitted) -> None:
-        if event.trainer.name in self._trainers:
-            raise InvalidTrainer(f"a live trainer is already named {event.trainer.name!r}; give this one another name")
-        self._trainers[event.trainer.name] = event.trainer
-        self._dirty = True
-
-    @_take.register
-    def _(self, event: ev.TrainerProgressed) -> None:
-        if (trainer := self._trainers.get(event.trainer)) is not None:
-            self._trainers[event.trainer] = replace(trainer, work_left=event.work_left)
-
-    @_take.register
-    def _(self, event: ev.TrainerLearned) -> None:
-        if (trainer := self._trainers.get(event.trainer.name)) is not None:
-            self._trainers[trainer.name] = replace(event.trainer, since=trainer.since, service=trainer.service)
-            self._dirty = self._dirty or event.trainer.max_nodes != trainer.max_nodes
-
-    @_take.register(ev.TrainerFinished)
-    @_take.register(ev.TrainerFailed)
-    @_take.register(ev.TrainerWithheld)
-    def _(self, event: ev.TrainerFinished | ev.TrainerFailed | ev.TrainerWithheld) -> None:
-        self._trainers.pop(event.trainer, None)
-        self._assigned.pop(event.trainer, None)
-        self._dirty = True
-
-    @_take.register
-    def _(self, event: ev.TasksWaiting) -> None:
-        self._dirty = self._dirty or (event.nodes_wanted, event.busy) != (
-            self._tasks.nodes_wanted,
-            self._tasks.busy,
-        )
-        self._tasks = event
+            case ev.NodesLeft():
+                for name in event.nodes:
+                    if (member := self._members.get(name)) is not None:
+                        self._holdings.lack(member.block, name, event.time)
+                        self._holdings.doubt()
+                self._drop(event.nodes, event.time)
+            case ev.NodesClosing():
+                for name in event.nodes:
+                    if (member := self._members.get(name)) is not None:
+                        member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
+                        if event.closes - event.time <= self.settings.startup:
+                            self._holdings.doubt()
+                        self._dirty = True
+            case ev.NodesForecast():
+                # Plans are made from requested walltimes: they show which nodes are likely to be needed soon, not when.
+                for name, closes in event.closes.items():
+                    if name in event.due:
+                        self.outlook.seen(event.time, name, Prospect.DUE)
+                    else:
+                        self.outlook.seen(event.time, name, Prospect.UNNEEDED if closes is None else Prospect.PLANNED)
+            case ev.TrainerSubmitted():
+                if event.trainer.name in self._trainers:
+                    raise InvalidTrainer(
+                        f"a live trainer is already named {event.trainer.name!r}; give this one another name"
+                    )
+                self._trainers[event.trainer.name] = event.trainer
+                self._dirty = True
+            case ev.TrainerProgressed():
+                if (trainer := self._trainers.get(event.trainer)) is not None:
+                    self._trainers[event.trainer] = replace(trainer, work_left=event.work_left)
+            case ev.TrainerLearned():
+                if (trainer := self._trainers.get(event.trainer.name)) is not None:
+                    self._trainers[trainer.name] = replace(event.trainer, since=trainer.since, service=trainer.service)
+                    self._dirty = self._dirty or event.trainer.max_nodes != trainer.max_nodes
+            case ev.TrainerFinished() | ev.TrainerFailed() | ev.TrainerWithheld():
+                self._trainers.pop(event.trainer, None)
+                self._assigned.pop(event.trainer, None)
+                self._dirty = True
+            case ev.TasksWaiting():
+                self._dirty = self._dirty or (event.nodes_wanted, event.busy) != (
+                    self._tasks.nodes_wanted,
+                    self._tasks.busy,
+                )
+                self._tasks = event
+            case _:
+                raise PlanningError(f"the planner does not know events of type {type(event).__name__}")
 
     def _drop(self, names: Iterable[str], now: float) -> None:
         for name in names:

@@ -317,11 +317,16 @@ class JobManager:
         command
             The command.
         """
+        slots = self.registry.slots  # without those that were dropped by an earlier command
         match command:
-            case do.Send() | do.Release() | do.Kill() | do.SetAside():
-                slot = self.registry.slots.get(command.slot)
-                if slot is not None:  # else it was dropped by an earlier command
-                    self._do_to_slot(held, training, slot, command)
+            case do.Send(slot, message) if slot in slots:
+                self._send_to(slots[slot], held, training, message)
+            case do.Release(slot) if slot in slots:
+                slots[slot].busy = None
+            case do.Kill(slot, reason) if slot in slots:
+                self._kill(slots[slot], reason)
+            case do.SetAside(slot, reason) if slot in slots:
+                self._set_aside(slots[slot], reason)
             case do.OpenStore(group):
                 self.rendezvous.open(self._store(held, group))
             case do.CloseStore(group):
@@ -352,25 +357,14 @@ class JobManager:
             case do.OwnCommand():
                 held.kind.carry_out(held.job, training, command)
 
-    def _do_to_slot(
-        self, held: _Held, training: Training | None, slot: Slot, command: do.Send | do.Release | do.Kill | do.SetAside
-    ) -> None:
-        match command:
-            case do.Send(message=message):
-                if isinstance(message, RunStart):
-                    slot.busy = held.job.name
-                    self._by_slot[slot.name] = held
-                if isinstance(message, WithFunction):
-                    assert training is not None
-                    options = self._completed(message.options)
-                    message = replace(message, options=options, payload=training.payload)
-                self._send(slot.name, message)
-            case do.Release():
-                slot.busy = None
-            case do.Kill(reason=reason):
-                self._kill(slot, reason)
-            case do.SetAside(reason=reason):
-                self._set_aside(slot, reason)
+    def _send_to(self, slot: Slot, held: _Held, training: Training | None, message: RunMessage) -> None:
+        if isinstance(message, RunStart):
+            slot.busy = held.job.name
+            self._by_slot[slot.name] = held
+        if isinstance(message, WithFunction):
+            assert training is not None
+            message = replace(message, options=self._completed(message.options), payload=training.payload)
+        self._send(slot.name, message)
 
     def _completed(self, own: SessionOptions) -> SessionOptions:
         """Return a training's options with the executor's."""
