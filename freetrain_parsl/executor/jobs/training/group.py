@@ -37,22 +37,7 @@ __all__ = ["TrainingProcesses"]
 
 
 class TrainingProcesses:
-    """The participants of one training, and its phase.
-
-    Parameters
-    ----------
-    request
-        The submitted request.
-    limits
-        See `Limits`.
-    numbers
-        Yields numbers that are unique within the driver.
-    response
-        Receives the commands.
-    measured
-        Called with a rescale cost that was measured: its kind (``up``, ``down`` or ``start``), and seconds.
-    counted_seconds
-        Returns the slot-seconds in steps that count, as last reported; ``None``: there was no report.
+    """The participants of one training, and its phase; it tells `PlannerView.measured` what changes cost.
 
     Attributes
     ----------

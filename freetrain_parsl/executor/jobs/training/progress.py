@@ -99,15 +99,6 @@ def _span(seconds: float) -> str:
 class ProgressTracker:
     """Follows a training's progress reports, and records what changed from one to the next.
 
-    Parameters
-    ----------
-    name
-        The training's.
-    max_restarts
-        Number of crashes without a step beyond the furthest one after which the training fails.
-    response
-        Receives the records.
-
     Attributes
     ----------
     latest
@@ -309,17 +300,7 @@ class FailureRate:
 
 
 class PlannerView:
-    """Informs the planner of a training: its existence, its remaining work and its rescale costs.
-
-    Parameters
-    ----------
-    request
-        The submitted request.
-    costs
-        Rescale costs if the request does not state them, until they are measured.
-    response
-        Receives the planner's events.
-    """
+    """Informs the planner of a training: its existence, its remaining work and its rescale costs."""
 
     def __init__(self, request: TrainingRequest, costs: CostsInSeconds, response: Response) -> None:
         self._name = request.name

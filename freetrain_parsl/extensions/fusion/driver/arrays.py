@@ -30,21 +30,7 @@ _HAND_OVER = 5.0  # seconds in which an array whose node is taken hands its memb
 
 
 class CohortArrays:
-    """The arrays of a cohort that run, and the queue of the members that are in none.
-
-    Parameters
-    ----------
-    cohort
-        Name of the cohort.
-    limit
-        Maximum number of members of an array; ``None``: no limit.
-    trainer
-        Knows the best sizes of arrays, and how long one takes to start.
-    response
-        Receives the commands to slots.
-    numbers
-        Yields numbers that are unique within the driver.
-    """
+    """The arrays of a cohort that run, and the queue of the members that are in none."""
 
     def __init__(
         self, cohort: str, limit: int | None, trainer: CohortTrainer, response: Response, numbers: Iterator[int]
@@ -54,7 +40,7 @@ class CohortArrays:
         self.size: int | None = None
         """The best size of an array, once it is known."""
         self._cohort = cohort
-        self._limit = limit
+        self._limit = limit  # of the members of an array
         self._trainer = trainer
         self._response = response
         self._numbers = numbers

@@ -29,23 +29,7 @@ _WEIGHT = 0.2  # of the newest measurement of a rate
 
 
 class CohortTrainer:
-    """Informs the planner of a cohort.
-
-    Parameters
-    ----------
-    name
-        The cohort's.
-    limit
-        Maximum number of members of an array; ``None``: no limit.
-    costs
-        Rescale costs of its members, if these do not state them.
-    slots_per_node
-        Number of slots of a node; an array runs in each.
-    best_rate
-        Returns the samples per second of a node assumed for trainings that have not been measured.
-    response
-        Receives the planner's events.
-    """
+    """Informs the planner of a cohort, in each slot of whose nodes an array runs; the parameters are those of `Cohort`."""
 
     def __init__(
         self,

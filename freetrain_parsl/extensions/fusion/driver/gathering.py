@@ -71,7 +71,6 @@ class Gathering:
 
     def __init__(self) -> None:
         self._groups: dict[CohortKey, _Group] = {}
-        self._keys: dict[Future[Any], CohortKey] = {}
 
     def __bool__(self) -> bool:
         """Return whether there are any."""
@@ -82,32 +81,27 @@ class Gathering:
         group = self._groups.setdefault(key, _Group(now, now))
         group.last = now
         group.trainings[training.future] = training
-        self._keys[training.future] = key
 
     def take(self, future: Future[Any]) -> list[Training]:
         """Take the training with this future, if it is here."""
-        if (key := self._keys.pop(future, None)) is None:
+        key = next((key for key, group in self._groups.items() if future in group.trainings), None)
+        if key is None:
             return []
-        group = self._groups[key]
-        training = group.trainings.pop(future)
-        if not group.trainings:
+        training = self._groups[key].trainings.pop(future)
+        if not self._groups[key].trainings:
             del self._groups[key]
         return [training]
 
     def take_all(self) -> list[Training]:
         """Take all trainings."""
-        trainings = [training for group in self._groups.values() for training in group.trainings.values()]
-        self._groups.clear()
-        self._keys.clear()
-        return trainings
+        return [training for _, trainings in self._taken(list(self._groups)) for training in trainings]
 
     def ready(self, now: float) -> list[tuple[CohortKey, list[Training]]]:
         """Take the trainings to which no further ones have been added for a moment."""
-        keys = [
-            key for key, group in self._groups.items() if now - group.last >= _QUIET or now - group.first >= _LONGEST
-        ]
-        ready = [(key, list(self._groups.pop(key).trainings.values())) for key in keys]
-        for _, trainings in ready:
-            for training in trainings:
-                del self._keys[training.future]
-        return ready
+        groups = self._groups.items()
+        return self._taken(
+            [key for key, group in groups if now - group.last >= _QUIET or now - group.first >= _LONGEST]
+        )
+
+    def _taken(self, keys: list[CohortKey]) -> list[tuple[CohortKey, list[Training]]]:
+        return [(key, list(self._groups.pop(key).trainings.values())) for key in keys]
