@@ -73,6 +73,9 @@ flux = acme:Flux
 [freetrain.trackers]
 noting = acme:Noting
 
+[freetrain.jobs]
+broken = acme_missing:Nothing
+
 [freetrain.storage]
 bucket = acme_missing:Nothing
 
@@ -88,6 +91,7 @@ from freetrain_parsl.campaign.site.home import usable_homes
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.executor.batch.systems import SYSTEMS
+from freetrain_parsl.executor.jobs.port import usable_kinds
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import POLICIES, resolve_policy
@@ -147,6 +151,7 @@ _TRACKERS = "csv, mlflow, tensorboard, wandb, noting, module:Class"
         ("resolve_objective('deadline') is resolve_objective('deadline')", "True"),
         ("list(SYSTEMS), SYSTEMS['flux'].title", "(['local', 'slurm', 'pbs', 'flux'], 'Flux')"),
         ("parse_trackers({'noting': {'since': 3}})[0].make().since", "3"),
+        ("[kind.__name__ for kind in usable_kinds()]", "['FusionKind']"),
         ("parse_trackers('notin')", f"there is no tracker 'notin' (did you mean 'noting'?); known: {_TRACKERS}"),
     ],
 )

@@ -127,11 +127,12 @@ def _as_trainers(
     requests: Sequence[TrainingRequest], costs: CostsInSeconds, now: float
 ) -> tuple[list[Trainer], list[str]]:
     """Return the jobs of the requests as the planner will see them, and a note for each of several trainings."""
-    from freetrain_parsl.executor.jobs.port import JOBS
+    from freetrain_parsl.executor.jobs.port import usable_kinds
 
+    kinds = list(usable_kinds())
     groups: dict[tuple[type[JobKind] | None, object], list[TrainingRequest]] = {}
     for request in requests:
-        kind, key = next(((k, key) for k in JOBS.values() if (key := k.key(request)) is not None), (None, request.name))
+        kind, key = next(((k, key) for k in kinds if (key := k.key(request)) is not None), (None, request.name))
         groups.setdefault((kind, key), []).append(request)
     # All count as submitted just now, in the order of the file: ties are first come, first served.
     trainers: list[Trainer] = []

@@ -29,7 +29,7 @@ _WEIGHT = 0.2  # of the newest measurement of a rate
 
 
 class CohortTrainer:
-    """Informs the planner of a cohort, in each slot of whose nodes an array runs; the parameters are those of `Cohort`."""
+    """Informs the planner of a cohort; an array runs in each slot of its nodes."""
 
     def __init__(
         self,
