@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 519
+MOST_FILES: Final = 517
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -40,7 +40,7 @@ BUDGET: Final = {
     "extensions/checking": 3_480,
     "extensions/dashboard": 940,
     "extensions/demo": 1_020,
-    "extensions/fusion": 7_780,
+    "extensions/fusion": 7_660,
     "extensions/globus": 9_380,
     "extensions/goodput": 1_380,
     "extensions/integrations": 1_850,
