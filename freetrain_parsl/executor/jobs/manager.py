@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.jobs.commands import Addressed, Command
     from freetrain_parsl.executor.jobs.events import Event
-    from freetrain_parsl.executor.jobs.port import Job
+    from freetrain_parsl.executor.jobs.port import HeldJob
     from freetrain_parsl.executor.jobs.request import SharedSettings, Training
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.planning import events as planner
@@ -51,7 +51,7 @@ class _Held:
     """A job with its kind, and its trainings by name."""
 
     kind: JobKind
-    job: Job
+    job: HeldJob
     trainings: dict[str, Training]
     look_at: float = 0.0
     """When time may next have an effect; only a job that waits for nodes is not looked at in every turn."""
@@ -116,8 +116,7 @@ class JobManager:
         self.settings = settings
         self.registry = registry
         self.clock = clock
-        self.numbers = count(1)
-        """Numbers that are unique within the driver."""
+        self.numbers: Iterator[int] = count(1)
         self.curves = CurveLearning({kind: slots.speed for kind, slots in registry.kinds.items() if kind})
         self.rendezvous = RendezvousServer(send)
         self._send = send
@@ -153,7 +152,7 @@ class JobManager:
         kinds = list(self._jobs)
         any(kind.submit(training) for kind in kinds[0 if after is None else kinds.index(after) + 1 :])
 
-    def hold(self, kind: JobKind, job: Job, trainings: Iterable[Training]) -> None:
+    def hold(self, kind: JobKind, job: HeldJob, trainings: Iterable[Training]) -> None:
         """Hold a new job of these trainings."""
         held = _Held(kind, job, {})
         self._jobs[kind].append(held)
@@ -163,7 +162,7 @@ class JobManager:
         if self._machine is not None:
             self._handle(held, self._machine)
 
-    def extend(self, job: Job, trainings: Sequence[Training]) -> None:
+    def extend(self, job: HeldJob, trainings: Sequence[Training]) -> None:
         """Add trainings to a job."""
         held = self._by_name[job.name]
         self._add(held, trainings)

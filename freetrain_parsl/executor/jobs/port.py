@@ -16,26 +16,27 @@ from freetrain_parsl.protocol import messages
 from freetrain_parsl.protocol.codec import by_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from datetime import timedelta
 
     from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
     from freetrain_parsl.executor.jobs.commands import Addressed, OwnCommand
+    from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
     from freetrain_parsl.executor.jobs.events import Event
-    from freetrain_parsl.executor.jobs.manager import JobManager
-    from freetrain_parsl.executor.jobs.request import Training, TrainingRequest
+    from freetrain_parsl.executor.jobs.request import SharedSettings, Training, TrainingRequest
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.executor.slot.output import OutputCapture
     from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+    from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.protocol.messages import RunEnded, RunMessage, RunStart, StoreReply, ToDriver
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["JOBS", "TO_DRIVER", "TO_SLOT", "Job", "JobKind", "Run", "kind_of", "usable_kinds"]
+__all__ = ["JOBS", "TO_DRIVER", "TO_SLOT", "HeldJob", "JobKind", "Jobs", "Run", "kind_of", "usable_kinds"]
 
 
-class Job(Protocol):
+class HeldJob(Protocol):
     """One trainer of the planner: events in, commands out. Pure: no clock, thread, socket or file."""
 
     @property
@@ -80,6 +81,31 @@ class Job(Protocol):
         now
             Seconds.
         """
+
+
+class Jobs(Protocol):
+    """What the driver's manager of jobs offers to kinds of jobs."""
+
+    settings: SharedSettings
+    registry: SlotRegistry
+    curves: CurveLearning
+    numbers: Iterator[int]
+    """Numbers that are unique within the driver."""
+
+    def clock(self) -> float:
+        """Return seconds since the epoch, never stepped."""
+
+    def offer(self, training: Training, after: JobKind | None = None) -> None:
+        """Offer a training to the kinds, or to those after one of them."""
+
+    def hold(self, kind: JobKind, job: HeldJob, trainings: Iterable[Training]) -> None:
+        """Hold a new job of these trainings."""
+
+    def extend(self, job: HeldJob, trainings: Sequence[Training]) -> None:
+        """Add trainings to a job."""
+
+    def log(self, entry: Record) -> None:
+        """Write a record to the journal, and to the log what a user should know."""
 
 
 class RunMailbox(Protocol):
@@ -165,7 +191,7 @@ class JobKind:
     to_driver: ClassVar[tuple[type[RunMessage], ...]] = ()
     """Its own messages that slots send."""
 
-    def __init__(self, jobs: JobManager) -> None:
+    def __init__(self, jobs: Jobs) -> None:
         self.jobs = jobs
 
     # In the driver.
@@ -184,7 +210,7 @@ class JobKind:
         return []
 
     def advance(self) -> None:
-        """Make jobs of the trainings that it has taken: `JobManager.hold` or `JobManager.extend`."""
+        """Make jobs of the trainings that it has taken: `Jobs.hold` or `Jobs.extend`."""
 
     def carry_out(self, job: Any, training: Training | None, command: OwnCommand) -> None:
         """Carry out a command of one of its jobs that no other kind has."""

@@ -147,7 +147,7 @@ class Cohort:
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: Event, registry: SlotRegistry, now: float) -> list[Addressed]:  # noqa: C901 - a case for each event
-        """Handle an event, and return the resulting commands; see `Job`."""
+        """Handle an event, and return the resulting commands; see `HeldJob`."""
         self._registry, self._response.now = registry, now
         match event:
             case on.TimePassed():

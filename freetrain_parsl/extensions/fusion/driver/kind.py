@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.jobs.commands import OwnCommand
-    from freetrain_parsl.executor.jobs.manager import JobManager
-    from freetrain_parsl.executor.jobs.port import Run
+    from freetrain_parsl.executor.jobs.port import Jobs, Run
     from freetrain_parsl.executor.jobs.request import Training, TrainingRequest
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.extensions.fusion.driver.gathering import CohortKey
@@ -43,7 +42,7 @@ class FusionKind(JobKind):
     to_slot = (StartArray, AddMember, ReleaseMember)
     to_driver = (ArraySized, MemberReport, MemberEnded)
 
-    def __init__(self, jobs: JobManager) -> None:
+    def __init__(self, jobs: Jobs) -> None:
         super().__init__(jobs)
         self._gathering = Gathering()
         self._cohorts: dict[CohortKey, Cohort] = {}  # the last of each key
