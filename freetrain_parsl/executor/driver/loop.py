@@ -27,7 +27,7 @@ from freetrain_parsl.executor.batch.submitter import (
     StartsFailed,
     SubmissionsEnded,
 )
-from freetrain_parsl.executor.driver.block_cycle import BlockCycle, StartWatch
+from freetrain_parsl.executor.driver.block_cycle import BlockCycle
 from freetrain_parsl.executor.driver.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.driver.plain_tasks import Task, TaskQueue
 from freetrain_parsl.executor.driver.recorded_planner import RecordedPlanner
@@ -172,7 +172,6 @@ class ControlLoop:
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
         self._registry = SlotRegistry(slots_per_node, node_kinds)
-        self._starts = StartWatch(self._registry, submitter, startup=self._planner.settings.startup, clock=self._clock)
         self._slots = SlotCycle(
             self._registry,
             server,
@@ -189,7 +188,6 @@ class ControlLoop:
         self._blocks = BlockCycle(
             self._registry,
             submitter,
-            self._starts,
             settings=self._planner.settings,
             emit=self._events.append,
             write=self._write,
@@ -282,7 +280,7 @@ class ControlLoop:
             self._events.append(ev.WindowsOutdated(self._clock()))
         self._check_driver()
         self._slots.kill_silent(self._listened)
-        self._starts.look()
+        self._blocks.look()
         self._slots.take_back()
         self._manager.rendezvous.expire(self._clock())
         self._events.append(self._tasks.demand(self._clock()))
@@ -346,7 +344,7 @@ class ControlLoop:
         elif isinstance(item, Survey):
             self._on_survey(item)
         elif isinstance(item, BlockSubmitted):
-            self._blocks.on_submitted(item.block, item.job)
+            self._write(record.BlockSubmitted(item.block, item.job))
         elif isinstance(item, BlockRefused):
             self._blocks.end(item.block, f"was refused: {item.reason}")
         elif isinstance(item, StartsFailed):

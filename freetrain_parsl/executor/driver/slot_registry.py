@@ -64,7 +64,6 @@ class Block:
     closes: float | None
     """When its window closes."""
     node_kind: str = ""
-    job: str = ""
     started: float | None = None
     ends: float | None = None
     """When it loses its nodes, once it has started; ``None`` if unknown."""

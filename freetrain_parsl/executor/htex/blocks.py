@@ -66,14 +66,11 @@ class HtexBlocks:
 
     def launch(self, spec: BlockSpec) -> str:
         """Submit a block through a copy of the user's provider with this block's size and walltime; return its job."""
-        executor = self._executor
         command = self._commands[spec.node_kind].format(block_id=spec.block)  # as HTEX's own scaling does
         provider = self._kinds[spec.node_kind].provider
         job = provider_for(provider, spec).submit(command, 1, f"{self._job_prefix}block-{spec.block}")
         if not job:
-            raise ScalingFailed(executor, "the provider did not return a job id")
-        executor.blocks_to_job_id[spec.block] = job
-        executor.job_ids_to_block[job] = spec.block
+            raise ScalingFailed(self._executor, "the provider did not return a job id")
         self._inform_monitoring(spec.block, JobState.PENDING)
         return str(job)
 
@@ -85,8 +82,8 @@ class HtexBlocks:
     def follow(self, message: object) -> None:
         """Report the block states in a survey or a refusal to Parsl's monitoring; other messages are ignored."""
         if isinstance(message, Survey):
-            for job, status in message.blocks.items():
-                self._inform_monitoring(self._executor.job_ids_to_block[job], _JOB_STATES[status.state.name])
+            for block, status in message.blocks.items():
+                self._inform_monitoring(block, _JOB_STATES[status.state.name])
         elif isinstance(message, BlockRefused):
             self._inform_monitoring(message.block, JobState.FAILED, message.reason)
 

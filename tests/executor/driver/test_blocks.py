@@ -228,7 +228,7 @@ def test_closing_cancels_every_job_that_is_not_known_to_have_ended() -> None:
     bench = SubmitterBench()
     bench.request("a", "b")
     assert bench.turn() == ["a", "b"]
-    bench.submitter.forget("job-a")
+    bench.submitter.forget("a")
     bench.submitter.close()
     assert bench.batch.cancelled == ["job-b"]
 
