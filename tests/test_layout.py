@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_480,
     "cli": 2_590,
     "cluster": 3_280,
-    "executor": 13_930,
+    "executor": 13_740,
     "extensions/checking": 3_480,
     "extensions/dashboard": 940,
     "extensions/demo": 1_020,

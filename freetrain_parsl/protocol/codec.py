@@ -392,6 +392,6 @@ def _brief(value: Any, length: int = 80) -> str:
     return f"a {type(value).__name__}"
 
 
-_PLANNERS = by_type(
+_PLANNERS: Mapping[str, Any] = by_type(
     *ev.Event.__subclasses__(), *ev.Reassign.__subclasses__(), ev.Lend, ev.RequestBlock, ev.ReleaseBlock
 )

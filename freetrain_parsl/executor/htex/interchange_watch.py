@@ -25,7 +25,6 @@ from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from parsl.executors.high_throughput.executor import HighThroughputExecutor
 
@@ -234,19 +233,11 @@ class HtexInterchange(Interchange):
         The executor that owns it.
     submit
         Submits a slot task to HTEX; receives the token that identifies it.
-    submitted
-        Called with the token and the future of a submitted task.
     """
 
-    def __init__(
-        self,
-        executor: HighThroughputExecutor,
-        submit: Callable[[str], Future[Any]],
-        submitted: Callable[[str, Future[Any]], None],
-    ) -> None:
+    def __init__(self, executor: HighThroughputExecutor, submit: Callable[[str], None]) -> None:
         self._executor: Any = executor  # Parsl's attributes have no types
         self._submit = submit
-        self._submitted = submitted
         self._asking = False
         # Without this, sending blocks indefinitely while no interchange is connected.
         self._executor.outgoing_q.zmq_socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT)
@@ -280,16 +271,14 @@ class HtexInterchange(Interchange):
     def send(self, token: str) -> None:
         """Submit a slot task; it is dropped if the executor has failed."""
         try:
-            future = self._submit(token)
+            self._submit(token)
         except zmq.Again:
             never_sent = self._executor._task_counter  # noqa: SLF001 - HTEX registers the task before sending it
             self._executor.tasks.pop(never_sent, None)
             raise
         except Exception:  # HTEX raises the executor's own exception, of any class
-            if self._executor.bad_state_is_set:
-                return
-            raise
-        self._submitted(token, future)
+            if not self._executor.bad_state_is_set:
+                raise
 
     def restart(self) -> None:
         """Start a new process at the same worker port; a pending request is dropped."""
