@@ -70,12 +70,7 @@ def describe_environment() -> dict[str, str]:
 def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> Difference | None:
     """Compare a node's environment with the driver's; return ``None`` if there is no relevant difference.
 
-    Parameters
-    ----------
-    node
-        Name of the node, for the message.
-    theirs, ours
-        From `describe_environment`, on the node and in the driver. Entries that either lacks are not compared.
+    Both are from `describe_environment`; entries that either lacks are not compared.
     """
     differing = [
         name
@@ -98,11 +93,6 @@ def _essential(name: str, text: str) -> str:
 
 class EnvironmentCheck:
     """Compares the environments of new slots with the driver's.
-
-    Parameters
-    ----------
-    write
-        Writes a record to the journal.
 
     Attributes
     ----------

@@ -227,17 +227,7 @@ def read_kinds(path: Path, kinds: Sequence[type[Record]]) -> Iterator[JournalEnt
 
 
 def last_record(path: Path, kind: type[Record], containing: str = "") -> Record | None:
-    """Return the last record of a class, without reading the others; ``None`` if there is none.
-
-    Parameters
-    ----------
-    path
-        The journal.
-    kind
-        The class.
-    containing
-        A text that the record's JSON object must have.
-    """
+    """Return the last record of a class whose JSON object contains a text, without reading the others."""
     with _opened(path) as reading:
         row = reading.connection.execute(
             "SELECT time, kind, subject, detail FROM event WHERE kind = ? AND instr(detail, ?) "

@@ -82,16 +82,8 @@ class Submissions:
     def cancel(self, future: Future[Any], executor: ParslExecutor, end: Callable[[Future[Any]], None]) -> bool:
         """Cancel the training with this future; see `FreeTrainExecutor.cancel`.
 
-        Parsl may launch it only later, or again, until its call is done.
-
-        Parameters
-        ----------
-        future
-            Parsl's, or one that the executor has returned.
-        executor
-            The executor.
-        end
-            Called with the executor's own future if the training has been added and is not done.
+        Parsl may launch it only later, or again, until its call is done. If it has been added and is not done, `end` is
+        called with the executor's own future.
         """
         request = _request_of(future, executor) if isinstance(future, AppFuture) else self._requests.get(future)
         if request is None:

@@ -78,16 +78,9 @@ class BatchSystemEnded:
 
 @dataclass(frozen=True)
 class StartsFailed:
-    """The last `count` attempts to start a block failed; zero: a block has started again.
+    """The last `count` of at most `most` attempts in a row to start a block failed; zero: a block has started again.
 
-    Parameters
-    ----------
-    count, most
-        Consecutive failed attempts; after `most` of them no further block is submitted.
-    pause
-        Seconds until the next attempt.
-    reason
-        How the last attempt ended.
+    The next attempt is in `pause` seconds; `reason` says how the last one ended.
     """
 
     count: int
@@ -114,23 +107,16 @@ class JobSubmitter:
 
     Parameters
     ----------
-    source
-        Finds windows and the states of this executor's jobs.
     launch
         Submits a block and returns its job id.
     post
         Called with each `SubmitterMessage`; must not block.
     interval
         Minimum seconds between rounds of queries.
-    submissions_per_minute
-        Rate limit of `launch`.
-    max_refusals
-        Number of consecutive permanent rejections after which no further block is submitted.
+    submissions_per_minute, max_refusals, max_failed_blocks
+        See `Manners`. Blocks that were submitted at the same time count as one attempt to start.
     job_prefix
         Prefix of this executor's job names; finds jobs whose submission had an unknown outcome.
-    max_failed_blocks
-        Number of consecutive attempts to start a block that end before a worker connects, after which no further block
-        is submitted. Blocks that were submitted at the same time count as one attempt.
     last_words
         Describes the output of a job that has ended; may read files.
     require

@@ -33,16 +33,8 @@ class BlockCycle:
     It also tells the job submitter which blocks failed to start, and which work; blocks that were preempted, cancelled
     or released for another reason are no evidence about starts.
 
-    Parameters
-    ----------
-    emit
-        Passes an event to the planner.
-    write
-        Writes a record to the journal.
-    lose
-        Drops a slot; called with the slot and the reason.
-    clock
-        Seconds since the epoch, never stepped.
+    `emit` passes an event to the planner, `write` a record to the journal; `lose` drops a slot, for a reason; `clock`
+    shows seconds since the epoch and is never stepped.
     """
 
     def __init__(

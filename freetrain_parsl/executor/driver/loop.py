@@ -88,14 +88,10 @@ class ControlLoop:
 
     Parameters
     ----------
-    policy, planner_settings
-        Policy and settings of the planner.
     server, journal
         Owned by this thread once it has started.
     submitter
         The job submitter; its `post` must be this object's.
-    shared_settings
-        See `SharedSettings`.
     slots_per_node, node_kinds
         See `SlotRegistry`.
     outdated
@@ -115,10 +111,8 @@ class ControlLoop:
     check_driver
         Raises `DriverSuperseded` once another driver has taken over the run; must not block, except after this process
         was suspended.
-    clock
-        Wall clock, seconds since the epoch. It may be stepped: the loop uses a `SteadyClock` based on it.
-    monotonic
-        Monotonic clock of the `SteadyClock`.
+    clock, monotonic
+        Of the `SteadyClock` that the loop uses.
     """
 
     _PASS = 0.25  # maximum seconds between iterations: bounds the delay in detecting a timeout

@@ -39,20 +39,7 @@ class Task:
 class TaskQueue:
     """A first-in, first-out queue of ordinary tasks; owned by the control loop's thread.
 
-    Parameters
-    ----------
-    registry
-        The slots.
-    slots_per_node
-        Number of tasks that a lent node runs at a time.
-    send
-        Sends a message to a slot.
-    max_restarts
-        Number of crashes after which a task is run again.
-    settle
-        Calls a function that settles a future, now or later.
-    values
-        The files with large values.
+    A lent node runs `slots_per_node` tasks at a time. A task is run again after up to `max_restarts` crashes.
     """
 
     def __init__(

@@ -93,16 +93,8 @@ class Interchange(ABC):
 class InterchangeWatch:
     """A thread that sends slot tasks, checks the interchange periodically and restarts it.
 
-    Parameters
-    ----------
-    interchange
-        The interchange to watch.
-    post
-        Called with `InterchangeEnded` and `InterchangeRestarted`; must not block.
-    give_up
-        Called once, with the reason, if restarting does not help.
-    clock
-        Monotonic clock, in seconds.
+    `post` is called with `InterchangeEnded` and `InterchangeRestarted`, and must not block; `give_up` once, with the
+    reason, if restarting does not help.
     """
 
     _LOOK = 0.5  # seconds between checks of the process
@@ -225,15 +217,7 @@ def guard_sockets(executor: HighThroughputExecutor) -> None:
 
 
 class HtexInterchange(Interchange):
-    """The interchange of an executor that has started.
-
-    Parameters
-    ----------
-    executor
-        The executor that owns it.
-    submit
-        Submits a slot task to HTEX; receives the token that identifies it.
-    """
+    """The interchange of an executor that has started; `submit` submits a slot task to HTEX, identified by a token."""
 
     def __init__(self, executor: HighThroughputExecutor, submit: Callable[[str], None]) -> None:
         self._executor: Any = executor  # Parsl's attributes have no types

@@ -35,19 +35,7 @@ _LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (=|!?\d{1,7
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a training's log.
-
-    Parameters
-    ----------
-    time
-        When it reached the driver, seconds since the epoch.
-    training
-        The training's name.
-    source
-        The process that printed it, or `MARK`.
-    text
-        The line, without its end.
-    """
+    """One line of a training's log: when it reached the driver, and the process that printed it, or `MARK`."""
 
     time: float
     training: str
@@ -66,18 +54,9 @@ class LogLine:
 
 
 def as_text(time: float, source: str, text: str) -> str:
-    """Return lines as they are in the file; control characters other than tabs and colours are left out.
+    """Return one line or several as they are in the file; control characters other than tabs and colours are left out.
 
     What UTF-8 cannot encode, such as the bytes of a file name in an exception, is escaped.
-
-    Parameters
-    ----------
-    time
-        When they were received, seconds since the epoch.
-    source
-        The process that printed them, or `MARK`.
-    text
-        One line or several, the last one without its end.
     """
     stamp = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")[:-6]
     prefix = f"{stamp}Z {source} "

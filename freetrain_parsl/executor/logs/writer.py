@@ -84,19 +84,10 @@ def _names(nodes: Sequence[str]) -> str:
 
 
 class LogWriter:
-    """The logs of a run's trainings.
+    """The logs of a run's trainings, in a directory that is private to the user.
 
     Lines are kept in memory, up to a limit, until they are written, once a second. A slow, full or missing file system
-    costs lines, never the driver's time.
-
-    Parameters
-    ----------
-    directory
-        The run's logs; created, private to the user.
-    clock
-        Seconds since the epoch.
-    allowed
-        Whether this driver may still write: another one may have replaced it.
+    costs lines, never the driver's time. A driver that another one has replaced is not `allowed` to write any more.
     """
 
     def __init__(

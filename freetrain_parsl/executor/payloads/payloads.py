@@ -94,14 +94,8 @@ def pack_training(
 
     Unlike Parsl's serialization, this includes the globals that the function uses: a script or notebook may define its
     network and data next to the function. Objects from importable modules go by reference; they are looked up in the
-    directory of the function's module first.
-
-    Parameters
-    ----------
-    function, args, kwargs
-        The call.
-    imported
-        Receives the names of modules that are imported where the call is deserialized, or by functions in it.
+    directory of the function's module first. `imported` receives the names of modules that are imported where the call
+    is deserialized, or by functions in it.
     """
     directory = directory_of(function)
     buffer = io.BytesIO()
@@ -122,14 +116,7 @@ def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]
 def settle_with_value(future: Future[Any], sent: bytes | StoredValue, files: ValueFiles | None = None) -> None:
     """Set a future's result to a value sent by a slot, or its exception if the value cannot be deserialized here.
 
-    Parameters
-    ----------
-    future
-        The future; if it is done, the value is discarded.
-    sent
-        The serialized value, or what identifies its file.
-    files
-        Where that file is.
+    The value was sent serialized, or as what identifies its file. It is discarded if the future is done.
     """
     if future.done():
         if files is not None and not isinstance(sent, bytes):

@@ -272,15 +272,7 @@ class Channel:
 
 
 class SignalSocket:
-    """A descriptor that becomes readable when one of some signals arrives.
-
-    Parameters
-    ----------
-    numbers
-        The signals.
-    on_signal
-        Called by `handle` with each signal that has arrived.
-    """
+    """A descriptor that becomes readable when one of some signals arrives; `handle` passes it to `on_signal`."""
 
     def __init__(self, numbers: Collection[signal.Signals], on_signal: Callable[[signal.Signals], None]) -> None:
         self._numbers = frozenset(numbers)

@@ -38,17 +38,7 @@ _LONGEST_END: Final = 300.0  # seconds for the last look
 
 
 class Follower:
-    """Passes the values of one training to one tracker.
-
-    Parameters
-    ----------
-    training
-        The training.
-    rows
-        File with its values.
-    spec
-        The tracker.
-    """
+    """Passes the values of one training, which are in the file `rows`, to one tracker."""
 
     def __init__(self, training: TrackedTraining, rows: Path, spec: TrackerSpec) -> None:
         self.outcome: Outcome | None = None
@@ -65,15 +55,7 @@ class Follower:
         self._closed = False
 
     def turn(self, now: float, *, last: bool = False) -> None:
-        """Pass on what is new; `last`: then close. Errors of the tracker are logged, and it is opened again later.
-
-        Parameters
-        ----------
-        now
-            Monotonic time in seconds.
-        last
-            Whether this is the last call.
-        """
+        """Pass on what is new; `last`: then close. Errors of the tracker are logged, and it is opened again later."""
         if self._closed or (now < self._retry_at and not last):
             return
         try:

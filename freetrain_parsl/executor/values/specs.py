@@ -29,15 +29,7 @@ TRACKERS: Final = EntryPoints["type[Tracker]"]("freetrain.trackers", "tracker")
 
 @dataclass(frozen=True)
 class TrackerSpec:
-    """A tracker with its options.
-
-    Parameters
-    ----------
-    kind
-        Name of a registered tracker, or ``module:Class`` of another.
-    options
-        Keyword arguments.
-    """
+    """A tracker with its options: the `kind` is the name of a registered one, or ``module:Class``."""
 
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,12 +48,7 @@ class TrackerSpec:
 def parse_trackers(value: Any, beside: Path | None = None) -> tuple[TrackerSpec, ...]:
     """Return the trackers that a setting names; ``None`` or an empty list: none.
 
-    Parameters
-    ----------
-    value
-        The setting.
-    beside
-        Directory whose modules can be imported too.
+    Modules can be imported from the directory `beside`, too.
 
     Raises
     ------

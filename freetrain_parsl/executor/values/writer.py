@@ -54,14 +54,8 @@ class _Values:
 class ValueWriter:
     """Writes the values of a driver's trainings, and starts the process that passes them to trackers.
 
-    Parameters
-    ----------
-    root
-        Directory of the checkpoints.
-    log_dir
-        Directory of this driver's logs.
-    allowed
-        Whether this driver may still write: another one may have replaced it, and its trackers go on.
+    The values are beside the checkpoints in `root`. A driver that another one has replaced, whose trackers continue, is
+    not `allowed` to write any more.
     """
 
     def __init__(self, root: Path, log_dir: Path, allowed: Callable[[], bool] = lambda: True) -> None:
