@@ -12,7 +12,6 @@ import queue
 import signal
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "HtexInterchange",
-    "Interchange",
     "InterchangeEnded",
     "InterchangeRestarted",
     "InterchangeWatch",
@@ -54,42 +52,6 @@ class InterchangeRestarted:
     """A new interchange has started, without tasks or worker pools."""
 
 
-class Interchange(ABC):
-    """The interchange as the watch sees it; called only from the watch's thread."""
-
-    @abstractmethod
-    def why_ended(self) -> str | None:
-        """Return how the process ended; ``None`` while it runs."""
-
-    @abstractmethod
-    def ask(self) -> None:
-        """Send a request, without waiting for the answer."""
-
-    @abstractmethod
-    def answered(self) -> bool:
-        """Return whether it has answered the request, without waiting."""
-
-    @abstractmethod
-    def send(self, token: str) -> None:
-        """Send a slot task.
-
-        Raises
-        ------
-        zmq.Again
-            It currently accepts none.
-        """
-
-    @abstractmethod
-    def restart(self) -> None:
-        """End the old process, if it still runs, and start a new one.
-
-        Raises
-        ------
-        Exception
-            The new process did not start.
-        """
-
-
 class InterchangeWatch:
     """A thread that sends slot tasks, checks the interchange periodically and restarts it.
 
@@ -105,7 +67,7 @@ class InterchangeWatch:
 
     def __init__(
         self,
-        interchange: Interchange,
+        interchange: HtexInterchange,
         post: Callable[[InterchangeEnded | InterchangeRestarted], None],
         give_up: Callable[[str], None],
         *,
@@ -216,8 +178,11 @@ def guard_sockets(executor: HighThroughputExecutor) -> None:
         Doorkeeper(guarded)
 
 
-class HtexInterchange(Interchange):
-    """The interchange of an executor that has started; `submit` submits a slot task to HTEX, identified by a token."""
+class HtexInterchange:
+    """The interchange of an executor that has started; only for the watch's thread.
+
+    `submit` submits a slot task to HTEX, identified by a token.
+    """
 
     def __init__(self, executor: HighThroughputExecutor, submit: Callable[[str], None]) -> None:
         self._executor: Any = executor  # Parsl's attributes have no types
@@ -234,7 +199,7 @@ class HtexInterchange(Interchange):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def ask(self) -> None:
-        """Request its ports, unless another thread has a request pending."""
+        """Request its ports, unless another thread has a request pending; does not wait for the answer."""
         client = self._executor.command_client
         if not self._asking and client._lock.acquire(blocking=False):  # noqa: SLF001 - its own calls wait indefinitely
             self._asking = True
@@ -242,7 +207,7 @@ class HtexInterchange(Interchange):
                 client.zmq_socket.send_pyobj("WORKER_BINDS", flags=zmq.NOBLOCK)
 
     def answered(self) -> bool:
-        """Return whether the answer has arrived."""
+        """Return whether the answer has arrived, without waiting."""
         client = self._executor.command_client
         if self._asking:
             if not client.zmq_socket.poll(0):
@@ -253,7 +218,7 @@ class HtexInterchange(Interchange):
         return True
 
     def send(self, token: str) -> None:
-        """Submit a slot task; it is dropped if the executor has failed."""
+        """Submit a slot task; it is dropped if the executor has failed. `zmq.Again`: it currently accepts none."""
         try:
             self._submit(token)
         except zmq.Again:
@@ -265,7 +230,7 @@ class HtexInterchange(Interchange):
                 raise
 
     def restart(self) -> None:
-        """Start a new process at the same worker port; a pending request is dropped."""
+        """End the old process and start a new one at the same worker port; a pending request is dropped."""
         executor = self._executor
         executor.interchange_proc.kill()
         executor.interchange_proc.wait()

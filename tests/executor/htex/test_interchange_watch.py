@@ -17,7 +17,7 @@ from parsl.curvezmq import ClientContext
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
 from freetrain_parsl.executor.htex.interchange_watch import (
-    Interchange,
+    HtexInterchange,
     InterchangeEnded,
     InterchangeRestarted,
     InterchangeWatch,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class FakeInterchange(Interchange):
+class FakeInterchange(HtexInterchange):
     """A process that ends, hangs and accepts tasks as set by the test."""
 
     def __init__(self) -> None:
