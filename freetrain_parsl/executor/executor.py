@@ -40,7 +40,7 @@ from freetrain_parsl.executor.jobs.request import (
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.executor.logs.writer import LogWriter
 from freetrain_parsl.executor.node_kinds import NodeKind, kinds_of, refuse_unknown_kinds
-from freetrain_parsl.executor.payloads.node_modules import NodeModules
+from freetrain_parsl.executor.payloads.app_modules import NodeModules
 from freetrain_parsl.executor.payloads.payloads import pack_or_refuse, pack_task
 from freetrain_parsl.executor.payloads.value_files import ValueFiles
 from freetrain_parsl.executor.run_directory import check_run_directory, keep_private, log_to

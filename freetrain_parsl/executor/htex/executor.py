@@ -10,8 +10,7 @@ from parsl.jobs.error_handlers import noop_error_handler
 from parsl.jobs.states import JobState, JobStatus
 
 from freetrain_parsl.executor.addresses import driver_addresses
-from freetrain_parsl.executor.batch.error_tail import last_words
-from freetrain_parsl.executor.batch.providers import provider_for, window_source_for
+from freetrain_parsl.executor.batch.providers import last_words, provider_for, window_source_for
 from freetrain_parsl.executor.batch.submitter import BlockRefused
 from freetrain_parsl.executor.htex.interchange_watch import guard_sockets
 from freetrain_parsl.interpreters import module_command

@@ -7,7 +7,6 @@ import io
 import logging
 import sys
 from concurrent.futures import InvalidStateError
-from functools import partial
 from pickle import PicklingError
 from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -21,7 +20,13 @@ from parsl.serialize.concretes import DillSerializer
 from parsl.serialize.errors import DeserializationError, SerializationError
 
 from freetrain_parsl.errors import CheckpointError, InvalidTrainer, TrainingError
-from freetrain_parsl.executor.payloads.app_modules import directory_of, imported_in, own_modules, search_first
+from freetrain_parsl.executor.payloads.app_modules import (
+    directory_of,
+    functions_of,
+    imported_in,
+    own_modules,
+    search_first,
+)
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -37,7 +42,6 @@ __all__ = [
     "error_in",
     "execute_from",
     "first_line",
-    "functions_of",
     "pack_or_refuse",
     "pack_task",
     "pack_training",
@@ -202,13 +206,6 @@ def execute_from(directory: str, call: bytes) -> Any:
     """Carry out a serialized call on a node, whose modules are looked up first where the driver has found them."""
     search_first(directory)
     return execute_task(call)
-
-
-def functions_of(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Return the functions of an app: a bash app is a partial call of a function of Parsl with the user's."""
-    function = inspect.unwrap(function)
-    parts = (function.func, *function.args) if isinstance(function, partial) else (function,)
-    return [inspect.unwrap(part) for part in parts if callable(part)]
 
 
 def pack_or_refuse(

@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.executor.values.rows import fresh, read_rows
 from freetrain_parsl.executor.values.specs import TrackerSpec, importable
-from freetrain_parsl.executor.values.tracker import TrackedTraining
+from freetrain_parsl.executor.values.tracker import TrackedTraining, fresh, read_rows
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.executor.values.rows import as_line, fresh, last_steps, parse_row
+from freetrain_parsl.executor.values.tracker import as_line, fresh, last_steps, parse_row
 from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.storage.posix import directory_name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE, last_words
+from freetrain_parsl.executor.batch.providers import TELL_EXIT_CODE, last_words
 from freetrain_parsl.executor.batch.submitter import StartsFailed, SubmissionsEnded
 from freetrain_parsl.executor.driver.block_cycle import BlockCycle
 from freetrain_parsl.executor.driver.slot_registry import Block, Slot, SlotRegistry
