@@ -38,7 +38,6 @@ from freetrain_parsl.executor.jobs.request import (
     cache_identity,
 )
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.logs.writer import LogWriter
 from freetrain_parsl.executor.node_kinds import NodeKind, kinds_of, refuse_unknown_kinds
 from freetrain_parsl.executor.payloads.app_modules import NodeModules
 from freetrain_parsl.executor.payloads.payloads import pack_or_refuse, pack_task
@@ -46,7 +45,8 @@ from freetrain_parsl.executor.payloads.value_files import ValueFiles
 from freetrain_parsl.executor.run_directory import check_run_directory, keep_private, log_to
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
 from freetrain_parsl.executor.submissions import Submissions
-from freetrain_parsl.executor.values.specs import parse_trackers
+from freetrain_parsl.executor.training_logs import LogWriter
+from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.executor.values.writer import ValueWriter
 from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy

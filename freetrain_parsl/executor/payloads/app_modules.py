@@ -153,7 +153,10 @@ def _root(name: str | None, module: ModuleType) -> str:
 
 
 class NodeModules:
-    """Warns of modules that nodes will not find, once each.
+    """Warns of modules that the driver has found where no node searches, once each: not hours later, on a node.
+
+    The driver's ``sys.path`` may have entries that its script, or a module, has added. Nodes search the directory of
+    the app's function, what is installed, and ``PYTHONPATH``. Whether that is enough is asked of a new interpreter.
 
     Parameters
     ----------

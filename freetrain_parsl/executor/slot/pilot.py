@@ -53,9 +53,11 @@ _DEFAULT_PATIENCE = 600.0
 
 
 class PoolDirectory:
-    """A private directory that exists during a ``with`` block.
+    """The temporary directory of a node's worker pool, private to the user, which exists during a ``with`` block.
 
-    It is locked while its pilot or its pool lives, so that it can be told from an abandoned one.
+    The processes of a pool are killed when their node ends, so none of them can remove its temporary files. The pilot
+    removes them, and those of earlier pools on this node whose pilot was killed, too. A directory is locked while its
+    pilot or its pool lives, so that it can be told from an abandoned one.
 
     Attributes
     ----------

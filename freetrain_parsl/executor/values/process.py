@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.executor.values.specs import TrackerSpec, importable
-from freetrain_parsl.executor.values.tracker import TrackedTraining, fresh, read_rows
+from freetrain_parsl.executor.values.tracker import TrackedTraining, TrackerSpec, fresh, importable, read_rows
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.executor.values.specs import TrackerSpec
-    from freetrain_parsl.executor.values.tracker import Outcome
+    from freetrain_parsl.executor.values.tracker import Outcome, TrackerSpec
 
 logger = logging.getLogger(__name__)
 

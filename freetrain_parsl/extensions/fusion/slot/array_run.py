@@ -14,10 +14,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CannotFuse, CheckpointError, TrainingError
-from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
+from freetrain_parsl.executor.training_logs import FIRST
 from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
 from freetrain_parsl.protocol.messages import (
