@@ -330,37 +330,36 @@ class ControlLoop:
 
     # What other threads posted.
 
-    def _on_post(self, item: object) -> None:
-        if isinstance(item, Training):
-            self._manager.submit(item)
-        elif isinstance(item, Task):
-            self._tasks.submit(item)
-        elif isinstance(item, Survey):
-            self._on_survey(item)
-        elif isinstance(item, BlockSubmitted):
-            self._write(record.BlockSubmitted(item.block, item.job))
-        elif isinstance(item, BlockRefused):
-            self._blocks.end(item.block, f"was refused: {item.reason}")
-        elif isinstance(item, StartsFailed):
-            next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
-            self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
-        elif isinstance(item, SubmissionsEnded):
-            self._close(BatchSystemError(item.reason))
-        elif isinstance(item, CancelTraining):
-            self._manager.cancel(item.future)
-        else:
-            self._on_ended(item)
-
-    def _on_ended(self, item: object) -> None:
-        """Handle the end of a slot's process, of HTEX's interchange or of the batch system."""
-        if isinstance(item, SlotTaskEnded):
-            self._on_slot_task_ended(item)
-        elif isinstance(item, InterchangeEnded):
-            self._on_interchange_ended(item.reason)
-        elif isinstance(item, InterchangeRestarted):
-            self._on_interchange_restarted()
-        elif isinstance(item, BatchSystemEnded):
-            self._fail_all(ClusterGone(f"{item.reason}; checkpoints are kept"))
+    def _on_post(self, item: object) -> None:  # noqa: C901 - one case for each kind
+        match item:
+            case Training():
+                self._manager.submit(item)
+            case CancelTraining():
+                self._manager.cancel(item.future)
+            case Task():
+                self._tasks.submit(item)
+            case Survey():
+                self._on_survey(item)
+            case BlockSubmitted():
+                self._write(record.BlockSubmitted(item.block, item.job))
+            case BlockRefused():
+                self._blocks.end(item.block, f"was refused: {item.reason}")
+            case StartsFailed():
+                next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
+                self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
+            case SubmissionsEnded():
+                self._close(BatchSystemError(item.reason))
+            case BatchSystemEnded():
+                self._fail_all(ClusterGone(f"{item.reason}; checkpoints are kept"))
+            case SlotTaskEnded():
+                if (error := self._slots.on_task_ended(item)) is not None:
+                    self._submitter.stop_submitting()
+                    self._close(error)
+            case InterchangeEnded():
+                self._on_interchange_ended(item.reason)
+            case InterchangeRestarted():
+                self._write(record.InterchangeRestarted(""))
+                self._slots.request_again()  # the old interchange's tasks are gone
 
     def _on_survey(self, survey: Survey) -> None:
         self._surveyed_at = self._clock()
@@ -392,21 +391,12 @@ class ControlLoop:
             self._manager.fail_all(self._closed)
             self._fail_all(self._closed)
 
-    def _on_slot_task_ended(self, ended: SlotTaskEnded) -> None:
-        if (error := self._slots.on_task_ended(ended)) is not None:
-            self._submitter.stop_submitting()
-            self._close(error)
-
     def _on_interchange_ended(self, reason: str) -> None:
         """Release the blocks whose worker pools used the interchange: they soon end, and their slots with them."""
         self._write(record.InterchangeEnded("", reason))
         for block in {slot.block for slot in self._registry.slots.values()}:
             if (held := self._registry.blocks.get(block)) is not None:
                 self._blocks.make_way(held, self._clock(), "lost HTEX's interchange")
-
-    def _on_interchange_restarted(self) -> None:
-        self._write(record.InterchangeRestarted(""))
-        self._slots.request_again()  # the old interchange's tasks are gone
 
     # Slots.
 
@@ -428,12 +418,13 @@ class ControlLoop:
             self._slots.count_fault(name, f"a {type(message).__name__} could not be handled: {text_of(error)}")
 
     def _on_message(self, name: str, message: ToDriver) -> None:
-        if isinstance(message, Invalid):
-            self._slots.count_fault(name, message.reason)
-            return
-        if isinstance(message, Hello):
-            self._slots.on_hello(name, message)
-            return
+        match message:
+            case Invalid():
+                self._slots.count_fault(name, message.reason)
+                return
+            case Hello():
+                self._slots.on_hello(name, message)
+                return
         slot = self._registry.slots.get(name)
         if slot is None:
             # It counts as failed: its training may be running elsewhere by now.
@@ -468,16 +459,17 @@ class ControlLoop:
 
     def _act(self, actions: ev.Actions) -> None:
         for action in actions:
-            if isinstance(action, ev.RequestBlock):
-                self._blocks.request(action)
-                self._slots.request_missing()
-            elif isinstance(action, ev.ReleaseBlock):
-                self._blocks.release(action.block)
-            elif isinstance(action, ev.Lend):
-                self._tasks.lent = action.nodes
-            elif isinstance(action, ev.Reassign):
-                self._manager.assign(action.trainer, action.nodes)
-                self._write(_ASSIGNMENTS[type(action)](action.trainer, sorted(action.nodes)))
+            match action:
+                case ev.RequestBlock():
+                    self._blocks.request(action)
+                    self._slots.request_missing()
+                case ev.ReleaseBlock():
+                    self._blocks.release(action.block)
+                case ev.Lend():
+                    self._tasks.lent = action.nodes
+                case ev.Reassign():
+                    self._manager.assign(action.trainer, action.nodes)
+                    self._write(_ASSIGNMENTS[type(action)](action.trainer, sorted(action.nodes)))
 
     def _write(self, entry: record.Record) -> None:
         self._journal.write(self._clock(), entry)
