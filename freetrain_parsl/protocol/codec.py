@@ -15,7 +15,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache
@@ -127,7 +127,7 @@ Names: TypeAlias = Annotated[dict[str, str], Limit(_are_names)]
 """A mapping from names to names, with at most 32 entries."""
 
 
-VERSION = 6
+VERSION = 7
 """Protocol version; incremented with every change of a message."""
 
 _LONGEST_HEADER = 1 << 20  # bytes
@@ -237,9 +237,10 @@ def _number(name: str, value: Any) -> int:
 
 def _to_json(value: Any) -> Any:
     if is_dataclass(value):
-        given = {item.name: (getattr(value, item.name), _default(item)) for item in fields(value)}
-        changed = {name: _to_json(content) for name, (content, default) in given.items() if content != default}
-        return {"type": type_name(type(value)), **changed}
+        message: Any = type(value)
+        kind, defaults = _described(message)
+        given = ((name, getattr(value, name), default) for name, default in defaults)
+        return {"type": kind, **{name: _to_json(content) for name, content, default in given if content != default}}
     if isinstance(value, ScalingCurve):
         return {"points": value.points, "relative": value.relative}
     if isinstance(value, (list, tuple)):
@@ -257,8 +258,13 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
+@cache
+def _described(kind: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the name of a class of messages, and the defaults of its fields."""
+    return type_name(kind), [
+        (item.name, item.default if item.default_factory is MISSING else item.default_factory())
+        for item in fields(kind)
+    ]
 
 
 @cache

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.executor.values.tracker import as_line, fresh, last_steps, parse_row
@@ -47,7 +47,6 @@ class _Values:
     path: Path
     id: str
     steps: dict[str, int]
-    waiting: list[str] = field(default_factory=list)
 
 
 class ValueWriter:
