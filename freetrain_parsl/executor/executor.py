@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
     from freetrain_parsl.protocol.journal import Record
 
 logger = logging.getLogger(__name__)
@@ -467,7 +466,7 @@ class FreeTrainExecutor(PlannedHtex):
 
     # The job submitter's thread, and that of the interchange watch.
 
-    def _post(self, item: SubmitterMessage | InterchangeEnded | InterchangeRestarted | SlotTaskEnded) -> None:
+    def _post(self, item: SubmitterMessage | Record | SlotTaskEnded) -> None:
         assert self._driver is not None, "the job submitter is started after the control loop"
         self._follow(item)
         self._driver.post(item)

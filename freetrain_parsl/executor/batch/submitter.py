@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSuperseded, FreeTrainError
 from freetrain_parsl.executor.batch.providers import complaint_of
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
@@ -38,20 +39,11 @@ _OF_THIS_HOST = frozenset(
 __all__ = [
     "BatchSystemEnded",
     "BlockRefused",
-    "BlockSubmitted",
     "JobSubmitter",
     "StartsFailed",
     "SubmissionsEnded",
     "SubmitterMessage",
 ]
-
-
-@dataclass(frozen=True)
-class BlockSubmitted:
-    """The batch system accepted a block."""
-
-    block: str
-    job: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,7 @@ class _Job:
 
 
 SubmitterMessage: TypeAlias = (
-    "Survey | BlockSubmitted | BlockRefused | SubmissionsEnded | StartsFailed | BatchSystemEnded"
+    "Survey | record.BlockSubmitted | BlockRefused | SubmissionsEnded | StartsFailed | BatchSystemEnded"
 )
 
 
@@ -343,7 +335,7 @@ class JobSubmitter:
             self._jobs[spec.block] = _Job(job, self._clock())
             if self._failed_starts:
                 self._probe = spec.block
-        self._post(BlockSubmitted(spec.block, job))
+        self._post(record.BlockSubmitted(spec.block, job))
 
     def _end(self, error: ClusterGone) -> None:
         """Stop querying and submitting: the batch system is gone."""

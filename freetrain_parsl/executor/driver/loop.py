@@ -22,7 +22,6 @@ from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSupersed
 from freetrain_parsl.executor.batch.submitter import (
     BatchSystemEnded,
     BlockRefused,
-    BlockSubmitted,
     JobSubmitter,
     StartsFailed,
     SubmissionsEnded,
@@ -34,7 +33,6 @@ from freetrain_parsl.executor.driver.recorded_planner import RecordedPlanner
 from freetrain_parsl.executor.driver.settler import Settler
 from freetrain_parsl.executor.driver.slot_cycle import SlotCycle, SlotTaskEnded
 from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
-from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
 from freetrain_parsl.executor.jobs.manager import TrainingManager
 from freetrain_parsl.executor.jobs.request import SharedSettings, Training
 from freetrain_parsl.planning import events as ev
@@ -202,7 +200,6 @@ class ControlLoop:
         )
         self._tasks = TaskQueue(
             self._registry,
-            self._registry.slots_per_node,
             server.send,
             shared_settings.limits.max_restarts,
             self._settler.post,
@@ -340,8 +337,8 @@ class ControlLoop:
                 self._tasks.submit(item)
             case Survey():
                 self._on_survey(item)
-            case BlockSubmitted():
-                self._write(record.BlockSubmitted(item.block, item.job))
+            case record.BlockSubmitted():
+                self._write(item)
             case BlockRefused():
                 self._blocks.end(item.block, f"was refused: {item.reason}")
             case StartsFailed():
@@ -355,10 +352,11 @@ class ControlLoop:
                 if (error := self._slots.on_task_ended(item)) is not None:
                     self._submitter.stop_submitting()
                     self._close(error)
-            case InterchangeEnded():
-                self._on_interchange_ended(item.reason)
-            case InterchangeRestarted():
-                self._write(record.InterchangeRestarted(""))
+            case record.InterchangeEnded():
+                self._write(item)
+                self._make_way_for_interchange()
+            case record.InterchangeRestarted():
+                self._write(item)
                 self._slots.request_again()  # the old interchange's tasks are gone
 
     def _on_survey(self, survey: Survey) -> None:
@@ -391,9 +389,8 @@ class ControlLoop:
             self._manager.fail_all(self._closed)
             self._fail_all(self._closed)
 
-    def _on_interchange_ended(self, reason: str) -> None:
+    def _make_way_for_interchange(self) -> None:
         """Release the blocks whose worker pools used the interchange: they soon end, and their slots with them."""
-        self._write(record.InterchangeEnded("", reason))
         for block in {slot.block for slot in self._registry.slots.values()}:
             if (held := self._registry.blocks.get(block)) is not None:
                 self._blocks.make_way(held, self._clock(), "lost HTEX's interchange")

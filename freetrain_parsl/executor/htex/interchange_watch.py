@@ -14,13 +14,13 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import zmq
 from parsl.executors.high_throughput.zmq_pipes import CommandClient
 
 from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper
+from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,25 +31,11 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "HtexInterchange",
-    "InterchangeEnded",
-    "InterchangeRestarted",
     "InterchangeWatch",
     "guard_sockets",
 ]
 
 _SEND_TIMEOUT = 1000  # milliseconds
-
-
-@dataclass(frozen=True)
-class InterchangeEnded:
-    """The interchange has ended for `reason`, and with it every slot task that had not started."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class InterchangeRestarted:
-    """A new interchange has started, without tasks or worker pools."""
 
 
 class InterchangeWatch:
@@ -68,7 +54,7 @@ class InterchangeWatch:
     def __init__(
         self,
         interchange: HtexInterchange,
-        post: Callable[[InterchangeEnded | InterchangeRestarted], None],
+        post: Callable[[record.Record], None],
         give_up: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -147,7 +133,7 @@ class InterchangeWatch:
     def _replace(self, reason: str) -> bool:
         now = self._clock()
         logger.warning("HTEX's interchange %s: starting another", reason)
-        self._post(InterchangeEnded(reason))
+        self._post(record.InterchangeEnded("", reason))
         while self._restarts and self._restarts[0] <= now - self._WITHIN:
             self._restarts.popleft()
         if len(self._restarts) >= self._MOST_RESTARTS:
@@ -164,7 +150,7 @@ class InterchangeWatch:
         self._unsent.clear()  # the driver requests again what it still needs
         self._looked = self._clock()
         self._asked, self._ask_at = None, self._looked + self._ASK
-        self._post(InterchangeRestarted())
+        self._post(record.InterchangeRestarted(""))
         return True
 
 
