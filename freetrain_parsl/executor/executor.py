@@ -284,11 +284,11 @@ class FreeTrainExecutor(PlannedHtex):
         source = self.window_source()
         planner_settings = self.planner.in_seconds()
         source.check(least_walltime(planner_settings))
-        server = SlotServer(self.cert_dir, _PORTS, sorted(self.all_addresses))
+        server = SlotServer(self.cert_dir, _PORTS, addresses := tuple(sorted(self.all_addresses)))
         heartbeat_timeout = self.trainings.heartbeat_timeout.total_seconds()
         poll_interval = self.manners.poll_interval.total_seconds()
         self._slot_settings = SlotSettings(
-            addresses=tuple(sorted(self.all_addresses)),
+            addresses=addresses,
             port=server.port,
             cert_dir=self.cert_dir,
             beat=min(1.0, heartbeat_timeout / 5),
@@ -310,8 +310,7 @@ class FreeTrainExecutor(PlannedHtex):
             job_prefix=self.job_prefix,
             require=self._fence.require,
         )
-        interchange = HtexInterchange(self, self._submit_slot)
-        self._watch = InterchangeWatch(interchange, post=self._post, give_up=self._interchange_is_lost)
+        self._watch = InterchangeWatch(HtexInterchange(self, self._submit_slot), self._post, self._interchange_is_lost)
         self._driver = ControlLoop(
             policy=self._policy,
             planner_settings=planner_settings,
@@ -370,8 +369,7 @@ class FreeTrainExecutor(PlannedHtex):
             raise TrainingCancelled(f"training {request.name!r} was cancelled")
         if (error := self._refusal or (self.executor_exception if self.bad_state_is_set else None)) is not None:
             raise unshared(error)
-        unknown = set(resource_specification) - {SPECIFICATION_KEY}
-        if unknown:
+        if unknown := set(resource_specification) - {SPECIFICATION_KEY}:
             raise InvalidResourceSpecification(
                 unknown, f"{self.label} takes no resource specification; its planner assigns the slots"
             )
