@@ -17,7 +17,7 @@ from freetrain_parsl.cli.verbs import VERBS
 from freetrain_parsl.entry_points import own_entry_points
 from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.jobs.port import JOBS
-from freetrain_parsl.executor.values.specs import TRACKERS
+from freetrain_parsl.executor.values.tracker import TRACKERS
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
 from freetrain_parsl.training.extension import SESSIONS
@@ -92,7 +92,7 @@ from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.jobs.port import usable_kinds
-from freetrain_parsl.executor.values.specs import parse_trackers
+from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import POLICIES, resolve_policy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.executor.executor import _INTERCHANGE_COMMAND
+from freetrain_parsl.executor.htex.executor import INTERCHANGE_COMMAND
 from freetrain_parsl.executor.payloads import app_modules
 from freetrain_parsl.interpreters import FREETRAIN, module_command, module_in, script_command
 
@@ -78,7 +78,7 @@ def run(command: list[str], shared: Path, text: str = "") -> int:
         ([*module_command("freetrain_parsl.cluster.daemon"), "--help"], 0),
         ([*module_command("freetrain_parsl.executor.slot.pilot"), "true"], 0),
         ([*script_command(FREETRAIN), "--version"], 0),
-        (list(_INTERCHANGE_COMMAND), 1),  # without its settings on standard input
+        (list(INTERCHANGE_COMMAND), 1),  # without its settings on standard input
     ],
     ids=["cluster", "pilot", "command line", "interchange"],
 )

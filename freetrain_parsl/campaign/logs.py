@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.errors import InvalidInput, did_you_mean
-from freetrain_parsl.executor.logs.lines import names_in
+from freetrain_parsl.executor.training_logs import names_in
 from freetrain_parsl.report.log_reader import follow_logs, has_writer, read_logs
 from freetrain_parsl.texts import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from freetrain_parsl.executor.logs.lines import LogLine
+    from freetrain_parsl.executor.training_logs import LogLine
 
 __all__ = ["LOGS", "log_lines", "name_width", "shown_line", "trainings_of"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from freetrain_parsl.campaign.directories import RunKind
-    from freetrain_parsl.executor.logs.lines import LogLine
+    from freetrain_parsl.executor.training_logs import LogLine
     from freetrain_parsl.report.projection.run import TrainingState
 
 __all__ = ["CampaignSource", "RunSource", "ScriptSource", "open_source"]

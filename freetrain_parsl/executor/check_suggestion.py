@@ -20,15 +20,7 @@ __all__ = ["check_suggestion"]
 def check_suggestion(functions: Sequence[tuple[Callable[..., Any], Code | None]]) -> str:
     """Return a line that suggests to check functions, which may run on several nodes or be interrupted.
 
-    Parameters
-    ----------
-    functions
-        Each with its code.
-
-    Returns
-    -------
-    line
-        Empty if all were checked, or if a check was suggested before.
+    It is empty if all were checked, or if a check was suggested before.
     """
     codes = {code.digest: function for function, code in functions if code is not None}
     new = take_unchecked({code.digest: code.name for _, code in functions if code is not None})

@@ -19,7 +19,6 @@ import logging
 import platform
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -32,27 +31,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Difference", "EnvironmentCheck", "compare", "describe_environment"]
+__all__ = ["EnvironmentCheck", "compare", "describe_environment"]
 
 _PACKAGES = {"freetrain": "freetrain-parsl", "parsl": "parsl", "torch": "torch", "dill": "dill"}
 _REFUSED = ("python", "freetrain", "parsl")
 _REMEDY = "set `node.python` (in Python: `node_python=`) to an interpreter with the driver's versions"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How a node's environment differs from the driver's.
-
-    Parameters
-    ----------
-    text
-        One line: the node, what differs, the remedy.
-    refused
-        Whether no training can run there.
-    """
-
-    text: str
-    refused: bool
 
 
 def describe_environment() -> dict[str, str]:
@@ -67,15 +50,11 @@ def describe_environment() -> dict[str, str]:
     return found
 
 
-def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> Difference | None:
-    """Compare a node's environment with the driver's; return ``None`` if there is no relevant difference.
+def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> tuple[str, bool]:
+    """Compare a node's environment with the driver's.
 
-    Parameters
-    ----------
-    node
-        Name of the node, for the message.
-    theirs, ours
-        From `describe_environment`, on the node and in the driver. Entries that either lacks are not compared.
+    Return one line, with the node, what differs and the remedy, empty if there is no relevant difference; and whether
+    no training can run there. Both are from `describe_environment`; entries that either lacks are not compared.
     """
     differing = [
         name
@@ -83,12 +62,12 @@ def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> Di
         if name in theirs and name in ours and _essential(name, str(theirs[name])) != _essential(name, ours[name])
     ]
     if not differing:
-        return None
+        return "", False
     facts = ", ".join(f"{name} {theirs[name]} (driver: {ours[name]})" for name in differing)
     where = f" in {theirs['executable']}" if "executable" in theirs else ""
     refused = any(name in _REFUSED for name in differing)
     consequence = "cannot run trainings of this driver" if refused else "differs from the driver"
-    return Difference(f"node {node} {consequence}: it has {facts}{where}; {_REMEDY}", refused)
+    return f"node {node} {consequence}: it has {facts}{where}; {_REMEDY}", refused
 
 
 def _essential(name: str, text: str) -> str:
@@ -98,11 +77,6 @@ def _essential(name: str, text: str) -> str:
 
 class EnvironmentCheck:
     """Compares the environments of new slots with the driver's.
-
-    Parameters
-    ----------
-    write
-        Writes a record to the journal.
 
     Attributes
     ----------
@@ -118,16 +92,13 @@ class EnvironmentCheck:
 
     def refusal(self, hello: Hello) -> str:
         """Return why a slot's node cannot run trainings; empty if it can."""
-        node, fault = hello.node, hello.fault
-        if fault:
-            difference: Difference | None = Difference(f"node {node} cannot run trainings: {fault}", refused=True)
+        if hello.fault:
+            text, refused = f"node {hello.node} cannot run trainings: {hello.fault}", True
         else:
-            difference = compare(node, hello.versions, self._versions)
-        if difference is not None and difference.text not in self._reported:  # once, not for each slot of a node
-            self._reported.add(difference.text)
-            logger.warning("%s", difference.text)
-            self._write(record.EnvironmentDiffers(node, difference.text, difference.refused))
-        if difference is not None and difference.refused:
-            return difference.text
-        self.any_fits = True
-        return ""
+            text, refused = compare(hello.node, hello.versions, self._versions)
+        if text and text not in self._reported:  # once, not for each slot of a node
+            self._reported.add(text)
+            logger.warning("%s", text)
+            self._write(record.EnvironmentDiffers(hello.node, text, refused))
+        self.any_fits |= not refused
+        return text if refused else ""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import sqlite3
 import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.values.value_samples import ValueSamples
+from freetrain_parsl.executor.values.tracker import parse_row
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import type_name
 from freetrain_parsl.protocol.journal import record_of
@@ -22,18 +23,17 @@ from freetrain_parsl.storage.read_only_database import open_for_reading
 from freetrain_parsl.storage.stored_json import parse_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.protocol.reports import Progress
     from freetrain_parsl.storage.read_only_database import DatabaseReading
 
-logger = logging.getLogger(__name__)
-
 __all__ = [
     "Journal",
     "JournalEntry",
+    "ValueSamples",
     "last_record",
     "newest_entry",
     "newest_report",
@@ -41,6 +41,14 @@ __all__ = [
     "read_kinds",
     "read_progress",
 ]
+
+_LEAST_PAUSE: Final = 1.0  # seconds between two values of a name
+_SHARE: Final = 0.02  # of the time since the first value
+_MOST_NAMES: Final = 20  # of a training
+_MOST_ROWS: Final = 3  # of a report that are looked at: the newest ones
+_LONGEST_NAME: Final = 100
+
+logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
@@ -59,6 +67,60 @@ CREATE TABLE IF NOT EXISTS progress (
     detail TEXT NOT NULL     -- JSON object: protocol.reports.Progress
 );
 """
+
+
+class ValueSamples:
+    """Chooses values by time: two of a training and name are at least 2 % of its age apart.
+
+    So there are about fifty for each factor *e* of time: some four hundred in a day.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[str, dict[str, tuple[float, float]]] = {}  # training -> name -> first, last
+        self._with_loss: set[str] = set()  # trainings that report the loss of their steps
+
+    def admit(self, training: str) -> None:
+        """Choose values that this training logs, too; slots may name others."""
+        self._times.setdefault(training, {})
+
+    def choose_loss(self, time: float, training: str, loss: float) -> dict[str, float]:
+        """Return the mean loss of a progress report as ``loss``, if it is to be kept."""
+        self._with_loss.add(training)
+        return self.choose(time, training, {"loss": loss})
+
+    def choose(self, time: float, training: str, values: Mapping[str, object]) -> dict[str, float]:
+        """Return those of the values that are to be kept; `time` in seconds."""
+        known = self._times.setdefault(training, {})
+        chosen = {}
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                continue
+            key = name[:_LONGEST_NAME]
+            if key not in known and len(known) == _MOST_NAMES:
+                continue
+            first, last = known.get(key, (time, -math.inf))
+            if time - last >= max(_LEAST_PAUSE, _SHARE * (time - first)):
+                known[key] = (first, time)
+                chosen[key] = float(value)
+        return chosen
+
+    def choose_rows(self, time: float, training: str, rows: Sequence[str]) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the step and the values to be kept of the newest rows of a report, see `protocol.reports.Logged`.
+
+        Trainings that were not admitted have none. A value that the user logs as ``loss`` is left out if the training
+        reports the loss of its steps, too: that is the curve of this name.
+        """
+        if training not in self._times:
+            return
+        for text in rows[-_MOST_ROWS:]:
+            row = parse_row(text)
+            if row is None:
+                continue
+            values = {
+                name: value for name, value in row.values.items() if name != "loss" or training not in self._with_loss
+            }
+            if chosen := self.choose(time, training, values):
+                yield row.step, chosen
 
 
 @dataclass(frozen=True)
@@ -227,17 +289,7 @@ def read_kinds(path: Path, kinds: Sequence[type[Record]]) -> Iterator[JournalEnt
 
 
 def last_record(path: Path, kind: type[Record], containing: str = "") -> Record | None:
-    """Return the last record of a class, without reading the others; ``None`` if there is none.
-
-    Parameters
-    ----------
-    path
-        The journal.
-    kind
-        The class.
-    containing
-        A text that the record's JSON object must have.
-    """
+    """Return the last record of a class whose JSON object contains a text, without reading the others."""
     with _opened(path) as reading:
         row = reading.connection.execute(
             "SELECT time, kind, subject, detail FROM event WHERE kind = ? AND instr(detail, ?) "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["KindOfSlots", "NodeKind", "named_kinds", "refuse_unknown_kinds"]
+__all__ = ["KindOfSlots", "NodeKind", "kinds_of", "refuse_unknown_kinds"]
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,35 @@ def refuse_unknown_kinds(request: TrainingRequest, kinds: Collection[str]) -> No
             )
 
 
-def named_kinds(kinds: Sequence[NodeKind]) -> dict[str, NodeKind]:
-    """Return kinds by name.
+def kinds_of(
+    given: Sequence[NodeKind],
+    provider: ExecutionProvider | None,
+    windows: WindowSource | None,
+    slots_per_node: int,
+    accelerators: int | list[str],
+) -> dict[str, NodeKind]:
+    """Return the kinds of an executor's nodes by name; without any, the only one, which has no name.
 
     Raises
     ------
     InvalidSettings
-        One has no name, or two have the same.
+        One has no name, two have the same, or there are kinds and settings that each of them has of its own.
     """
-    named = {kind.name: kind for kind in kinds if kind.name}
-    if len(named) != len(kinds):
+    if not given:
+        if provider is None:
+            from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
+
+            provider = EmbeddedClusterProvider()
+        named_ones = accelerators if isinstance(accelerators, int) else tuple(accelerators)
+        return {"": NodeKind("", provider, windows, slots_per_node, named_ones)}
+    named = {kind.name: kind for kind in given if kind.name}
+    if len(named) != len(given):
         raise InvalidSettings(
-            f"FreeTrainExecutor: each of the node_kinds needs a name of its own, got {[kind.name for kind in kinds]!r}"
+            f"FreeTrainExecutor: each of the node_kinds needs a name of its own, got {[kind.name for kind in given]!r}"
+        )
+    if provider is not None or windows is not None or slots_per_node != 1 or accelerators:
+        raise InvalidSettings(
+            "FreeTrainExecutor: with node_kinds, give provider, windows, slots_per_node and available_accelerators "
+            "of each kind only"
         )
     return named

@@ -40,12 +40,7 @@ def check_run_directory(directory: Path) -> None:
 def check_new_run_directory(directory: Path, *, made: bool) -> None:
     """Refuse the directory of a new run that is not this user's, before anything in it is looked at.
 
-    Parameters
-    ----------
-    directory
-        It exists.
-    made
-        Whether this process has just made it.
+    It exists; `made`: this process has just made it.
 
     Raises
     ------
@@ -70,13 +65,7 @@ def check_new_run_directory(directory: Path, *, made: bool) -> None:
 
 
 class RunLog(logging.FileHandler):
-    """A handler that logs to a private file; a write error is reported once on standard error, not once for each line.
-
-    Parameters
-    ----------
-    path
-        The file, which is created.
-    """
+    """A handler that logs to a private file; write errors are reported once on standard error, not for each line."""
 
     def __init__(self, path: Path) -> None:
         self._reported = False

@@ -11,6 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from parsl.dataflow.futures import AppFuture
 from parsl.dataflow.states import States
 
 from freetrain_parsl.errors import InvalidTrainer
@@ -19,13 +20,14 @@ from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY, Training
 
 if TYPE_CHECKING:
-    from parsl.dataflow.futures import AppFuture
+    from collections.abc import Callable
+
     from parsl.dataflow.taskrecord import TaskRecord
     from parsl.executors.base import ParslExecutor
 
     from freetrain_parsl.executor.jobs.request import TrainingRequest
 
-__all__ = ["Submissions", "call_off", "request_of"]
+__all__ = ["Submissions"]
 
 
 class Submissions:
@@ -77,26 +79,24 @@ class Submissions:
         training.future.add_done_callback(self._forget)
         return training
 
-    def request_of(self, future: Future[Any]) -> TrainingRequest | None:
-        """Return the request of the training with this future, unless it is done."""
-        return self._requests.get(future)
+    def cancel(self, future: Future[Any], executor: ParslExecutor, end: Callable[[Future[Any]], None]) -> bool:
+        """Cancel the training with this future; see `FreeTrainExecutor.cancel`.
 
-    def cancel(self, request: TrainingRequest) -> Future[Any] | None:
-        """Note that a training is cancelled; return its future if it has been added and is not done.
-
-        Parameters
-        ----------
-        request
-            Its request; Parsl may launch it only later, or again, until `launched_no_more`.
+        Parsl may launch it only later, or again, until its call is done. If it has been added and is not done, `end` is
+        called with the executor's own future.
         """
+        request = _request_of(future, executor) if isinstance(future, AppFuture) else self._requests.get(future)
+        if request is None:
+            return False
         with self._lock:
             self._cancelled[id(request)] = request
-            return self._trainings.get(id(request))
-
-    def launched_no_more(self, request: TrainingRequest) -> None:
-        """Forget that a training was cancelled: its call is done."""
-        with self._lock:
-            self._cancelled.pop(id(request), None)
+            own = self._trainings.get(id(request))
+        if own is not None:
+            end(own)
+        if not isinstance(future, AppFuture):
+            return True
+        future.add_done_callback(lambda _: self._cancelled.pop(id(request), None))
+        return _call_off(future)
 
     def fail_all(self, error: Exception) -> None:
         """Fail all futures that are not done."""
@@ -114,7 +114,7 @@ class Submissions:
                 self._trainings.pop(id(request), None)
 
 
-def request_of(future: AppFuture, executor: ParslExecutor) -> TrainingRequest | None:
+def _request_of(future: AppFuture, executor: ParslExecutor) -> TrainingRequest | None:
     """Return the request of a training app's call; ``None`` if it is no training, or another executor's."""
     record = future.task_record
     if record["dfk"].executors.get(record["executor"]) is not executor:
@@ -123,13 +123,10 @@ def request_of(future: AppFuture, executor: ParslExecutor) -> TrainingRequest | 
     return request
 
 
-def call_off(future: AppFuture) -> bool:
+def _call_off(future: AppFuture) -> bool:
     """Let Parsl launch a call soon that still waits for its arguments, without them; the executor is to refuse it.
 
-    Returns
-    -------
-    bool
-        False if the call is never launched, since Parsl was cleaned up.
+    Return false if the call is never launched, since Parsl was cleaned up.
     """
     record = future.task_record
     record["memoize"] = False  # else a later call would get the refusal from Parsl's cache

@@ -15,7 +15,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache
@@ -91,12 +91,9 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_INTEGER
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_integer(value)
-
-
 def _is_time(value: Any) -> bool:
-    return _is_number(value) and -_LONGEST_TIME < value < _LONGEST_TIME  # comparisons with NaN are false
+    finite = isinstance(value, float) or _is_integer(value)
+    return finite and -_LONGEST_TIME < value < _LONGEST_TIME  # comparisons with NaN are false
 
 
 def _are_names(value: Any) -> bool:
@@ -117,7 +114,7 @@ Integer: TypeAlias = Annotated[int, Limit(_is_integer)]
 Count: TypeAlias = Annotated[int, Limit(lambda value: _is_integer(value) and value >= 0)]
 """Zero or more."""
 
-Number: TypeAlias = Annotated[float, Limit(_is_number)]
+Number: TypeAlias = float
 """Any float, including NaN and infinities."""
 
 Time: TypeAlias = Annotated[float, Limit(_is_time)]
@@ -211,6 +208,23 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type]) -> Envelope:
         raise ProtocolError(f"a {kind!r} message that cannot be used: {refusal}") from None
 
 
+def as_json(item: ev.Event | ev.Action) -> dict[str, Any]:
+    """Return a JSON object with the item's ``type`` and those of its fields that differ from their defaults."""
+    converted: dict[str, Any] = _to_json(item)
+    return converted
+
+
+def restored(item: Mapping[str, Any]) -> Any:
+    """Return the event or action that `as_json` has converted.
+
+    Raises
+    ------
+    KeyError, ValueError
+        It is none.
+    """
+    return _decoder(_PLANNERS[item["type"]])(item)
+
+
 class _Refused(ValueError):
     """A value that is not allowed for a field; its text names the value."""
 
@@ -223,16 +237,34 @@ def _number(name: str, value: Any) -> int:
 
 def _to_json(value: Any) -> Any:
     if is_dataclass(value):
-        return {"type": type_name(type(value)), **{f.name: _to_json(getattr(value, f.name)) for f in fields(value)}}
+        message: Any = type(value)
+        kind, defaults = _described(message)
+        given = ((name, getattr(value, name), default) for name, default in defaults)
+        return {"type": kind, **{name: _to_json(content) for name, content, default in given if content != default}}
+    if isinstance(value, ScalingCurve):
+        return {"points": value.points, "relative": value.relative}
     if isinstance(value, (list, tuple)):
         return [_to_json(item) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, Enum):
         return value.value
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)  # JSON has no infinity
+    return value
+
+
+@cache
+def _described(kind: Any) -> tuple[str, list[tuple[str, Any]]]:
+    """Return the name of a class of messages, and the defaults of its fields."""
+    return type_name(kind), [
+        (item.name, item.default if item.default_factory is MISSING else item.default_factory())
+        for item in fields(kind)
+    ]
 
 
 @cache
@@ -248,7 +280,10 @@ def _decoder(hint: Any) -> Decode:
         return _checked(_as_it_is, lambda value: isinstance(value, str) and value in arguments)
     if origin is tuple:
         return _tuple(arguments)
-    if origin is dict:
+    if origin is frozenset:
+        each = _decoder(arguments[0])
+        return _checked(lambda value: frozenset(map(each, value)), lambda value: isinstance(value, list))
+    if origin in (dict, Mapping):
         key, item = map(_decoder, arguments)
         return _checked(lambda value: {key(k): item(v) for k, v in value.items()}, lambda v: isinstance(v, dict))
     if is_dataclass(hint):
@@ -256,7 +291,7 @@ def _decoder(hint: Any) -> Decode:
     if isinstance(hint, type) and issubclass(hint, Enum):
         members = {member.value: member for member in hint}
         return _checked(members.__getitem__, lambda value: isinstance(value, str) and value in members)
-    return _SIMPLE[hint]
+    return _SIMPLE.get(hint) or _checked(_as_it_is, lambda _: False)  # such as a function: never in JSON
 
 
 def _checked(convert: Decode, accepts: Callable[[Any], bool]) -> Decode:
@@ -296,7 +331,7 @@ def _union(options: tuple[Any, ...]) -> Decode:
 
 
 def _dataclass(kind: Any) -> Decode:
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind, localns=_FOR_CHECKERS, include_extras=True)
     decoders = {item.name: _decoder(hints[item.name]) for item in fields(kind)}
     required = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
     name = type_name(kind)
@@ -329,14 +364,28 @@ def _as_it_is(value: Any) -> Any:
 
 _duration = next(limit for limit in Duration.__metadata__ if isinstance(limit, Limit))  # type: ignore[attr-defined]
 
+_NOT_FINITE = ("inf", "-inf", "nan")
+_FOR_CHECKERS = {
+    "Mapping": Mapping,
+    "PoolNode": PoolNode,
+    "ScalingCurve": ScalingCurve,
+    "Trainer": Trainer,
+    "Window": Window,
+}
+"""Names in annotations that their modules import for type checkers only."""
+
 _SIMPLE: dict[Any, Decode] = {
     bool: _checked(_as_it_is, lambda value: isinstance(value, bool)),
     int: _checked(_as_it_is, lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    float: _checked(float, lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    float: _checked(float, lambda value: isinstance(value, float) or _is_integer(value) or value in _NOT_FINITE),
     str: _checked(_as_it_is, lambda value: isinstance(value, str)),
     bytes: _checked(_as_it_is, lambda value: isinstance(value, bytes)),
     timedelta: _checked(lambda value: timedelta(seconds=value), _duration.accepts),
     Path: _checked(Path, lambda value: isinstance(value, str)),
+    ScalingCurve: _checked(
+        lambda value: ScalingCurve(value["points"], relative=value["relative"]),
+        lambda value: isinstance(value, dict) and value.keys() == {"points", "relative"},
+    ),
 }
 
 
@@ -349,71 +398,6 @@ def _brief(value: Any, length: int = 80) -> str:
     return f"a {type(value).__name__}"
 
 
-_KINDS = by_type(*ev.Event.__subclasses__(), *ev.Reassign.__subclasses__(), ev.Lend, ev.RequestBlock, ev.ReleaseBlock)
-_TYPES = {"Mapping": Mapping, "PoolNode": PoolNode, "ScalingCurve": ScalingCurve, "Trainer": Trainer, "Window": Window}
-"""Names in annotations that their modules import for type checkers only."""
-
-
-def as_json(item: ev.Event | ev.Action) -> dict[str, Any]:
-    """Return a JSON object with the item's ``type`` and those of its fields that differ from their defaults."""
-    return {"type": type_name(type(item)), **_fields(item)}
-
-
-def restored(item: Mapping[str, Any]) -> Any:
-    """Return the event or action that `as_json` has converted.
-
-    Raises
-    ------
-    KeyError, TypeError, ValueError
-        It is none.
-    """
-    values = dict(item)
-    return _restore(_KINDS[values.pop("type")], values)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    items = ((item, getattr(value, item.name)) for item in fields(value))
-    return {item.name: _plan_to_json(content) for item, content in items if content != _default(item)}
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
-
-
-def _plan_to_json(value: Any) -> Any:
-    if isinstance(value, ScalingCurve):
-        return {"points": value.points, "relative": value.relative}
-    if is_dataclass(value):
-        return _fields(value)
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if isinstance(value, tuple):
-        return [_plan_to_json(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _plan_to_json(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no infinity
-    return value
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind, localns=_TYPES)
-
-
-def _restore(hint: Any, value: Any) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):  # X | None
-        return None if value is None else _restore(arguments[0], value)
-    if origin in (tuple, frozenset):
-        return origin(_restore(arguments[0], item) for item in value)
-    if origin is Mapping:
-        return {key: _restore(arguments[1], item) for key, item in value.items()}
-    if hint is ScalingCurve:
-        return ScalingCurve(value["points"], relative=value["relative"])
-    if is_dataclass(hint):
-        hints = _hints(typing.cast("type", hint))
-        return hint(**{key: _restore(hints[key], item) for key, item in value.items()})  # type: ignore[operator]
-    return hint(value)
+_PLANNERS: Mapping[str, Any] = by_type(
+    *ev.Event.__subclasses__(), *ev.Reassign.__subclasses__(), ev.Lend, ev.RequestBlock, ev.ReleaseBlock
+)

@@ -10,8 +10,7 @@ from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.logs.lines import SUFFIX, LogLine, log_files, parse_line
-from freetrain_parsl.executor.logs.writer import LEFT_BEHIND, LOCK
+from freetrain_parsl.executor.training_logs import LEFT_BEHIND, LOCK, SUFFIX, LogLine, log_files, parse_line
 from freetrain_parsl.storage.owned_files import open_directory, open_text
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.executor.values.rows import fresh
-from freetrain_parsl.executor.values.tracker import Row, TrackedTraining, Tracker
+from freetrain_parsl.executor.values.tracker import Row, TrackedTraining, Tracker, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

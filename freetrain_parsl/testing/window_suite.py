@@ -28,8 +28,7 @@ import pytest
 
 from freetrain_parsl.campaign.files.yaml_file import Section, Variables
 from freetrain_parsl.errors import ClusterGone, InvalidInput
-from freetrain_parsl.executor.batch.script_system import LAUNCHERS
-from freetrain_parsl.executor.batch.systems import SYSTEMS
+from freetrain_parsl.executor.batch.systems import LAUNCHERS, SYSTEMS
 from freetrain_parsl.windows.base import BlockState, BlockStatus, WindowSource
 from freetrain_parsl.windows.system import BatchSystem, BlockSpec, NodeResources
 

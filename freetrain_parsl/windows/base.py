@@ -93,7 +93,8 @@ class Survey:
     windows
         The windows, largest first. Nodes on which our own pending jobs are planned count as free.
     blocks
-        Job id -> status, for exactly the requested jobs.
+        Job id -> status, for exactly the requested jobs; of a survey that the job submitter has passed on, block ->
+        status.
     terms
         How blocks start here.
     wanted

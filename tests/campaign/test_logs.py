@@ -10,7 +10,7 @@ from freetrain_parsl.campaign.logs import log_lines, trainings_of
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.executor.logs.lines import as_text
+from freetrain_parsl.executor.training_logs import as_text
 
 FACTS = {"name": "sweep", "run_id": "r", "created": 1.0}
 

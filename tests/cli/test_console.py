@@ -16,7 +16,7 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.campaign_view import LiveView
-from freetrain_parsl.executor.logs.lines import as_text
+from freetrain_parsl.executor.training_logs import as_text
 from freetrain_parsl.report.live import live_view
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.texts import storable

@@ -20,34 +20,34 @@ def test_a_process_describes_the_interpreter_and_every_package_that_matters() ->
 
 
 def test_an_environment_fits_itself() -> None:
-    assert compare("n1", describe_environment(), describe_environment()) is None
+    assert compare("n1", describe_environment(), describe_environment()) == ("", False)
 
 
 @pytest.mark.parametrize("change", [{"python": "3.11.2"}, {"torch": "2.6.0+cu126"}, {"executable": "/other/python"}])
 def test_what_does_not_matter_is_no_difference(change) -> None:
     """Bytecode is compatible within a minor version, and nodes have another build of torch than login nodes."""
-    assert compare("n1", {**OURS, **change}, OURS) is None
+    assert compare("n1", {**OURS, **change}, OURS) == ("", False)
 
 
 def test_what_a_node_does_not_tell_is_not_compared() -> None:
-    assert compare("n1", {}, OURS) is None
+    assert compare("n1", {}, OURS) == ("", False)
 
 
 @pytest.mark.parametrize(
     "change", [{"python": "3.12.1"}, {"python": "2.11.7"}, {"freetrain": "0.2"}, {"parsl": "2027"}]
 )
 def test_what_keeps_functions_and_messages_from_being_read_is_refused(change) -> None:
-    assert compare("n1", {**OURS, **change}, OURS).refused
+    assert compare("n1", {**OURS, **change}, OURS)[1]
 
 
 @pytest.mark.parametrize("change", [{"torch": "2.7.0"}, {"dill": "0.3.9"}])
 def test_other_differences_are_warnings(change) -> None:
-    assert not compare("n1", {**OURS, **change}, OURS).refused
+    assert not compare("n1", {**OURS, **change}, OURS)[1]
 
 
 def test_the_message_is_one_line_with_the_node_all_differences_and_the_remedy() -> None:
-    difference = compare("nid0012", {**OURS, "python": "3.12.1", "dill": "0.3", "executable": "/sw/bin/python"}, OURS)
-    assert difference.text == (
+    text, _ = compare("nid0012", {**OURS, "python": "3.12.1", "dill": "0.3", "executable": "/sw/bin/python"}, OURS)
+    assert text == (
         "node nid0012 cannot run trainings of this driver: it has python 3.12.1 (driver: 3.11.7), dill 0.3 (driver: "
         "0.4.0) in /sw/bin/python; set `node.python` (in Python: `node_python=`) to an interpreter with the driver's "
         "versions"

@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.executor.logs import writer as writer_module
-from freetrain_parsl.executor.logs.lines import LogLine, as_text, log_files, parse_line
-from freetrain_parsl.executor.logs.writer import LogWriter, leave_behind
+from freetrain_parsl.executor import training_logs as writer_module
+from freetrain_parsl.executor.training_logs import LogLine, LogWriter, as_text, leave_behind, log_files, parse_line
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.log_reader import follow_logs, has_writer, read_logs
 

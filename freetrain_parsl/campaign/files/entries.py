@@ -12,7 +12,7 @@ from freetrain_parsl.campaign.files.yaml_file import Section, user_path
 from freetrain_parsl.campaign.site.site import read_costs
 from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.executor.jobs.request import fusion_of
-from freetrain_parsl.executor.values.specs import parse_trackers
+from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.curves.scaling import LEARN
 from freetrain_parsl.sweep_names import NameTemplate, is_template
 

@@ -11,7 +11,7 @@ from freetrain_parsl.campaign.site.home import read_home
 from freetrain_parsl.campaign.site.site_nodes import read_block, read_kinds, read_name, read_node
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.executor.batch.systems import SYSTEMS
-from freetrain_parsl.executor.values.specs import parse_trackers
+from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
 from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings

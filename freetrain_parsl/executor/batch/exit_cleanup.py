@@ -18,13 +18,7 @@ __all__ = ["OrderlyExit"]
 
 
 class OrderlyExit:
-    """Calls `end` at the exit of the process, and turns signals that have no handler into a normal exit.
-
-    Parameters
-    ----------
-    end
-        The cleanup; must be idempotent.
-    """
+    """Calls `end`, an idempotent cleanup, when the process exits; signals without a handler become a normal exit."""
 
     _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.executor.batch.script_system import ScriptSystem
+from freetrain_parsl.executor.batch.systems import ScriptSystem
 from freetrain_parsl.windows.machine import DraftHints, Machine, by_suitability, each_once, queue_of
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSuperseded, FreeTrainError
 from freetrain_parsl.executor.batch.providers import complaint_of
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
@@ -38,20 +39,11 @@ _OF_THIS_HOST = frozenset(
 __all__ = [
     "BatchSystemEnded",
     "BlockRefused",
-    "BlockSubmitted",
     "JobSubmitter",
     "StartsFailed",
     "SubmissionsEnded",
     "SubmitterMessage",
 ]
-
-
-@dataclass(frozen=True)
-class BlockSubmitted:
-    """The batch system accepted a block."""
-
-    block: str
-    job: str
 
 
 @dataclass(frozen=True)
@@ -78,16 +70,9 @@ class BatchSystemEnded:
 
 @dataclass(frozen=True)
 class StartsFailed:
-    """The last `count` attempts to start a block failed; zero: a block has started again.
+    """The last `count` of at most `most` attempts in a row to start a block failed; zero: a block has started again.
 
-    Parameters
-    ----------
-    count, most
-        Consecutive failed attempts; after `most` of them no further block is submitted.
-    pause
-        Seconds until the next attempt.
-    reason
-        How the last attempt ended.
+    The next attempt is in `pause` seconds; `reason` says how the last one ended.
     """
 
     count: int
@@ -97,16 +82,15 @@ class StartsFailed:
 
 
 @dataclass(frozen=True)
-class _FailedStart:
-    """A block that ended before a worker had been connected for some seconds."""
+class _Job:
+    """The batch job of a block, until the driver forgets it."""
 
-    block: str
-    job: str
-    how: str
+    id: str
+    submitted: float
 
 
 SubmitterMessage: TypeAlias = (
-    "Survey | BlockSubmitted | BlockRefused | SubmissionsEnded | StartsFailed | BatchSystemEnded"
+    "Survey | record.BlockSubmitted | BlockRefused | SubmissionsEnded | StartsFailed | BatchSystemEnded"
 )
 
 
@@ -115,23 +99,16 @@ class JobSubmitter:
 
     Parameters
     ----------
-    source
-        Finds windows and the states of this executor's jobs.
     launch
         Submits a block and returns its job id.
     post
         Called with each `SubmitterMessage`; must not block.
     interval
         Minimum seconds between rounds of queries.
-    submissions_per_minute
-        Rate limit of `launch`.
-    max_refusals
-        Number of consecutive permanent rejections after which no further block is submitted.
+    submissions_per_minute, max_refusals, max_failed_blocks
+        See `Manners`. Blocks that were submitted at the same time count as one attempt to start.
     job_prefix
         Prefix of this executor's job names; finds jobs whose submission had an unknown outcome.
-    max_failed_blocks
-        Number of consecutive attempts to start a block that end before a worker connects, after which no further block
-        is submitted. Blocks that were submitted at the same time count as one attempt.
     last_words
         Describes the output of a job that has ended; may read files.
     require
@@ -173,17 +150,16 @@ class JobSubmitter:
         self._condition = threading.Condition()
         self._requests: deque[BlockSpec] = deque()
         self._withdrawn: set[str] = set()
-        self._watched: dict[str, str] = {}  # job -> block
+        self._jobs: dict[str, _Job] = {}  # by block
         self._submitted_at: deque[float] = deque()
         self._failures = 0
         self._pauses = 0
         self._refusals = 0
-        self._failed: deque[_FailedStart] = deque()  # not counted yet
+        self._failed: tuple[str, str, str] | None = None  # block, job, how; the last one that is not counted yet
         self._failed_starts = 0
         self._retry_after = 0.0
         self._last_failed = -math.inf  # when the last of them was counted
         self._probe: str | None = None  # the single block that is tried after failed starts
-        self._submitted: dict[str, float] = {}  # block -> when
         self._submit_after = 0.0
         self._survey_at = 0.0
         self._cancel_after = 0.0
@@ -219,21 +195,20 @@ class JobSubmitter:
             self._count_refusal(reason, passing=False)
             self._condition.notify()
 
-    def forget(self, job: str) -> None:
-        """Stop querying the state of a job that has ended."""
+    def forget(self, block: str) -> None:
+        """Stop querying the state of a block's job, which has ended."""
         with self._condition:
-            block = self._watched.pop(job, None)
-            if block is not None:
-                self._submitted.pop(block, None)
-            if block is not None and block == self._probe:
+            self._jobs.pop(block, None)
+            if block == self._probe:
                 self._probe = None
                 self._condition.notify()
 
-    def failed_to_start(self, block: str, job: str, how: str) -> None:
+    def failed_to_start(self, block: str, how: str) -> None:
         """Count a block that ended, as `how` describes, before any of its workers connected; call before `forget`."""
         with self._condition:
-            if self._submitted.get(block, math.inf) >= self._last_failed:
-                self._failed.append(_FailedStart(block, job, how))
+            job = self._jobs.get(block)
+            if job is not None and job.submitted >= self._last_failed:
+                self._failed = (block, job.id, how)
                 self._condition.notify()
 
     def works(self) -> None:
@@ -265,7 +240,7 @@ class JobSubmitter:
             self._condition.notify()
         if self.is_alive():
             self._thread.join(timeout)
-        jobs, self._watched = set(self._watched), {}
+        jobs, self._jobs = {job.id for job in self._jobs.values()}, {}
         try:
             if self._clock() < self._unknown_outcome_until and self._may_act():
                 jobs.update(self._source.find_jobs(self._job_prefix))
@@ -305,31 +280,31 @@ class JobSubmitter:
         with self._condition:
             if self._next_due() > self._clock():
                 return False
-            failed, self._failed = self._failed, deque()
+            failed, self._failed = self._failed, None
             withdrawn, self._withdrawn = self._withdrawn, set()
             dropped = [spec for spec in self._requests if spec.block in withdrawn]
             self._requests = deque(spec for spec in self._requests if spec.block not in withdrawn)
-            allowance = 0 if failed else self._allowance()
+            allowance = 0 if failed is not None else self._allowance()
             requests = [self._requests.popleft() for _ in range(min(len(self._requests), allowance))]
         for spec in dropped:
             self._post(BlockRefused(spec.block, "withdrawn before it was submitted"))
         self._cancel_blocks(withdrawn)
-        if failed:
-            self._count_failed_start(failed[-1])
+        if failed is not None:
+            self._count_failed_start(*failed)
         for spec in requests:
             self._submit(spec)
-        if self._clock() >= self._survey_at and not (self._resting and not self._watched):
+        if self._clock() >= self._survey_at and not (self._resting and not self._jobs):
             self._survey()
         return True
 
     def _next_due(self) -> float:
-        if self._failed:
+        if self._failed is not None:
             return 0.0
         if self._withdrawn:
             return self._cancel_after
         if self._requests and self._allowance():
             return 0.0
-        survey_at = math.inf if self._resting and not self._watched else self._survey_at
+        survey_at = math.inf if self._resting and not self._jobs else self._survey_at
         if not self._requests or self._probe is not None:
             return survey_at
         full_until = self._submitted_at[0] + 60.0 if len(self._submitted_at) >= self._limit else 0.0
@@ -357,18 +332,17 @@ class JobSubmitter:
             self._refused(spec, error)
             return
         with self._condition:
-            self._watched[job] = spec.block
-            self._submitted[spec.block] = self._clock()
+            self._jobs[spec.block] = _Job(job, self._clock())
             if self._failed_starts:
                 self._probe = spec.block
-        self._post(BlockSubmitted(spec.block, job))
+        self._post(record.BlockSubmitted(spec.block, job))
 
     def _end(self, error: ClusterGone) -> None:
         """Stop querying and submitting: the batch system is gone."""
         with self._condition:
             posted, self._submit_after = math.isinf(self._survey_at), math.inf
             self._survey_at = math.inf
-            self._watched.clear()
+            self._jobs.clear()
         if not posted:
             self._post(BatchSystemEnded(str(error)))
 
@@ -394,10 +368,10 @@ class JobSubmitter:
         if self._refusals == self._max_refusals:
             self._close_for_good(f"the batch system refused {self._refusals} blocks in a row: {reason}")
 
-    def _count_failed_start(self, failed: _FailedStart) -> None:
+    def _count_failed_start(self, block: str, job: str, how: str) -> None:
         """Reduce the submission rate, or, after repeated failed starts, stop. Blocks of one attempt count once."""
-        words = self._last_words(failed.job)
-        reason = f"block {failed.block} (job {failed.job}) {failed.how}" + (f"; {words}" if words else "")
+        words = self._last_words(job)
+        reason = f"block {block} (job {job}) {how}" + (f"; {words}" if words else "")
         with self._condition:
             now = self._clock()
             self._failed_starts += 1
@@ -423,7 +397,7 @@ class JobSubmitter:
         self._post(SubmissionsEnded(reason))
 
     def _cancel_blocks(self, blocks: set[str]) -> None:
-        jobs = [job for job, block in self._watched.items() if block in blocks]
+        jobs = [job.id for block, job in self._jobs.items() if block in blocks]
         if not jobs:
             return
         try:
@@ -436,16 +410,16 @@ class JobSubmitter:
 
     def _survey(self) -> None:
         with self._condition:
-            jobs = list(self._watched)
+            jobs = {job.id: block for block, job in self._jobs.items()}
         begin = self._clock()
         try:
-            survey = self._source.survey(jobs)
+            survey = self._source.survey(list(jobs))
             if lingering := [job for job, status in survey.blocks.items() if status.lingers]:
                 self._source.cancel(lingering)
             if (
                 begin < self._unknown_outcome_until
                 and self._may_act()
-                and (strays := self._source.find_jobs(self._job_prefix).keys() - set(jobs))
+                and (strays := self._source.find_jobs(self._job_prefix).keys() - jobs.keys())
             ):
                 logger.info("cancelling %s: submitted by a command that timed out", ", ".join(sorted(strays)))
                 self._source.cancel(sorted(strays))
@@ -464,7 +438,8 @@ class JobSubmitter:
                 self._pauses = self._refusals = 0
             took = self._clock() - begin
             pause = max(self._interval * survey.effort, took / self._SHARE_OF_TIME)
-            self._post(replace(survey, took=took))
+            blocks = {jobs[job]: status for job, status in survey.blocks.items()}
+            self._post(replace(survey, blocks=blocks, took=took))
         with self._condition:
             self._survey_at = self._clock() + pause
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["BlockCycle", "StartWatch"]
+__all__ = ["BlockCycle"]
 
 _SETTLED = 10.0  # seconds; slots that crash earlier do not prove that blocks can start
 
@@ -30,27 +30,17 @@ _SETTLED = 10.0  # seconds; slots that crash earlier do not prove that blocks ca
 class BlockCycle:
     """Requests blocks, follows their states, and releases them in time. Owned by the control loop's thread.
 
-    Parameters
-    ----------
-    registry, submitter, starts
-        The driver's.
-    settings
-        The planner's.
-    emit
-        Passes an event to the planner.
-    write
-        Writes a record to the journal.
-    lose
-        Drops a slot; called with the slot and the reason.
-    clock
-        Seconds since the epoch, never stepped.
+    It also tells the job submitter which blocks failed to start, and which work; blocks that were preempted, cancelled
+    or released for another reason are no evidence about starts.
+
+    `emit` passes an event to the planner, `write` a record to the journal; `lose` drops a slot, for a reason; `clock`
+    shows seconds since the epoch and is never stepped.
     """
 
     def __init__(
         self,
         registry: SlotRegistry,
         submitter: JobSubmitter,
-        starts: StartWatch,
         *,
         settings: SettingsInSeconds,
         emit: Callable[[ev.Event], None],
@@ -60,7 +50,6 @@ class BlockCycle:
     ) -> None:
         self._registry = registry
         self._submitter = submitter
-        self._starts = starts
         self._settings = settings
         self._emit = emit
         self._write = write
@@ -77,16 +66,10 @@ class BlockCycle:
         self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned, kind, avoided))
         self._write(record.BlockRequested(name, list(nodes), seconds, closes, kind))
 
-    def on_submitted(self, name: str, job: str) -> None:
-        """Record the job id of a block."""
-        if (block := self._registry.blocks.get(name)) is not None:
-            block.job = job
-        self._write(record.BlockSubmitted(name, job))
-
     def on_survey(self, survey: Survey) -> None:
         """Handle a survey: the states of our blocks, and other users' jobs that could start on their nodes."""
         for block in list(self._registry.blocks.values()):
-            if (status := survey.blocks.get(block.job)) is None:
+            if (status := survey.blocks.get(block.name)) is None:
                 continue
             self._follow(block, status)
             if block.started and survey.wanted.keys() & set(block.nodes):
@@ -116,13 +99,13 @@ class BlockCycle:
                 and not block.releasing
                 and (left <= 0 or (left <= self._settings.closing_margin and not busy))
             ):
-                self._starts.given_back(block, 0.0)
+                self._check_if_in_vain(block, 0.0)
                 self._give_back(block, _why_it_leaves(block))
 
     def release(self, name: str) -> None:
         """Release a block that the planner no longer wants."""
         if (block := self._registry.blocks.get(name)) is not None:
-            self._starts.given_back(block, self._settings.join_timeout)
+            self._check_if_in_vain(block, self._settings.join_timeout)
             self._give_back(block, "was released" if block.started else "never started and was withdrawn")
 
     def end(self, name: str, reason: str) -> None:
@@ -132,7 +115,7 @@ class BlockCycle:
             return
         logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
         self._write(record.BlockEnded(name, list(block.nodes), reason))
-        self._submitter.forget(block.job)
+        self._submitter.forget(block.name)
         for slot in self._registry.of_block(name):
             self._lose(slot, f"its block {reason}")
         self._emit(ev.BlockEnded(self._clock(), name))
@@ -143,7 +126,7 @@ class BlockCycle:
             state = BlockState.PREEMPTED  # it ended in the grace period, so preemption is not reported
         said = state.value + (f" ({status.reason})" if status.reason and state is status.state else "")
         if status.state.ended:
-            self._starts.ended(block, state, said)
+            self._check_if_failed(block, state, said)
             self.end(block.name, block.releasing or said)
         elif status.state is BlockState.HELD and not block.releasing:
             block.releasing = said
@@ -161,6 +144,42 @@ class BlockCycle:
         since = None if ends is None else min(now, ends - block.seconds)
         self._write(record.BlockStarted(block.name, list(block.nodes), block.ends, since))
 
+    def look(self) -> None:
+        """Mark the blocks whose slots have stayed alive as working."""
+        now = self._clock()
+        for block in self._registry.blocks.values():
+            if not block.works and block.joined is not None and now - block.joined >= _SETTLED:
+                block.works = bool(self._registry.of_block(block.name))
+                if block.works:
+                    self._submitter.works()
+
+    def _check_if_failed(self, block: Block, state: BlockState, said: str) -> None:
+        """Report a block that ended, as the batch system `said`, before it worked."""
+        if block.works or (block.releasing and block.started is not None):
+            return  # a block that was withdrawn before we saw it start may still have failed
+        # A block that started shortly before its window closed had no chance: its timeout is no evidence.
+        in_vain = state is BlockState.TIMED_OUT and self._ran_in_vain(block, 0.0)
+        if in_vain or state in (BlockState.COMPLETED, BlockState.FAILED):
+            self._submitter.failed_to_start(block.name, said + self._why(block))
+
+    def _check_if_in_vain(self, block: Block, least: float) -> None:
+        """Report a block that is about to be released if it ran for `least` seconds without any slot."""
+        if not block.releasing and block.started is not None and self._ran_in_vain(block, least):
+            ran = format_span(self._clock() - block.started)
+            self._submitter.failed_to_start(block.name, f"ran for {ran} and no worker connected{self._why(block)}")
+
+    def _ran_in_vain(self, block: Block, least: float) -> bool:
+        if block.joined is not None or block.started is None:
+            return False
+        return self._clock() - block.started >= max(least, self._settings.startup)
+
+    def _why(self, block: Block) -> str:
+        """Return why slots could not start on its nodes, as an addition to a sentence; empty if unknown."""
+        errors = self._registry.start_errors
+        return next(
+            (f"; a slot could not start on {node}: {errors[node]}" for node in block.nodes if node in errors), ""
+        )
+
     def _give_back(self, block: Block, reason: str) -> None:
         if not block.releasing:
             block.releasing = reason
@@ -173,63 +192,3 @@ def _why_it_leaves(block: Block) -> str:
     if block.warned:
         return BlockState.PREEMPTED.value
     return block.yields_because or "left its window in time"
-
-
-class StartWatch:
-    """Reports blocks that failed to start, and blocks that work, to the job submitter. Owned by the control loop.
-
-    Blocks that were preempted, cancelled or released for another reason are no evidence about starts.
-
-    Parameters
-    ----------
-    registry, submitter
-        The driver's.
-    startup
-        Maximum duration of a start, in seconds.
-    clock
-        Clock, in seconds.
-    """
-
-    def __init__(
-        self, registry: SlotRegistry, submitter: JobSubmitter, *, startup: float, clock: Callable[[], float]
-    ) -> None:
-        self._registry = registry
-        self._submitter = submitter
-        self._startup = startup
-        self._clock = clock
-
-    def look(self) -> None:
-        """Mark the blocks whose slots have stayed alive as working."""
-        now = self._clock()
-        for block in self._registry.blocks.values():
-            if not block.works and block.joined is not None and now - block.joined >= _SETTLED:
-                block.works = bool(self._registry.of_block(block.name))
-                if block.works:
-                    self._submitter.works()
-
-    def ended(self, block: Block, state: BlockState, said: str) -> None:
-        """Handle the end of a block as reported by the batch system; `said` describes it."""
-        if block.works or (block.releasing and block.started is not None):
-            return  # a block that was withdrawn before we saw it start may still have failed
-        # A block that started shortly before its window closed had no chance: its timeout is no evidence.
-        in_vain = state is BlockState.TIMED_OUT and self._ran_in_vain(block, self._startup)
-        if in_vain or state in (BlockState.COMPLETED, BlockState.FAILED):
-            self._submitter.failed_to_start(block.name, block.job, said + self._why(block))
-
-    def given_back(self, block: Block, least: float) -> None:
-        """Handle a block that is about to be released; it failed if it ran for `least` seconds without any slot."""
-        if not block.releasing and block.started is not None and self._ran_in_vain(block, max(least, self._startup)):
-            ran = format_span(self._clock() - block.started)
-            self._submitter.failed_to_start(
-                block.name, block.job, f"ran for {ran} and no worker connected{self._why(block)}"
-            )
-
-    def _why(self, block: Block) -> str:
-        """Return why slots could not start on its nodes, as an addition to a sentence; empty if unknown."""
-        errors = self._registry.start_errors
-        return next(
-            (f"; a slot could not start on {node}: {errors[node]}" for node in block.nodes if node in errors), ""
-        )
-
-    def _ran_in_vain(self, block: Block, seconds: float) -> bool:
-        return block.joined is None and block.started is not None and self._clock() - block.started >= seconds

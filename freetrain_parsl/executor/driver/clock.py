@@ -16,15 +16,7 @@ _TOLERANCE = 0.5  # seconds by which a batch system's clock may seem to move wit
 
 
 class SteadyClock:
-    """Seconds since the epoch without jumps: the wall clock at creation, continued by a monotonic clock.
-
-    Parameters
-    ----------
-    wall
-        Seconds since the epoch; may be stepped at any time.
-    monotonic
-        Seconds; never stepped.
-    """
+    """Seconds since the epoch without jumps: the wall clock at creation, continued by a monotonic clock."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall = wall

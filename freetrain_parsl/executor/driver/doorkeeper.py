@@ -58,12 +58,7 @@ class Doorkeeper:
     libzmq reports events to the monitor with blocking sends. While the socket is open, the monitor must always be read,
     or the socket would block.
 
-    Parameters
-    ----------
-    guarded
-        A socket that is, or will be, bound.
-    most_pending
-        Maximum number of pending connections; ``None``: an eighth of the process's descriptors, at most 512.
+    By default, an eighth of the process's descriptors may be pending connections, and at most 512.
     """
 
     _PERIOD = 0.5  # seconds between checks of the pending connections

@@ -29,14 +29,8 @@ def _clocks() -> tuple[float, float]:
 class DriverFence:
     """Tells the threads of a driver whether it may still act. Its methods may be called from any thread.
 
-    Without a store to ask, as in a script, a driver may always act.
-
-    Parameters
-    ----------
-    ask
-        Asks the store of the run; may block. It raises `DriverSuperseded` if another driver has begun.
-    clocks
-        Return seconds. After a jump of any of them, the process may have been suspended.
+    Without a store to ask, as in a script, a driver may always act. `ask` may block, and raises `DriverSuperseded` if
+    another driver has begun. After a jump of any of the `clocks`, the process may have been suspended.
     """
 
     def __init__(self, ask: Callable[[], None] | None = None, clocks: Clocks = _clocks) -> None:

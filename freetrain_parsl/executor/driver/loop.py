@@ -22,19 +22,17 @@ from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSupersed
 from freetrain_parsl.executor.batch.submitter import (
     BatchSystemEnded,
     BlockRefused,
-    BlockSubmitted,
     JobSubmitter,
     StartsFailed,
     SubmissionsEnded,
 )
-from freetrain_parsl.executor.driver.block_cycle import BlockCycle, StartWatch
+from freetrain_parsl.executor.driver.block_cycle import BlockCycle
 from freetrain_parsl.executor.driver.clock import SteadyClock, SurveyTimes
 from freetrain_parsl.executor.driver.plain_tasks import Task, TaskQueue
 from freetrain_parsl.executor.driver.recorded_planner import RecordedPlanner
 from freetrain_parsl.executor.driver.settler import Settler
 from freetrain_parsl.executor.driver.slot_cycle import SlotCycle, SlotTaskEnded
 from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
-from freetrain_parsl.executor.htex.interchange_watch import InterchangeEnded, InterchangeRestarted
 from freetrain_parsl.executor.jobs.manager import JobManager
 from freetrain_parsl.executor.jobs.request import SharedSettings, Training
 from freetrain_parsl.planning import events as ev
@@ -86,14 +84,10 @@ class ControlLoop:
 
     Parameters
     ----------
-    policy, planner_settings
-        Policy and settings of the planner.
     server, journal
         Owned by this thread once it has started.
     submitter
         The job submitter; its `post` must be this object's.
-    shared_settings
-        See `SharedSettings`.
     slots_per_node, node_kinds
         See `SlotRegistry`.
     outdated
@@ -113,10 +107,8 @@ class ControlLoop:
     check_driver
         Raises `DriverSuperseded` once another driver has taken over the run; must not block, except after this process
         was suspended.
-    clock
-        Wall clock, seconds since the epoch. It may be stepped: the loop uses a `SteadyClock` based on it.
-    monotonic
-        Monotonic clock of the `SteadyClock`.
+    clock, monotonic
+        Of the `SteadyClock` that the loop uses.
     """
 
     _PASS = 0.25  # maximum seconds between iterations: bounds the delay in detecting a timeout
@@ -170,7 +162,6 @@ class ControlLoop:
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
         self._registry = SlotRegistry(slots_per_node, node_kinds)
-        self._starts = StartWatch(self._registry, submitter, startup=self._planner.settings.startup, clock=self._clock)
         self._slots = SlotCycle(
             self._registry,
             server,
@@ -187,7 +178,6 @@ class ControlLoop:
         self._blocks = BlockCycle(
             self._registry,
             submitter,
-            self._starts,
             settings=self._planner.settings,
             emit=self._events.append,
             write=self._write,
@@ -208,7 +198,6 @@ class ControlLoop:
         )
         self._tasks = TaskQueue(
             self._registry,
-            self._registry.slots_per_node,
             server.send,
             shared_settings.limits.max_restarts,
             self._settler.post,
@@ -280,7 +269,7 @@ class ControlLoop:
             self._events.append(ev.WindowsOutdated(self._clock()))
         self._check_driver()
         self._slots.kill_silent(self._listened)
-        self._starts.look()
+        self._blocks.look()
         self._slots.take_back()
         self._manager.rendezvous.expire(self._clock())
         self._events.append(self._tasks.demand(self._clock()))
@@ -336,34 +325,37 @@ class ControlLoop:
 
     # What other threads posted.
 
-    def _on_post(self, item: object) -> None:  # noqa: C901 - a case for each class
+    def _on_post(self, item: object) -> None:  # noqa: C901 - one case for each kind
         match item:
             case Training():
                 self._manager.submit(item)
+            case CancelTraining():
+                self._manager.cancel(item.future)
             case Task():
                 self._tasks.submit(item)
-            case CancelTraining(future):
-                self._manager.cancel(future)
             case Survey():
                 self._on_survey(item)
-            case BlockSubmitted(block, job):
-                self._blocks.on_submitted(block, job)
-            case BlockRefused(block, reason):
-                self._blocks.end(block, f"was refused: {reason}")
+            case record.BlockSubmitted():
+                self._write(item)
+            case BlockRefused():
+                self._blocks.end(item.block, f"was refused: {item.reason}")
             case StartsFailed():
                 next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
                 self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
-            case SubmissionsEnded(reason):
-                self._close(BatchSystemError(reason))
+            case SubmissionsEnded():
+                self._close(BatchSystemError(item.reason))
+            case BatchSystemEnded():
+                self._fail_all(ClusterGone(f"{item.reason}; checkpoints are kept"))
             case SlotTaskEnded():
-                self._on_slot_task_ended(item)
-            case InterchangeEnded(reason):
-                self._on_interchange_ended(reason)
-            case InterchangeRestarted():
-                self._write(record.InterchangeRestarted(""))
+                if (error := self._slots.on_task_ended(item)) is not None:
+                    self._submitter.stop_submitting()
+                    self._close(error)
+            case record.InterchangeEnded():
+                self._write(item)
+                self._make_way_for_interchange()
+            case record.InterchangeRestarted():
+                self._write(item)
                 self._slots.request_again()  # the old interchange's tasks are gone
-            case BatchSystemEnded(reason):
-                self._fail_all(ClusterGone(f"{reason}; checkpoints are kept"))
 
     def _on_survey(self, survey: Survey) -> None:
         self._surveyed_at = self._clock()
@@ -395,14 +387,8 @@ class ControlLoop:
             self._manager.fail_all(self._closed)
             self._fail_all(self._closed)
 
-    def _on_slot_task_ended(self, ended: SlotTaskEnded) -> None:
-        if (error := self._slots.on_task_ended(ended)) is not None:
-            self._submitter.stop_submitting()
-            self._close(error)
-
-    def _on_interchange_ended(self, reason: str) -> None:
+    def _make_way_for_interchange(self) -> None:
         """Release the blocks whose worker pools used the interchange: they soon end, and their slots with them."""
-        self._write(record.InterchangeEnded("", reason))
         for block in {slot.block for slot in self._registry.slots.values()}:
             if (held := self._registry.blocks.get(block)) is not None:
                 self._blocks.make_way(held, self._clock(), "lost HTEX's interchange")
@@ -427,12 +413,13 @@ class ControlLoop:
             self._slots.count_fault(name, f"a {type(message).__name__} could not be handled: {text_of(error)}")
 
     def _on_message(self, name: str, message: ToDriver) -> None:
-        if isinstance(message, Invalid):
-            self._slots.count_fault(name, message.reason)
-            return
-        if isinstance(message, Hello):
-            self._slots.on_hello(name, message)
-            return
+        match message:
+            case Invalid():
+                self._slots.count_fault(name, message.reason)
+                return
+            case Hello():
+                self._slots.on_hello(name, message)
+                return
         slot = self._registry.slots.get(name)
         if slot is None:
             # It counts as failed: its training may be running elsewhere by now.
@@ -467,13 +454,13 @@ class ControlLoop:
                 case ev.RequestBlock():
                     self._blocks.request(action)
                     self._slots.request_missing()
-                case ev.ReleaseBlock(block=block):
-                    self._blocks.release(block)
-                case ev.Lend(nodes=nodes):
-                    self._tasks.lent = nodes
-                case ev.Reassign(trainer=trainer, nodes=nodes):
-                    self._manager.assign(trainer, nodes)
-                    self._write(_ASSIGNMENTS[type(action)](trainer, sorted(nodes)))
+                case ev.ReleaseBlock():
+                    self._blocks.release(action.block)
+                case ev.Lend():
+                    self._tasks.lent = action.nodes
+                case ev.Reassign():
+                    self._manager.assign(action.trainer, action.nodes)
+                    self._write(_ASSIGNMENTS[type(action)](action.trainer, sorted(action.nodes)))
 
     def _write(self, entry: record.Record) -> None:
         self._journal.write(self._clock(), entry)

@@ -39,33 +39,18 @@ class Task:
 class TaskQueue:
     """A first-in, first-out queue of ordinary tasks; owned by the control loop's thread.
 
-    Parameters
-    ----------
-    registry
-        The slots.
-    slots_per_node
-        Number of tasks that a lent node runs at a time.
-    send
-        Sends a message to a slot.
-    max_restarts
-        Number of crashes after which a task is run again.
-    settle
-        Calls a function that settles a future, now or later.
-    values
-        The files with large values.
+    A task is run again after up to `max_restarts` crashes.
     """
 
     def __init__(
         self,
         registry: SlotRegistry,
-        slots_per_node: int,
         send: Callable[[str, StartTask], object],
         max_restarts: int,
         settle: Settle = settle_at_once,
         values: ValueFiles | None = None,
     ) -> None:
         self._registry = registry
-        self._slots_per_node = slots_per_node
         self._send = send
         self._max_restarts = max_restarts
         self._settle = settle
@@ -124,4 +109,4 @@ class TaskQueue:
     def demand(self, now: float) -> ev.TasksWaiting:
         """Return an event for the planner: how many nodes tasks use and could use."""
         busy = frozenset(slot.node for slot in self._registry.slots.values() if isinstance(slot.busy, int))
-        return ev.TasksWaiting(now, -(-len(self._queue) // self._slots_per_node), busy)
+        return ev.TasksWaiting(now, -(-len(self._queue) // self._registry.slots_per_node), busy)

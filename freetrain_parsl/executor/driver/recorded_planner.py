@@ -28,19 +28,10 @@ def _content(event: ev.WindowsSeen) -> _WindowsAndTerms:
 
 
 class RecordedPlanner(Planner):
-    """A `Planner` that records every step and decision.
+    """A `Planner` that records every step and decision: `write` gets each record with its time.
 
     Events without any effect on the planner are left out: an unchanged demand of tasks or unchanged windows that led to
     no decision, and progress that newer progress replaced before a decision.
-
-    Parameters
-    ----------
-    policy, settings
-        See `Planner`.
-    write
-        Writes a record with its time to the journal.
-    now
-        The time at which it is created.
     """
 
     def __init__(

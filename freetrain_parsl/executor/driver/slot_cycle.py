@@ -58,20 +58,8 @@ class NodeStarts:
     def failed(self, node: str, error: str, now: float) -> float | None:
         """Count a failed start on a node.
 
-        Parameters
-        ----------
-        node
-            Its name.
-        error
-            What happened.
-        now
-            When.
-
-        Returns
-        -------
-        float or None
-            Seconds for which no slot should be started there, longer each time; ``None``: this is part of a problem
-            that is known, the node's pause is not over.
+        Return the seconds for which no slot should be started there, longer each time; ``None``: this is part of a
+        problem that is known, the node's pause is not over.
         """
         if now < self._until.get(node, now):
             return None
@@ -95,12 +83,7 @@ class NodeStarts:
     def hopeless(self, now: float, nodes_there_are: int | None) -> str | None:
         """Return why no slot will ever start, or ``None`` while one may.
 
-        Parameters
-        ----------
-        now
-            The present.
-        nodes_there_are
-            Number of nodes on which blocks can ever start; ``None`` if unknown.
+        `nodes_there_are` is the number of nodes on which blocks can ever start; ``None`` if unknown.
         """
         stretch, needed = now - self._since, min(_SEVERAL, nodes_there_are or _SEVERAL)
         if self._problems < _MOST_PROBLEMS or stretch < _STRETCH or len(self._nodes) < needed:
@@ -128,24 +111,12 @@ class SlotCycle:
 
     Parameters
     ----------
-    registry, server, submitter
-        The driver's.
-    submit_slot
-        Submits one more slot task to HTEX, identified by a token.
-    emit
-        Passes an event to the planner.
-    write
-        Writes a record to the journal.
     on_lost
         Called with a slot that was dropped, the reason, and whether it crashed.
-    fail_all
-        Called with the reason when no slot can ever start.
-    heartbeat_timeout
-        A slot from which no message arrives for this many seconds has failed.
     aside
         Seconds for which a node is set aside the first time.
-    clock
-        Seconds since the epoch, never stepped.
+    others
+        See `ControlLoop` and `BlockCycle`.
     """
 
     _LONGEST_REASON = 500  # characters
@@ -370,14 +341,7 @@ class SlotCycle:
     def check_assignment(self, slot: Slot, heartbeat: SlotHeartbeat, run: int | None) -> None:
         """Drop a slot whose heartbeats keep contradicting its assignment: the command or its result was lost.
 
-        Parameters
-        ----------
-        slot
-            The slot.
-        heartbeat
-            Its heartbeat.
-        run
-            Number of the run that is assigned to it, if any.
+        `run` is the number of the run that is assigned to it, if any.
         """
         is_task = isinstance(slot.busy, int)
         given = slot.busy if isinstance(slot.busy, int) else run
@@ -408,14 +372,7 @@ class SlotCycle:
     def lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Drop a slot: its node is incomplete, and its training must continue without it.
 
-        Parameters
-        ----------
-        slot
-            The slot.
-        reason
-            The reason, for the journal and the log.
-        crash
-            Whether it failed; ignored if its node or block was about to end anyway.
+        That it was a `crash` is ignored if its node or block was about to end anyway.
         """
         crash = self._drop(slot, reason, crash=crash)
         self._leave_pool(slot, reason)

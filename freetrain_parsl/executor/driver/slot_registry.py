@@ -64,7 +64,6 @@ class Block:
     closes: float | None
     """When its window closes."""
     node_kind: str = ""
-    job: str = ""
     started: float | None = None
     ends: float | None = None
     """When it loses its nodes, once it has started; ``None`` if unknown."""
@@ -129,12 +128,8 @@ class _Slots(UserDict[str, Slot]):
 class SlotRegistry:
     """The driver's blocks and slots, by name.
 
-    Parameters
-    ----------
-    slots_per_node
-        Number of connected slots with which a node is complete and joins the pool, where there is one kind of node.
-    kinds
-        Kind of node -> its slots, where there are several.
+    With `slots_per_node` connected slots a node is complete and joins the pool; where there are several kinds of nodes,
+    `kinds` says how many.
     """
 
     def __init__(self, slots_per_node: int, kinds: Mapping[str, KindOfSlots] = MappingProxyType({})) -> None:

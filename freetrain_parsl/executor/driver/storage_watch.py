@@ -34,12 +34,7 @@ class _Waiting:
 class StorageWatch:
     """Decides when waiting trainings may retry. Owned by the control loop's thread.
 
-    Parameters
-    ----------
-    probe
-        Checks whether checkpoints can be written; raises `CheckpointError` if not. Called in a separate thread.
-    clock
-        Seconds since the epoch.
+    `probe` checks whether checkpoints can be written, in a separate thread, and raises `CheckpointError` if not.
     """
 
     def __init__(self, probe: Callable[[], None], clock: Callable[[], float]) -> None:
@@ -64,10 +59,8 @@ class StorageWatch:
     def turn(self) -> tuple[list[str], dict[str, tuple[str, float]]]:
         """Probe the directory when it is time to; must be called periodically.
 
-        Returns
-        -------
-        ready, postponed
-            Trainings that may retry now; and, for those that must wait longer, reason and time of the next attempt.
+        Return the trainings that may retry now; and, for those that must wait longer, reason and time of the next
+        attempt.
         """
         now = self._clock()
         due = [name for name, waiting in self._waiting.items() if now >= waiting.until]

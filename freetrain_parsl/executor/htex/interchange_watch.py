@@ -12,20 +12,18 @@ import queue
 import signal
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import zmq
 from parsl.executors.high_throughput.zmq_pipes import CommandClient
 
 from freetrain_parsl.executor.driver.doorkeeper import Doorkeeper
+from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from parsl.executors.high_throughput.executor import HighThroughputExecutor
 
@@ -33,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "HtexInterchange",
-    "Interchange",
-    "InterchangeEnded",
-    "InterchangeRestarted",
     "InterchangeWatch",
     "guard_sockets",
 ]
@@ -43,67 +38,11 @@ __all__ = [
 _SEND_TIMEOUT = 1000  # milliseconds
 
 
-@dataclass(frozen=True)
-class InterchangeEnded:
-    """The interchange has ended for `reason`, and with it every slot task that had not started."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class InterchangeRestarted:
-    """A new interchange has started, without tasks or worker pools."""
-
-
-class Interchange(ABC):
-    """The interchange as the watch sees it; called only from the watch's thread."""
-
-    @abstractmethod
-    def why_ended(self) -> str | None:
-        """Return how the process ended; ``None`` while it runs."""
-
-    @abstractmethod
-    def ask(self) -> None:
-        """Send a request, without waiting for the answer."""
-
-    @abstractmethod
-    def answered(self) -> bool:
-        """Return whether it has answered the request, without waiting."""
-
-    @abstractmethod
-    def send(self, token: str) -> None:
-        """Send a slot task.
-
-        Raises
-        ------
-        zmq.Again
-            It currently accepts none.
-        """
-
-    @abstractmethod
-    def restart(self) -> None:
-        """End the old process, if it still runs, and start a new one.
-
-        Raises
-        ------
-        Exception
-            The new process did not start.
-        """
-
-
 class InterchangeWatch:
     """A thread that sends slot tasks, checks the interchange periodically and restarts it.
 
-    Parameters
-    ----------
-    interchange
-        The interchange to watch.
-    post
-        Called with `InterchangeEnded` and `InterchangeRestarted`; must not block.
-    give_up
-        Called once, with the reason, if restarting does not help.
-    clock
-        Monotonic clock, in seconds.
+    `post` is called with `InterchangeEnded` and `InterchangeRestarted`, and must not block; `give_up` once, with the
+    reason, if restarting does not help.
     """
 
     _LOOK = 0.5  # seconds between checks of the process
@@ -114,8 +53,8 @@ class InterchangeWatch:
 
     def __init__(
         self,
-        interchange: Interchange,
-        post: Callable[[InterchangeEnded | InterchangeRestarted], None],
+        interchange: HtexInterchange,
+        post: Callable[[record.Record], None],
         give_up: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -194,7 +133,7 @@ class InterchangeWatch:
     def _replace(self, reason: str) -> bool:
         now = self._clock()
         logger.warning("HTEX's interchange %s: starting another", reason)
-        self._post(InterchangeEnded(reason))
+        self._post(record.InterchangeEnded("", reason))
         while self._restarts and self._restarts[0] <= now - self._WITHIN:
             self._restarts.popleft()
         if len(self._restarts) >= self._MOST_RESTARTS:
@@ -211,7 +150,7 @@ class InterchangeWatch:
         self._unsent.clear()  # the driver requests again what it still needs
         self._looked = self._clock()
         self._asked, self._ask_at = None, self._looked + self._ASK
-        self._post(InterchangeRestarted())
+        self._post(record.InterchangeRestarted(""))
         return True
 
 
@@ -225,28 +164,15 @@ def guard_sockets(executor: HighThroughputExecutor) -> None:
         Doorkeeper(guarded)
 
 
-class HtexInterchange(Interchange):
-    """The interchange of an executor that has started.
+class HtexInterchange:
+    """The interchange of an executor that has started; only for the watch's thread.
 
-    Parameters
-    ----------
-    executor
-        The executor that owns it.
-    submit
-        Submits a slot task to HTEX; receives the token that identifies it.
-    submitted
-        Called with the token and the future of a submitted task.
+    `submit` submits a slot task to HTEX, identified by a token.
     """
 
-    def __init__(
-        self,
-        executor: HighThroughputExecutor,
-        submit: Callable[[str], Future[Any]],
-        submitted: Callable[[str, Future[Any]], None],
-    ) -> None:
+    def __init__(self, executor: HighThroughputExecutor, submit: Callable[[str], None]) -> None:
         self._executor: Any = executor  # Parsl's attributes have no types
         self._submit = submit
-        self._submitted = submitted
         self._asking = False
         # Without this, sending blocks indefinitely while no interchange is connected.
         self._executor.outgoing_q.zmq_socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT)
@@ -259,7 +185,7 @@ class HtexInterchange(Interchange):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def ask(self) -> None:
-        """Request its ports, unless another thread has a request pending."""
+        """Request its ports, unless another thread has a request pending; does not wait for the answer."""
         client = self._executor.command_client
         if not self._asking and client._lock.acquire(blocking=False):  # noqa: SLF001 - its own calls wait indefinitely
             self._asking = True
@@ -267,7 +193,7 @@ class HtexInterchange(Interchange):
                 client.zmq_socket.send_pyobj("WORKER_BINDS", flags=zmq.NOBLOCK)
 
     def answered(self) -> bool:
-        """Return whether the answer has arrived."""
+        """Return whether the answer has arrived, without waiting."""
         client = self._executor.command_client
         if self._asking:
             if not client.zmq_socket.poll(0):
@@ -278,21 +204,19 @@ class HtexInterchange(Interchange):
         return True
 
     def send(self, token: str) -> None:
-        """Submit a slot task; it is dropped if the executor has failed."""
+        """Submit a slot task; it is dropped if the executor has failed. `zmq.Again`: it currently accepts none."""
         try:
-            future = self._submit(token)
+            self._submit(token)
         except zmq.Again:
             never_sent = self._executor._task_counter  # noqa: SLF001 - HTEX registers the task before sending it
             self._executor.tasks.pop(never_sent, None)
             raise
         except Exception:  # HTEX raises the executor's own exception, of any class
-            if self._executor.bad_state_is_set:
-                return
-            raise
-        self._submitted(token, future)
+            if not self._executor.bad_state_is_set:
+                raise
 
     def restart(self) -> None:
-        """Start a new process at the same worker port; a pending request is dropped."""
+        """End the old process and start a new one at the same worker port; a pending request is dropped."""
         executor = self._executor
         executor.interchange_proc.kill()
         executor.interchange_proc.wait()

@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from typing import Final
 
 from freetrain_parsl.executor.driver.clock import SteadyClock
-from freetrain_parsl.executor.slot.pool_directory import hold_pool_directory
+from freetrain_parsl.executor.slot.pilot import hold_pool_directory
 from freetrain_parsl.interpreters import in_root_directory
 
 __all__ = ["WARM", "WARM_IMPORTS", "import_lean_parsl", "run_steadily"]

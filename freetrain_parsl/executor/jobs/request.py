@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
-from freetrain_parsl.executor.values.specs import parse_trackers
+from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_count
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
-    from freetrain_parsl.executor.values.specs import TrackerSpec
+    from freetrain_parsl.executor.values.tracker import TrackerSpec
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.protocol.options import Code
     from freetrain_parsl.storage.measurements import Rates

@@ -7,7 +7,6 @@ import io
 import logging
 import sys
 from concurrent.futures import InvalidStateError
-from functools import partial
 from pickle import PicklingError
 from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -21,7 +20,13 @@ from parsl.serialize.concretes import DillSerializer
 from parsl.serialize.errors import DeserializationError, SerializationError
 
 from freetrain_parsl.errors import CheckpointError, InvalidTrainer, TrainingError
-from freetrain_parsl.executor.payloads.app_modules import directory_of, imported_in, own_modules, search_first
+from freetrain_parsl.executor.payloads.app_modules import (
+    directory_of,
+    functions_of,
+    imported_in,
+    own_modules,
+    search_first,
+)
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -37,7 +42,6 @@ __all__ = [
     "error_in",
     "execute_from",
     "first_line",
-    "functions_of",
     "pack_or_refuse",
     "pack_task",
     "pack_training",
@@ -94,14 +98,8 @@ def pack_training(
 
     Unlike Parsl's serialization, this includes the globals that the function uses: a script or notebook may define its
     network and data next to the function. Objects from importable modules go by reference; they are looked up in the
-    directory of the function's module first.
-
-    Parameters
-    ----------
-    function, args, kwargs
-        The call.
-    imported
-        Receives the names of modules that are imported where the call is deserialized, or by functions in it.
+    directory of the function's module first. `imported` receives the names of modules that are imported where the call
+    is deserialized, or by functions in it.
     """
     directory = directory_of(function)
     buffer = io.BytesIO()
@@ -122,14 +120,7 @@ def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]
 def settle_with_value(future: Future[Any], sent: bytes | StoredValue, files: ValueFiles | None = None) -> None:
     """Set a future's result to a value sent by a slot, or its exception if the value cannot be deserialized here.
 
-    Parameters
-    ----------
-    future
-        The future; if it is done, the value is discarded.
-    sent
-        The serialized value, or what identifies its file.
-    files
-        Where that file is.
+    The value was sent serialized, or as what identifies its file. It is discarded if the future is done.
     """
     if future.done():
         if files is not None and not isinstance(sent, bytes):
@@ -215,13 +206,6 @@ def execute_from(directory: str, call: bytes) -> Any:
     """Carry out a serialized call on a node, whose modules are looked up first where the driver has found them."""
     search_first(directory)
     return execute_task(call)
-
-
-def functions_of(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Return the functions of an app: a bash app is a partial call of a function of Parsl with the user's."""
-    function = inspect.unwrap(function)
-    parts = (function.func, *function.args) if isinstance(function, partial) else (function,)
-    return [inspect.unwrap(part) for part in parts if callable(part)]
 
 
 def pack_or_refuse(

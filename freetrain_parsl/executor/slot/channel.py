@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections import deque
 from contextlib import suppress
@@ -272,24 +271,14 @@ class Channel:
         return answered[0]
 
 
-class SignalSocket:
-    """A descriptor that becomes readable when one of some signals arrives.
-
-    Parameters
-    ----------
-    numbers
-        The signals.
-    on_signal
-        Called by `handle` with each signal that has arrived.
-    """
+class SignalSocket(Waker):
+    """A descriptor that becomes readable when one of some signals arrives; `handle` passes it to `on_signal`."""
 
     def __init__(self, numbers: Collection[signal.Signals], on_signal: Callable[[signal.Signals], None]) -> None:
+        super().__init__()
         self._numbers = frozenset(numbers)
         self._on_signal = on_signal
         self._forking = threading.local()  # the signal mask of a thread that forks a process
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)  # noqa: FBT003 - the socket's own signature
-        self._writer.setblocking(False)  # noqa: FBT003 - the same
 
     def install(self) -> None:
         """Receive the signals from now on; called once, in the main thread."""
@@ -298,10 +287,6 @@ class SignalSocket:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # Blocked while a process forks, so that the new one has received none when its actions are restored.
         os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._restore)
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll for reading."""
-        return self._reader.fileno()
 
     def handle(self) -> None:
         """Handle the signals that have arrived since the last call; one that has arrived repeatedly counts once."""

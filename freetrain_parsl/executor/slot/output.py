@@ -41,17 +41,7 @@ def flush_streams() -> None:
 
 
 class Allowance:
-    """How many bytes of output are passed on; pure.
-
-    Parameters
-    ----------
-    rate
-        Bytes per second in the long run.
-    burst
-        Bytes at once.
-    now
-        Time in seconds.
-    """
+    """How many bytes of output are passed on, with at most a `burst` at once and `rate` bytes per second then; pure."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate = rate
@@ -78,8 +68,6 @@ class OutputCapture:
         those that call `flush`; must not block.
     owner
         To whom the output belongs at first.
-    clock
-        Monotonic clock, in seconds.
     """
 
     def __init__(

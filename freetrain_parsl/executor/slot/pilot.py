@@ -9,7 +9,9 @@ for nothing. Started as ``python -m freetrain_parsl.executor.slot.pilot COMMAND 
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import sys
 import time
@@ -19,12 +21,26 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.cluster.processes import living
-from freetrain_parsl.executor.slot.pool_directory import POOL_DIRECTORY, PoolDirectory
+from freetrain_parsl.storage.temporary_directories import lock_directory, make_locked_directory, remove_abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import TracebackType
 
-__all__ = ["PLACE", "end_node", "pilot_of_node", "set_process_title"]
+    from typing_extensions import Self
+
+__all__ = [
+    "PLACE",
+    "POOL_DIRECTORY",
+    "PoolDirectory",
+    "end_node",
+    "hold_pool_directory",
+    "pilot_of_node",
+    "set_process_title",
+]
+
+POOL_DIRECTORY: Final = "FREETRAIN_POOL_DIRECTORY"  # environment variable, for the pool
+_PREFIX: Final = "ft-pool-"  # short: the path of a socket has at most 107 characters
 
 _PILOT = "FREETRAIN_PILOT"  # environment variable: process id of the node's pilot
 _SLOT = "freetrain-slot"  # at most 15 characters
@@ -34,6 +50,49 @@ _TIDYING = 1.0  # seconds for the trackers of multiprocessing to remove what kil
 _LOOK = 5.0  # seconds between checks for slots before a signal
 _PATIENCE = "FREETRAIN_PILOT_PATIENCE"  # environment variable: seconds without a slot until the pool is ended
 _DEFAULT_PATIENCE = 600.0
+
+
+class PoolDirectory:
+    """The temporary directory of a node's worker pool, private to the user, which exists during a ``with`` block.
+
+    The processes of a pool are killed when their node ends, so none of them can remove its temporary files. The pilot
+    removes them, and those of earlier pools on this node whose pilot was killed, too. A directory is locked while its
+    pilot or its pool lives, so that it can be told from an abandoned one.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+        The directory.
+    """
+
+    path: Path
+
+    def __enter__(self) -> Self:
+        remove_abandoned(_PREFIX)
+        self._lock: int | None
+        self.path, self._lock = make_locked_directory(_PREFIX)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)  # processes that are being killed may still create files
+        self.release()
+
+    def release(self) -> None:
+        """Close the lock: at the end, or in a process that was forked from the pilot."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def hold_pool_directory() -> str | None:
+    """Lock the directory of this pool until this process ends, and return it; ``None`` without a pilot."""
+    path = os.environ.pop(POOL_DIRECTORY, None)
+    if path is not None:
+        with suppress(OSError):  # a file system without locks
+            lock_directory(Path(path), fcntl.LOCK_SH)
+    return path
 
 
 def set_process_title() -> None:

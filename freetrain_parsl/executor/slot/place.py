@@ -169,10 +169,7 @@ def _use_own_resource_tracker() -> None:
 class Pulse:
     """A counter in memory that a place shares with the processes that it forks.
 
-    Parameters
-    ----------
-    heartbeat_timeout
-        Seconds without a heartbeat after which the driver drops a slot.
+    Without a heartbeat for `heartbeat_timeout` seconds, the driver drops a slot.
     """
 
     def __init__(self, heartbeat_timeout: float) -> None:

@@ -92,13 +92,6 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
     """Return the end of a training whose function, or session, has raised an exception, with its payload.
 
     An exception whose text takes more than seconds is passed on without it.
-
-    Parameters
-    ----------
-    error
-        The exception.
-    generation
-        Number of the training's group.
     """
     try:
         return in_time(partial(_end_by, error, generation), _LONGEST_TEXT)

@@ -30,14 +30,13 @@ from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.jobs.port import kind_of
-from freetrain_parsl.executor.logs.lines import as_text
-from freetrain_parsl.executor.logs.writer import leave_behind
 from freetrain_parsl.executor.slot.channel import Channel, Connection, SignalSocket
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import Pulse, occupy
 from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result
 from freetrain_parsl.executor.slot.training_run import TrainingRun
+from freetrain_parsl.executor.training_logs import as_text, leave_behind
 from freetrain_parsl.protocol.messages import (
     Closing,
     Exit,

@@ -45,12 +45,7 @@ _WHILE_OTHERS_TRAIN = timedelta(minutes=30)
 class ChannelStore:
     """The blocking backend of ``training.group.process_group.RendezvousStore`` for one generation.
 
-    Parameters
-    ----------
-    group
-        The generation's key, ``trainer/generation``.
-    send
-        Sends a message to the driver; may be called from any thread.
+    The `group` is the generation's key, ``trainer/generation``.
     """
 
     _GRACE = 5.0  # seconds beyond a get's own timeout after which the driver counts as failed

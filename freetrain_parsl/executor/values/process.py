@@ -18,9 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.executor.values.rows import fresh, read_rows
-from freetrain_parsl.executor.values.specs import TrackerSpec, importable
-from freetrain_parsl.executor.values.tracker import TrackedTraining
+from freetrain_parsl.executor.values.tracker import TrackedTraining, TrackerSpec, fresh, importable, read_rows
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -38,17 +36,7 @@ _LONGEST_END: Final = 300.0  # seconds for the last look
 
 
 class Follower:
-    """Passes the values of one training to one tracker.
-
-    Parameters
-    ----------
-    training
-        The training.
-    rows
-        File with its values.
-    spec
-        The tracker.
-    """
+    """Passes the values of one training, which are in the file `rows`, to one tracker."""
 
     def __init__(self, training: TrackedTraining, rows: Path, spec: TrackerSpec) -> None:
         self.outcome: Outcome | None = None
@@ -65,15 +53,7 @@ class Follower:
         self._closed = False
 
     def turn(self, now: float, *, last: bool = False) -> None:
-        """Pass on what is new; `last`: then close. Errors of the tracker are logged, and it is opened again later.
-
-        Parameters
-        ----------
-        now
-            Monotonic time in seconds.
-        last
-            Whether this is the last call.
-        """
+        """Pass on what is new; `last`: then close. Errors of the tracker are logged, and it is opened again later."""
         if self._closed or (now < self._retry_at and not last):
             return
         try:

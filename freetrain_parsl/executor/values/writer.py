@@ -16,10 +16,10 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.executor.values.rows import as_line, fresh, last_steps, parse_row
+from freetrain_parsl.executor.values.tracker import as_line, fresh, last_steps, parse_row
 from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.storage.posix import directory_name
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.executor.values.specs import TrackerSpec
-    from freetrain_parsl.executor.values.tracker import Outcome
+    from freetrain_parsl.executor.values.tracker import Outcome, TrackerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +47,13 @@ class _Values:
     path: Path
     id: str
     steps: dict[str, int]
-    waiting: list[str] = field(default_factory=list)
 
 
 class ValueWriter:
     """Writes the values of a driver's trainings, and starts the process that passes them to trackers.
 
-    Parameters
-    ----------
-    root
-        Directory of the checkpoints.
-    log_dir
-        Directory of this driver's logs.
-    allowed
-        Whether this driver may still write: another one may have replaced it, and its trackers go on.
+    The values are beside the checkpoints in `root`. A driver that another one has replaced, whose trackers continue, is
+    not `allowed` to write any more.
     """
 
     def __init__(self, root: Path, log_dir: Path, allowed: Callable[[], bool] = lambda: True) -> None:

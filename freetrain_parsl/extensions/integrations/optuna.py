@@ -27,7 +27,7 @@ from freetrain_parsl.errors import (
     PeerFailed,
     TrainingInterrupted,
 )
-from freetrain_parsl.executor.values.rows import parse_row
+from freetrain_parsl.executor.values.tracker import parse_row
 from freetrain_parsl.settings_checks import check_count
 
 try:

@@ -7,7 +7,7 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from freetrain_parsl.executor.batch.script_system import ScriptSystem
+from freetrain_parsl.executor.batch.systems import ScriptSystem
 from freetrain_parsl.extensions.pbs.source import PbsWindowSource, pbs_walltime_request
 from freetrain_parsl.windows.commands import Commands
 from freetrain_parsl.windows.machine import DraftHints, Machine, by_suitability, each_once, queue_of

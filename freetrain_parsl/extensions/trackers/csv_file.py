@@ -8,16 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO, ClassVar
 
-from freetrain_parsl.extensions.trackers.shared_directory import name_in
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from freetrain_parsl.executor.values.tracker import Outcome, Row, TrackedTraining
 
-__all__ = ["CsvTracker"]
+__all__ = ["CsvTracker", "name_in"]
 
 _HEADER = ["step", "time", "name", "value"]
+
+
+def name_in(directory: Path, training: TrackedTraining) -> str:
+    """Return a training's name in a directory, with its id if the name belongs to another training there.
+
+    This other one may be of another campaign, or the same one before it started over with other code.
+    """
+    owner = directory / f".{training.name}.id"
+    try:
+        with os.fdopen(os.open(owner, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
+            file.write(training.id)
+    except FileExistsError:
+        if owner.read_text(encoding="ascii", errors="replace") != training.id:
+            return f"{training.name}-{training.id}"
+    return training.name
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from freetrain_parsl.extensions.trackers.shared_directory import name_in
+from freetrain_parsl.extensions.trackers.csv_file import name_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

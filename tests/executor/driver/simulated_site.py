@@ -144,7 +144,6 @@ class SimulatedSite:
 
     def request(self, spec: BlockSpec) -> None:
         self.jobs[spec.block] = _Job(spec, self.now + self.terms.start_delay)
-        self.loop._blocks.on_submitted(spec.block, spec.block)
         self._change_blocks()
 
     def withdraw(self, block: str) -> None:

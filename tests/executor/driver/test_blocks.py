@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from freetrain_parsl.errors import ClusterGone
-from freetrain_parsl.executor.batch.submitter import BatchSystemEnded, BlockRefused, BlockSubmitted, SubmissionsEnded
+from freetrain_parsl.executor.batch.submitter import BatchSystemEnded, BlockRefused, SubmissionsEnded
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState, BlockStatus
 from tests.executor.driver.submitter_bench import SubmitterBench
 
@@ -68,7 +69,7 @@ def test_submissions_beyond_the_rate_limit_wait_for_their_minute() -> None:
     assert bench.turn() == ["a", "b"]
     assert bench.turn(59.9) == []
     assert bench.turn(60.0) == ["c"]
-    assert bench.told(BlockSubmitted)[-1] == BlockSubmitted("c", "job-c")
+    assert bench.told(record.BlockSubmitted)[-1] == record.BlockSubmitted("c", "job-c")
 
 
 def test_a_batch_system_that_does_not_answer_is_asked_ever_less(caplog) -> None:
@@ -228,7 +229,7 @@ def test_closing_cancels_every_job_that_is_not_known_to_have_ended() -> None:
     bench = SubmitterBench()
     bench.request("a", "b")
     assert bench.turn() == ["a", "b"]
-    bench.submitter.forget("job-a")
+    bench.submitter.forget("a")
     bench.submitter.close()
     assert bench.batch.cancelled == ["job-b"]
 
@@ -237,7 +238,9 @@ def test_the_thread_carries_out_what_is_due_and_ends_when_closed() -> None:
     """It sleeps on a clock that stands still, so that only the order can wake it."""
     surveyed, submitted = threading.Event(), threading.Event()
     bench = SubmitterBench(interval=1000.0)
-    bench.submitter._post = lambda message: (submitted if isinstance(message, BlockSubmitted) else surveyed).set()
+    bench.submitter._post = lambda message: (
+        submitted if isinstance(message, record.BlockSubmitted) else surveyed
+    ).set()
     bench.submitter.start()
     try:
         assert surveyed.wait(60.0)

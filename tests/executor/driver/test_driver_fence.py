@@ -9,7 +9,7 @@ import pytest
 from freetrain_parsl.errors import DriverSuperseded
 from freetrain_parsl.executor.driver.driver_fence import DriverFence
 from freetrain_parsl.executor.driver.slot_registry import Slot
-from freetrain_parsl.executor.logs.writer import LEFT_BEHIND, LogWriter, leave_behind
+from freetrain_parsl.executor.training_logs import LEFT_BEHIND, LogWriter, leave_behind
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.messages import Exit, Output
 from tests.executor.driver.simulated_site import SimulatedSite

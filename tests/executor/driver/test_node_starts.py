@@ -10,11 +10,12 @@ import pytest
 from parsl.executors.high_throughput.errors import WorkerLost
 
 from freetrain_parsl.errors import BatchSystemError
-from freetrain_parsl.executor.driver.block_cycle import StartWatch
+from freetrain_parsl.executor.driver.block_cycle import BlockCycle
 from freetrain_parsl.executor.driver.slot_cycle import NodeStarts, SlotTaskEnded
 from freetrain_parsl.executor.slot.slot import SlotNotStarted, run_slot
 from freetrain_parsl.planning.model import Window
-from freetrain_parsl.windows.base import BlockState, without_nodes
+from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, without_nodes
 from tests.executor.slot.slot_bench import SlotBench
 
 NO_FILES = "OSError: [Errno 24] Too many open files"
@@ -156,12 +157,18 @@ def test_a_node_of_which_one_worker_place_always_fails_gets_longer_and_longer_pa
 
 def test_the_report_about_a_failed_block_says_why_no_slot_has_started() -> None:
     driver = SlotBench(("n0",))
-    watch = StartWatch(driver.registry, driver, startup=60.0, clock=lambda: driver.now)  # type: ignore[arg-type]
+    cycle = BlockCycle(
+        driver.registry,
+        driver,  # type: ignore[arg-type] - the bench is also the job submitter
+        settings=PlannerSettings().in_seconds(),
+        emit=driver.events.append,
+        write=driver.records.append,
+        lose=lambda _slot, _reason: None,
+        clock=lambda: driver.now,
+    )
     driver.run(lambda _now, _token: refused_on("n0"), 61.0)
-    watch.given_back(driver.registry.blocks["0"], 0.0)
-    watch.ended(driver.registry.blocks["0"], BlockState.FAILED, "failed")
-    assert len(driver.failed_blocks) == 2
-    assert all(f"a slot could not start on n0: {NO_FILES}" in how for how in driver.failed_blocks)
+    cycle.on_survey(Survey(driver.now, blocks={"0": BlockStatus(BlockState.FAILED)}))
+    assert driver.failed_blocks == [f"failed; a slot could not start on n0: {NO_FILES}"]
 
 
 def test_nodes_set_aside_are_in_no_window() -> None:

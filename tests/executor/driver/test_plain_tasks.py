@@ -32,7 +32,7 @@ def test_a_task_is_run_again_until_its_slots_have_crashed_too_often(crash: bool)
     """It was run for ever, and ended all slots one after another."""
     registry = SlotRegistry(1)
     started: list[int] = []
-    tasks = TaskQueue(registry, 1, lambda _slot, message: started.append(message.task), max_restarts=2)
+    tasks = TaskQueue(registry, lambda _slot, message: started.append(message.task), max_restarts=2)
     tasks.lent = frozenset({"n"})
     future: Future[Any] = Future()
     tasks.submit(Task(7, b"function", future))

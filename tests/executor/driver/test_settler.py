@@ -17,7 +17,7 @@ from freetrain_parsl.protocol.messages import TaskEnded
 def test_a_callback_that_blocks_holds_up_later_futures_and_nobody_else() -> None:
     """It held up the control loop, and the slots gave the driver up."""
     settler = Settler()
-    tasks = TaskQueue(SlotRegistry(1), 1, lambda *_: None, 3, settler.post)
+    tasks = TaskQueue(SlotRegistry(1), lambda *_: None, 3, settler.post)
     futures: list[Future[Any]] = [Future(), Future()]
     goes_on = threading.Event()
     futures[0].add_done_callback(lambda _: goes_on.wait(30))

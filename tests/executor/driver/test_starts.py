@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.executor.batch.error_tail import TELL_EXIT_CODE, last_words
+from freetrain_parsl.executor.batch.providers import TELL_EXIT_CODE, last_words
 from freetrain_parsl.executor.batch.submitter import StartsFailed, SubmissionsEnded
-from freetrain_parsl.executor.driver.block_cycle import StartWatch
+from freetrain_parsl.executor.driver.block_cycle import BlockCycle
 from freetrain_parsl.executor.driver.slot_registry import Block, Slot, SlotRegistry
-from freetrain_parsl.windows.base import BlockState
+from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
 from tests.executor.driver.submitter_bench import SubmitterBench
 
 if TYPE_CHECKING:
@@ -25,8 +27,8 @@ class Bench(SubmitterBench):
 
     def fail(self, *blocks: str) -> None:
         for block in blocks:
-            self.submitter.failed_to_start(block, f"job-{block}", "failed")
-            self.submitter.forget(f"job-{block}")
+            self.submitter.failed_to_start(block, "failed")
+            self.submitter.forget(block)
 
     @property
     def last(self) -> StartsFailed:
@@ -78,7 +80,7 @@ def test_a_probe_that_ends_without_saying_anything_makes_room_for_the_next() -> 
     bench.turn(0.0)
     bench.request("b", "c")
     assert bench.turn(20.0) == ["b"]
-    bench.submitter.forget("job-b")
+    bench.submitter.forget("b")
     assert bench.turn(20.0) == ["c"]
     assert bench.last.count == 1
 
@@ -108,20 +110,35 @@ def test_attempts_count_from_one_again_after_a_block_that_works() -> None:
 
 
 class Watch:
-    """A `StartWatch` with one block that started at 0."""
+    """A `BlockCycle` with one block that started at 0."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.failed: list[str] = []
         self.worked = 0
         self.registry = SlotRegistry(1)
-        self.block = Block("b", ("n1",), 600.0, None, job="7")
+        self.block = Block("b", ("n1",), 600.0, None)
         self.block.start(0.0, ("n1",), 600.0)
         self.registry.blocks["b"] = self.block
-        self.watch = StartWatch(self.registry, self, startup=30.0, clock=lambda: self.now)  # type: ignore[arg-type]
+        settings = replace(PlannerSettings().in_seconds(), startup=30.0, join_timeout=180.0)
+        self.cycle = BlockCycle(
+            self.registry,
+            self,  # type: ignore[arg-type] - the test's job submitter
+            settings=settings,
+            emit=lambda _event: None,
+            write=lambda _record: None,
+            lose=lambda _slot, _reason: None,
+            clock=lambda: self.now,
+        )
 
-    def failed_to_start(self, block: str, job: str, how: str) -> None:
+    def end(self, state: BlockState) -> None:
+        self.cycle.on_survey(Survey(self.now, blocks={"b": BlockStatus(state)}))
+
+    def failed_to_start(self, _block: str, how: str) -> None:
         self.failed.append(how)
+
+    def forget(self, _block: str) -> None: ...
+    def withdraw(self, _block: str) -> None: ...
 
     def works(self) -> None:
         self.worked += 1
@@ -147,49 +164,47 @@ class Watch:
 def test_a_block_without_slots_failed_if_it_ended_by_itself(state: BlockState, now: float, failed: bool) -> None:
     bench = Watch()
     bench.now = now
-    bench.watch.ended(bench.block, state, "how")
+    bench.end(state)
     assert bool(bench.failed) == failed
 
 
-def test_a_block_that_we_give_back_did_not_fail_unless_it_ran_in_vain() -> None:
+@pytest.mark.parametrize(("now", "failed"), [(31.0, []), (180.0, ["ran for 3 min and no worker connected"])])
+def test_a_block_that_we_give_back_did_not_fail_unless_it_ran_in_vain(now: float, failed: list[str]) -> None:
     bench = Watch()
-    bench.now = 31.0
-    bench.watch.given_back(bench.block, 180.0)
-    assert bench.failed == []
-    bench.now = 180.0
-    bench.watch.given_back(bench.block, 180.0)
-    assert bench.failed == ["ran for 3 min and no worker connected"]
-    bench.block.releasing = "given back"
-    bench.watch.ended(bench.block, BlockState.COMPLETED, "how")
-    assert len(bench.failed) == 1, "it counts once"
+    bench.now = now
+    bench.cycle.release("b")
+    assert bench.failed == failed
+    bench.end(BlockState.COMPLETED)
+    assert bench.failed == failed, "it counts once"
 
 
-def test_a_block_that_failed_before_we_saw_it_start_counts_though_it_was_withdrawn() -> None:
+@pytest.mark.parametrize(("state", "failed"), [(BlockState.CANCELLED, []), (BlockState.FAILED, ["failed"])])
+def test_a_block_that_failed_before_we_saw_it_start_counts_though_it_was_withdrawn(
+    state: BlockState, failed: list[str]
+) -> None:
     bench = Watch()
     bench.block.started = None
-    bench.block.releasing = "never started and was withdrawn"
-    bench.watch.ended(bench.block, BlockState.CANCELLED, "how")
-    assert bench.failed == []
-    bench.watch.ended(bench.block, BlockState.FAILED, "how")
-    assert bench.failed == ["how"]
+    bench.cycle.release("b")
+    bench.end(state)
+    assert bench.failed == failed
 
 
 def test_slots_that_crash_at_once_are_no_start() -> None:
     bench = Watch()
     bench.join()
     bench.now = 9.0
-    bench.watch.look()
-    bench.watch.ended(bench.block, BlockState.FAILED, "how")
-    assert (bench.worked, bench.failed) == (0, ["how"])
+    bench.cycle.look()
+    bench.end(BlockState.FAILED)
+    assert (bench.worked, bench.failed) == (0, ["failed"])
 
 
 def test_a_block_whose_slots_stay_works() -> None:
     bench = Watch()
     bench.join()
     bench.now = 10.0
-    bench.watch.look()
-    bench.watch.look()
-    bench.watch.ended(bench.block, BlockState.FAILED, "how")
+    bench.cycle.look()
+    bench.cycle.look()
+    bench.end(BlockState.FAILED)
     assert (bench.worked, bench.failed) == (1, [])
 
 

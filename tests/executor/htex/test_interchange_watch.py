@@ -17,11 +17,10 @@ from parsl.curvezmq import ClientContext
 
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
 from freetrain_parsl.executor.htex.interchange_watch import (
-    Interchange,
-    InterchangeEnded,
-    InterchangeRestarted,
+    HtexInterchange,
     InterchangeWatch,
 )
+from freetrain_parsl.protocol import journal as record
 from tests.executor.driver.driver_bench import wait_for
 from tests.executor.scenario import make_app
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class FakeInterchange(Interchange):
+class FakeInterchange(HtexInterchange):
     """A process that ends, hangs and accepts tasks as set by the test."""
 
     def __init__(self) -> None:
@@ -106,7 +105,7 @@ def test_an_interchange_that_ended_is_started_again_and_its_tasks_are_left_to_th
     scene.pass_by(2)
     scene.interchange.reason = "was killed by SIGKILL"
     wait_for(lambda: len(scene.posts) == 2, "a restart")
-    assert scene.posts == [InterchangeEnded("was killed by SIGKILL"), InterchangeRestarted()]
+    assert scene.posts == [record.InterchangeEnded("", "was killed by SIGKILL"), record.InterchangeRestarted("")]
     scene.interchange.takes_nothing = False
     scene.watch.submit("new")
     wait_for(lambda: scene.interchange.sent, "the task")

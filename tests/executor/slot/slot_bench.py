@@ -50,7 +50,7 @@ class SlotBench:
     def send(self, _slot: str, _message: object) -> None: ...
     def forget(self, _slot: str) -> None: ...
 
-    def failed_to_start(self, _block: str, _job: str, how: str) -> None:
+    def failed_to_start(self, _block: str, how: str) -> None:
         self.failed_blocks.append(how)
 
     def open_tasks(self) -> list[str]:

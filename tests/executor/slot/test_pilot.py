@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.executor.slot.pool_directory import PoolDirectory
+from freetrain_parsl.executor.slot.pilot import PoolDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

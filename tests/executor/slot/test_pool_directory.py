@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from freetrain_parsl.executor.slot.pool_directory import POOL_DIRECTORY, PoolDirectory, hold_pool_directory
+from freetrain_parsl.executor.slot.pilot import POOL_DIRECTORY, PoolDirectory, hold_pool_directory
 
 
 @pytest.fixture(autouse=True)

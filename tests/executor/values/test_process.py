@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.values.process import Follower
-from freetrain_parsl.executor.values.rows import as_line, fresh, last_steps, parse_row, read_rows
-from freetrain_parsl.executor.values.specs import TrackerSpec, parse_trackers
-from freetrain_parsl.executor.values.tracker import Row, TrackedTraining
+from freetrain_parsl.executor.values.tracker import (
+    Row,
+    TrackedTraining,
+    TrackerSpec,
+    as_line,
+    fresh,
+    last_steps,
+    parse_row,
+    parse_trackers,
+    read_rows,
+)
 from freetrain_parsl.executor.values.writer import ValueWriter
 from freetrain_parsl.extensions.trackers.csv_file import CsvTracker
 from freetrain_parsl.protocol import journal as record

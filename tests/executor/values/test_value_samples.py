@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from freetrain_parsl.executor.journal import Journal, read_journal
-from freetrain_parsl.executor.values.value_samples import ValueSamples
+from freetrain_parsl.executor.journal import Journal, ValueSamples, read_journal
 from freetrain_parsl.protocol.reports import Progress
 
 

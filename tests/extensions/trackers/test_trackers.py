@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.executor.values.rows import fresh
-from freetrain_parsl.executor.values.tracker import Row, TrackedTraining
+from freetrain_parsl.executor.values.tracker import Row, TrackedTraining, fresh
 from freetrain_parsl.extensions.trackers.csv_file import CsvTracker
 from freetrain_parsl.extensions.trackers.mlflow import MlflowTracker
 from freetrain_parsl.extensions.trackers.tensorboard import TensorBoardTracker

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CannotFuse, CheckpointError, TrainingError
 from freetrain_parsl.executor.jobs.port import Run
-from freetrain_parsl.executor.logs.lines import FIRST
 from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
+from freetrain_parsl.executor.training_logs import FIRST
 from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
     ArraySized,

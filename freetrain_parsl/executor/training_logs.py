@@ -1,6 +1,13 @@
-"""Writes the logs of a run's trainings, in a thread of the driver that alone waits for the file system.
+"""The logs of trainings: what they print, wherever they run, as one file in order for each.
 
-A log also has marks: what the records of the journal say about the training itself, in words.
+They are written in a thread of the driver that alone waits for the file system. A line has the time at which it reached
+the driver, the process that printed it, and its text::
+
+    2026-11-23T01:45:16.123Z = trains on n03, n04
+    2026-11-23T01:45:17.201Z 0 epoch 3, loss 0.1203
+
+The process is its rank, ``?`` while it joins a running training, with ``!`` if the line belongs to the exception that
+ended it there, and ``=`` for a mark: what the records of the journal say about the training itself, in words.
 """
 
 from __future__ import annotations
@@ -9,13 +16,16 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import IO, TYPE_CHECKING, Final
 
-from freetrain_parsl.executor.logs.lines import MARK, SUFFIX, as_text, parse_line
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.texts import with_colours_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +33,32 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.journal import Record
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "FIRST",
+    "LEFT_BEHIND",
+    "LOCK",
+    "MARK",
+    "SUFFIX",
+    "LogLine",
+    "LogWriter",
+    "as_text",
+    "leave_behind",
+    "log_files",
+    "mark_of",
+    "names_in",
+    "parse_line",
+]
 
-__all__ = ["LEFT_BEHIND", "LOCK", "LogWriter", "leave_behind", "mark_of"]
+MARK: Final = "="
+FIRST: Final = "0"
+
+SUFFIX: Final = ".log"
+"""Of the newest file of a training's log; older ones have a number after it, the largest is the oldest."""
+
+_FILE = re.compile(rf"(.+){re.escape(SUFFIX)}(?:\.(\d+))?", re.ASCII)  # the current one has no number
+_LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (=|!?\d{1,7}|!?\?) (.*)", re.DOTALL | re.ASCII)
+
+logger = logging.getLogger(__name__)
 
 _MOST_NODES = 8  # named in a mark
 LOCK: Final = "writer.lock"
@@ -42,6 +75,63 @@ _LARGEST_RUN: Final = 2 << 30  # bytes of all trainings
 _MOST_OPEN: Final = 128  # files that stay open: opening is the expensive part on shared file systems
 _ADOPTION_PERIOD: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 60.0  # seconds between attempts to write
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a training's log: when it reached the driver, and the process that printed it, or `MARK`."""
+
+    time: float
+    training: str
+    source: str
+    text: str
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it says what became of the training, instead of what it printed."""
+        return self.source == MARK
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it belongs to the training's main output: the first process's, marks, and exceptions."""
+        return self.source in (FIRST, MARK) or self.source.startswith("!")
+
+
+def as_text(time: float, source: str, text: str) -> str:
+    """Return one line or several as they are in the file; control characters other than tabs and colours are left out.
+
+    What UTF-8 cannot encode, such as the bytes of a file name in an exception, is escaped.
+    """
+    stamp = datetime.fromtimestamp(time, timezone.utc).isoformat(timespec="milliseconds")[:-6]
+    prefix = f"{stamp}Z {source} "
+    shown = with_colours_only(text)
+    return prefix + shown.replace("\n", f"\n{prefix}") + "\n"
+
+
+def parse_line(training: str, line: str) -> LogLine | None:
+    """Return a line of a file; ``None`` if it is not one, e.g. because the driver was killed while it wrote it."""
+    if (found := _LINE.fullmatch(line.removesuffix("\n"))) is None:
+        return None
+    stamp, source, text = found.groups()
+    try:
+        time = datetime.fromisoformat(f"{stamp}+00:00").timestamp()
+    except ValueError:
+        return None
+    return LogLine(time, training, source, text)
+
+
+def log_files(directory: Path) -> dict[str, list[Path]]:
+    """Return the files of each training's log, oldest first."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in directory.glob(f"*{SUFFIX}*"):
+        if (name := _FILE.fullmatch(path.name)) is not None:
+            found.setdefault(name[1], []).append((int(name[2] or 0), path))
+    return {training: [path for _, path in sorted(numbered, reverse=True)] for training, numbered in found.items()}
+
+
+def names_in(directory: Path) -> list[str]:
+    """Return the trainings that have a log in a directory."""
+    return sorted({path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")})
 
 
 def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind of record
@@ -84,19 +174,10 @@ def _names(nodes: Sequence[str]) -> str:
 
 
 class LogWriter:
-    """The logs of a run's trainings.
+    """The logs of a run's trainings, in a directory that is private to the user.
 
     Lines are kept in memory, up to a limit, until they are written, once a second. A slow, full or missing file system
-    costs lines, never the driver's time.
-
-    Parameters
-    ----------
-    directory
-        The run's logs; created, private to the user.
-    clock
-        Seconds since the epoch.
-    allowed
-        Whether this driver may still write: another one may have replaced it.
+    costs lines, never the driver's time. A driver that another one has replaced is not `allowed` to write any more.
     """
 
     def __init__(
