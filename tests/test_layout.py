@@ -56,7 +56,7 @@ BUDGET: Final = {
     "planning": 6_860,
     "protocol": 1_920,
     "report": 2_940,
-    "storage": 2_200,
+    "storage": 2_170,
     "testing": 1_910,
     "training": 12_860,
     "windows": 3_350,
