@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 508
+MOST_FILES: Final = 507
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -56,7 +56,7 @@ BUDGET: Final = {
     "planning": 6_860,
     "protocol": 1_920,
     "report": 2_940,
-    "storage": 2_200,
+    "storage": 2_170,
     "testing": 1_910,
     "training": 12_860,
     "windows": 3_350,

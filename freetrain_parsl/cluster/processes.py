@@ -60,13 +60,7 @@ def require_proc() -> None:
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of all orphaned descendants, so that their exits are reported to this process.
-
-    Returns
-    -------
-    bool
-        Whether the kernel supports it.
-    """
+    """Become the parent of all orphaned descendants, which reports their exits to us; false if not supported."""
     refused: int = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return not refused
 
@@ -121,18 +115,7 @@ def descendants() -> list[int]:
 
 
 def members(sessions: Mapping[int, str]) -> dict[str, list[ProcessInfo]]:
-    """Find the live processes of each (job, node).
-
-    Parameters
-    ----------
-    sessions
-        Session id (that of the first process) -> mark.
-
-    Returns
-    -------
-    dict
-        Mark -> its processes; marks without processes are absent.
-    """
+    """Return the live processes of each mark, given the mark of each session; marks without processes are absent."""
     wanted = set(sessions.values())
     own = process_info(os.getpid())
     assert own is not None, "this process is in /proc"

@@ -143,12 +143,7 @@ def wait_for_ending(
 def register(name: str, directory: Path, parent: ProcessInfo | None = None) -> ClusterInfo:
     """Register the calling process as a cluster; its socket must be created at `socket_path`.
 
-    Parameters
-    ----------
-    name, directory
-        See `ClusterInfo`.
-    parent
-        The process with which it ends; ``None``: it does not end with another one.
+    It ends with the process `parent`, if that is given.
 
     Raises
     ------

@@ -7,9 +7,11 @@ same time, one line may be lost, and a check is suggested once more.
 from __future__ import annotations
 
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from freetrain_parsl.storage.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,15 +57,7 @@ def take_unchecked(codes: Mapping[str, str]) -> list[str]:
 
 def _write(lines: list[str]) -> None:
     """Replace the file; a state directory that cannot be written only means that a check is suggested again."""
-    try:
+    with suppress(OSError):
         directory = state_directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=directory, prefix=f".{_FILE}-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
-            Path(name).replace(directory / _FILE)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-    except OSError:
-        return
+        replace_file(directory / _FILE, "".join(f"{line}\n" for line in lines).encode())

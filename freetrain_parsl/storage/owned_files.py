@@ -361,18 +361,11 @@ def make_private(path: Path) -> None:
 def _check_owner(path: Path, facts: os.stat_result) -> None:
     if facts.st_uid not in (os.geteuid(), 0):
         raise ForeignCheckpoint(
-            f"{path} belongs to {_user(facts.st_uid)}, who could have put anything there; remove it, or use another "
-            "trainer name or checkpoint directory"
+            f"{path} belongs to {user_name(facts.st_uid)}, who could have put anything there; remove it, or use "
+            "another trainer name or checkpoint directory"
         )
 
 
 def _writable(path: Path, facts: os.stat_result) -> ForeignCheckpoint:
     mode = stat.S_IMODE(facts.st_mode)
     return ForeignCheckpoint(f"{path} can be changed by other users (mode {mode:04o}); run: chmod go-w {path}")
-
-
-def _user(uid: int) -> str:
-    try:
-        return f"user {pwd.getpwuid(uid).pw_name}"
-    except KeyError:
-        return f"user {uid}"

@@ -2,32 +2,37 @@
 
 The identity covers the training function and everything it refers to in the user's own files, scripts and notebooks:
 functions, classes, constants, defaults and closures. Libraries (modules in the directories of Python and its packages)
-are not included. The digests are of the bytecode, not of its source text: comments, docstrings, formatting and line
-numbers do not change them, and they are the same in every process of one minor version of Python.
+are not included. The digest of a function is of its syntax tree: comments, docstrings, annotations and formatting do
+not change it. If no source compiles to the code that runs, because there is none or it has been edited since, the
+digest is of the bytecode. Both are the same in every process of one minor version of Python.
 """
 
 from __future__ import annotations
 
+import ast
+import copy
 import dis
 import functools
 import inspect
+import linecache
 import re
 import site
 import sys
 import sysconfig
 import types
+import warnings
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.protocol.options import Code, digest_of
-from freetrain_parsl.training.checkpoints.code.control_flow import NO_EFFECT, steps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = ["code_of", "in_library", "is_own"]
 
+_NO_EFFECT = {"NOP", "CACHE", "RESUME", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _FLAGS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
@@ -91,7 +96,7 @@ class _Walk:
             if name != "__class__":  # the class that contains the function
                 closure.append(f"{name}={self._cell(cell)}")
         defaults = [self.value(function.__defaults__), self.value(function.__kwdefaults__)]
-        return digest_of([*self._code(function.__code__), *defaults, *closure])
+        return digest_of([_digest(function.__code__), *defaults, *closure])
 
     def _cell(self, cell: Any) -> str:
         try:
@@ -119,7 +124,7 @@ class _Walk:
         """Add what a code object and its nested code objects refer to by global names."""
         owner: types.ModuleType | None = None
         for instruction in dis.get_instructions(code):
-            if instruction.opname in NO_EFFECT:
+            if instruction.opname in _NO_EFFECT:
                 continue
             name = instruction.argval
             if instruction.opname in _GLOBALS and name in names and not name.startswith("__"):
@@ -150,7 +155,7 @@ class _Walk:
         if isinstance(value, _SIMPLE):
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, types.CodeType):
-            return digest_of(self._code(value))
+            return _bytecode_digest(value)
         if isinstance(value, re.Pattern):
             return f"pattern:{value.pattern!r} {value.flags}"
         if isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > _MOST_ITEMS:
@@ -190,13 +195,82 @@ class _Walk:
             return f"{label}{self.value(vars(value))}"
         return label
 
-    def _code(self, code: types.CodeType) -> Iterator[str]:
-        """Yield what a code object does, without its position in a file."""
-        yield f"{code.co_name} {code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"
-        arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-        yield repr(code.co_varnames[: arguments + bool(code.co_flags & inspect.CO_VARKEYWORDS)])
-        yield str(code.co_flags & _FLAGS)
-        yield from steps_of(code, self.value)
+
+@functools.lru_cache(maxsize=4096)  # also: an edit of its file does not change the digest of a function that runs
+def _digest(code: types.CodeType) -> str:
+    """Return a digest of a function's syntax tree, or of its bytecode if no source compiles to it."""
+    running = _bytecode_digest(code)
+    linecache.checkcache(code.co_filename)
+    for name, compiled, tree in _functions_in("".join(linecache.getlines(code.co_filename))):
+        if name == code.co_name and _bytecode_digest(compiled) == running:
+            return tree
+    return running
+
+
+def _bytecode_digest(code: types.CodeType) -> str:
+    tokens = [f"{code.co_name} {code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}"]
+    arguments = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    tokens.append(repr(code.co_varnames[: arguments + bool(code.co_flags & inspect.CO_VARKEYWORDS)]))
+    tokens.append(f"{code.co_flags & _FLAGS} {getattr(code, 'co_exceptiontable', b'')!r}")  # from Python 3.11 on
+    walk = _Walk()
+    tokens += [
+        f"{one.opname} {walk.value(one.argval)}" for one in dis.get_instructions(code) if one.opname not in _NO_EFFECT
+    ]
+    return digest_of(tokens)
+
+
+@functools.lru_cache(maxsize=16)
+def _functions_in(source: str) -> list[tuple[str, types.CodeType, str]]:
+    """Return the functions in a source: name, code, and the digest of the syntax tree."""
+    try:
+        with warnings.catch_warnings():  # which its import has given already
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+            waiting = [compile(tree, "source", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    codes: dict[tuple[str, int], list[types.CodeType]] = {}
+    while waiting:
+        code = waiting.pop()
+        codes.setdefault((code.co_name, code.co_firstlineno), []).append(code)
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    found = []
+    for node in ast.walk(_Normalizer().visit(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            name, decorators = getattr(node, "name", "<lambda>"), getattr(node, "decorator_list", [])
+            here = codes.get((name, decorators[0].lineno if decorators else node.lineno), [])
+            if len(here) == 1:  # else several in one line, which only their bytecode distinguishes
+                found.append((name, here[0], _tree_digest(name, node)))
+    return found
+
+
+def _tree_digest(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> str:
+    """Return the digest of a function without its decorators and defaults: their values count, not their text."""
+    arguments = copy.copy(node.args)
+    arguments.defaults, arguments.kw_defaults = [], []
+    body = node.body if isinstance(node.body, list) else [node.body]
+    return digest_of([type(node).__name__, name, *(ast.dump(part) for part in (arguments, *body))])
+
+
+class _Normalizer(ast.NodeTransformer):
+    """Removes docstrings, annotations and other statements without effect."""
+
+    def visit(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Pass() | ast.Expr(value=ast.Constant()):
+                return None
+            case ast.ClassDef():  # its annotations may be fields: of a dataclass, for example
+                parts = [part if isinstance(part, ast.AnnAssign) else self.visit(part) for part in node.body]
+                node.body = [part for part in parts if part is not None]
+                return node
+            case ast.AnnAssign():
+                self.generic_visit(node)
+                return None if node.value is None else ast.Assign([node.target], node.value)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                node.returns = None
+            case ast.arg():
+                node.annotation = None
+        return self.generic_visit(node)
 
 
 def _elements(array: Any) -> str:
