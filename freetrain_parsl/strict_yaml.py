@@ -27,7 +27,7 @@ NULL = "tag:yaml.org,2002:null"
 
 _DEEPEST = 20
 _MOST_VALUES = 100_000
-_MOST_DIGITS = 300
+_MOST_DIGITS = 308  # as many as those of a float
 
 
 class _Loader(yaml.SafeLoader):
@@ -139,20 +139,19 @@ def construct(tag: str, text: str) -> Any:
     InvalidInput
         It is a number that is out of range.
     """
-    match tag.rpartition(":")[2]:
-        case "null":
-            return None
-        case "bool":
-            return text.lower() == "true"
-        case "int" if len(text) <= _MOST_DIGITS:
-            return int(text)
-        case "float" if math.isfinite(number := float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))):
-            return number
-        case "float" if text.lower().endswith((".inf", ".nan")):
-            return number
-        case "int" | "float":
-            raise InvalidInput(f"{text[:80]} is too large for a number; quotes make a text of it")
-    return text
+    kind = tag.rpartition(":")[2]
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int" and len(text) <= _MOST_DIGITS:
+        return int(text)
+    if kind not in ("int", "float"):
+        return text
+    number = float(re.sub(r"\.(inf|nan)", r"\1", text.lower()))
+    if math.isinf(number) and "inf" not in text.lower():
+        raise InvalidInput(f"{text[:80]} is too large for a number; quotes make a text of it")
+    return number
 
 
 def shown(file: Path) -> str:

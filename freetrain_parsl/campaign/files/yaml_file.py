@@ -211,8 +211,8 @@ class Section:
             raise self.refusal(f"must be at most {most:,}, got {_brief(value)}", key)
         return int(value)
 
-    def number(self, key: str) -> float | None:
-        """Return a finite number."""
+    def number(self, key: str, *, positive: bool = False, least: float = -math.inf) -> float | None:
+        """Return a finite number of at least `least`; with `positive`, zero is an error."""
         value = self.text(key)
         if value is None:
             return None
@@ -222,6 +222,10 @@ class Section:
             number = math.nan
         if not math.isfinite(number):
             raise self.refusal(f"must be a number, got {_brief(value)}", key)
+        if positive and number <= 0:
+            raise self.refusal(f"must be more than zero, got {_brief(value)}", key)
+        if number < least:
+            raise self.refusal(f"must be at least {least:g}, got {_brief(value)}", key)
         return number
 
     def flag(self, key: str) -> bool | None:

@@ -100,7 +100,7 @@ def test_an_embedded_cluster_has_the_nodes_of_all_kinds(tmp_path: Path) -> None:
             "site.yaml:4: unknown key 'kinds.fast.speeed' (did you mean 'speed'?)",
         ),
         (LOCAL.replace("nodes: 2, ", ""), "site.yaml:4: kinds.fast.nodes: is missing; give the number of nodes"),
-        (LOCAL.replace("speed: 4", "speed: 0"), "site.yaml:4: kinds.fast.speed: must be more than zero, got 0"),
+        (LOCAL.replace("speed: 4", "speed: 0"), "site.yaml:4: kinds.fast.speed: must be more than zero, got '0'"),
         (LOCAL.replace("fast:", "9x:"), "site.yaml:4: kinds.9x: a kind of node is named by 1 to 32 letters"),
         ("system: local\nkinds:\n  fast: {nodes: 2}\n", "site.yaml:3: kinds: a single kind has no name"),
         (LOCAL + "block: {nodes: 9}\n", "site.yaml:4: kinds: the kinds have the nodes; remove block.nodes"),

@@ -175,10 +175,8 @@ def _read_entry(section: Section, directory: Path) -> SiteEntry:
 
 def _read_rate(section: Section, key: str) -> TransferRate:
     keys = section.section(key)
-    speed, latency = keys.number("megabytes_per_second"), keys.duration("latency")
+    speed, latency = keys.number("megabytes_per_second", positive=True), keys.duration("latency")
     keys.done()
-    if speed is not None and not speed > 0:
-        raise keys.refusal("must be more than zero", "megabytes_per_second")
     return TransferRate(
         ASSUMED.bytes_per_second if speed is None else speed * _MEGABYTE,
         ASSUMED.latency if latency is None else latency.total_seconds(),
