@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.app_options import AppOptions
 from freetrain_parsl.campaign.files.yaml_file import Section, user_path
 from freetrain_parsl.campaign.site.site import read_costs
 from freetrain_parsl.errors import InvalidTrainer
@@ -20,12 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from freetrain_parsl.campaign.files.yaml_file import Variables
-    from freetrain_parsl.executor.jobs.request import Fuse
 
 __all__ = ["CampaignFile", "TrainingNames", "TrainingPoint", "TrainingsEntry"]
 
 _MOST_TRAININGS = 10_000  # more is probably an error in a grid
-_MOST_NODES = 1_000_000  # more than any cluster has
 
 
 @dataclass(frozen=True)
@@ -179,14 +178,7 @@ class TrainingNames:
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:
     """Read the options of the training app; the app's own values are the defaults."""
     options: dict[str, Any] = {
-        "min_nodes": section.count("min_nodes", most=_MOST_NODES),
-        "max_nodes": section.count("max_nodes", most=_MOST_NODES),
-        "priority": section.number("priority"),
-        "deadline": section.time_or_duration("deadline"),
-        "samples": section.count("samples"),
-        "epochs": section.count("epochs"),
-        "seed": section.count("seed", least=0),
-        "checkpoint_interval": section.duration("checkpoint_interval", positive=True),
+        **section.fields_of(AppOptions, positive=True, zero=("seed",)),
         "on_code_change": section.text("on_code_change"),
         "fuse": _read_fuse(section),
         "node_kinds": _read_node_kinds(section),
@@ -226,20 +218,17 @@ def _read_tracker(section: Section, directory: Path) -> Any:
     return value
 
 
-def _read_fuse(section: Section) -> Fuse | None:
-    value = section.value("fuse")
-    section.checked(_check_fuse, "auto" if value is None else value, key="fuse")
-    fuse: Fuse | None = value
-    return fuse
-
-
-def _check_fuse(value: Any) -> None:
+def _read_fuse(section: Section) -> Any:
     """Reject what an app rejects, in the words of YAML."""
+    value = section.value("fuse")
     try:
-        fusion_of(value, None)
+        fusion_of("auto" if value is None else value, None)
     except InvalidTrainer:
         given = "true" if value is True else repr(value)
-        raise InvalidTrainer(f"fuse must be auto, false or a whole number of at least 2, got {given}") from None
+        raise section.refusal(
+            f"fuse must be auto, false or a whole number of at least 2, got {given}", "fuse"
+        ) from None
+    return value
 
 
 def _read_grid(section: Section, arguments: Mapping[str, Any]) -> dict[str, list[Any]]:

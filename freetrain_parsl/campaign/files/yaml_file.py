@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -260,6 +261,35 @@ class Section:
         """Return an amount of memory, bytes."""
         value = self.text(key)
         return None if value is None else self.checked(parse_memory, value, key=key)
+
+    def fields_of(
+        self, kind: type, *, positive: bool = False, zero: Iterable[str] = (), without: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        """Read the fields of a dataclass by their types; those that are not given, or of other types, are left out.
+
+        Parameters
+        ----------
+        kind
+            The dataclass, with its annotations as text.
+        positive
+            Whether no duration may be zero.
+        zero
+            Counts that may be zero.
+        without
+            Fields that are not keys of this section.
+        """
+        readers: dict[str, Callable[[str], Any]] = {
+            "int": lambda key: self.count(key, least=0 if key in zero else 1),
+            "float": self.number,
+            "timedelta": lambda key: self.duration(key, positive=positive),
+            "datetime | timedelta": self.time_or_duration,
+        }
+        found = {}
+        for item in fields(kind):
+            read = readers.get(str(item.type).removesuffix(" | None"))
+            if read is not None and item.name not in without and (value := read(item.name)) is not None:
+                found[item.name] = value
+        return found
 
     def section(self, key: str) -> Section:
         """Return a mapping; an empty one if it is absent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Site", "find_site_file", "read_costs", "shipped_sites"]
 
-_MANNERS = ("max_pending_blocks",)  # planner settings in the file's ``manners`` section
 _LEAST_FREE = 256 * 10**6  # bytes
 
 
@@ -197,33 +196,18 @@ def find_site_file(path: Path) -> Path:
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
     """Read the sections planner, manners and trainings: the arguments of planner and executor."""
     planner, manners, trainings = top.section("planner"), top.section("manners"), top.section("trainings")
-    values: dict[str, Any] = {}
-    for item in fields(PlannerSettings):
-        section = manners if item.name in _MANNERS else planner
-        read = section.duration if item.type == "timedelta" else section.count
-        values |= given_values(**{item.name: read(item.name)})
-    settings = planner.checked(PlannerSettings, **values)
-    costs = trainings.section("rescale_costs")
+    pending = given_values(max_pending_blocks=manners.count("max_pending_blocks"))
+    settings = planner.checked(
+        PlannerSettings, **planner.fields_of(PlannerSettings, without=("max_pending_blocks",)), **pending
+    )
+    own = trainings.fields_of(TrainingSettings, positive=True, zero=("max_restarts",))
+    if trainings.has("rescale_costs"):
+        own["rescale_costs"] = read_costs(trainings.section("rescale_costs"))
     executor = given_values(
         policy=_read_policy(trainings),
         grace=trainings.duration("grace", positive=True),
-        trainings=TrainingSettings(
-            **given_values(
-                rescale_costs=read_costs(costs) if trainings.has("rescale_costs") else None,
-                heartbeat_timeout=trainings.duration("heartbeat_timeout", positive=True),
-                peer_timeout=trainings.duration("peer_timeout", positive=True),
-                max_restarts=trainings.count("max_restarts", least=0),
-                threads_per_slot=trainings.count("threads_per_slot"),
-            )
-        ),
-        manners=Manners(
-            **given_values(
-                poll_interval=manners.duration("poll_interval", positive=True),
-                submissions_per_minute=manners.count("submissions_per_minute"),
-                max_refusals=manners.count("max_refusals"),
-                max_failed_blocks=manners.count("max_failed_blocks"),
-            )
-        ),
+        trainings=TrainingSettings(**own),
+        manners=Manners(**manners.fields_of(Manners, positive=True)),
     )
     for section in (planner, manners, trainings):
         section.done()
@@ -243,6 +227,6 @@ def _read_policy(trainings: Section) -> PolicyLike | None:
 
 def read_costs(section: Section) -> RescaleCosts:
     """Read the durations ``up``, ``down`` and ``start``."""
-    costs = RescaleCosts(**given_values(**{item.name: section.duration(item.name) for item in fields(RescaleCosts)}))
+    costs = RescaleCosts(**section.fields_of(RescaleCosts))
     section.done()
     return costs

@@ -24,7 +24,7 @@ __all__ = ["LoginHost", "draft_checkpoints", "draft_site"]
 _MOST_NAMED = 6  # alternatives listed in a comment
 _LONGEST_BLOCK = 2 * 3600.0  # s
 _COMMENT_COLUMN = 44
-_SPECIAL = frozenset(":#'\"{}[]&*!|>%@`, ")  # characters with a meaning in YAML
+_SPECIAL = frozenset(":#'\"{}[]&*!|>%@`=, ")  # characters with a meaning in YAML
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,6 @@ def _scalar(text: str) -> str:
     """Write a YAML scalar that is read as this text, in a file where ``${NAME}`` is replaced."""
     escaped = text.replace("${", "$${")
     plain = (
-        escaped.isprintable() and not set(escaped) & set(":#'\"{}[]&*!|>%@`, ") and not escaped.startswith(("-", "?"))
+        escaped.isprintable() and not set(escaped) & set(":#'\"{}[]&*!|>%@`=, ") and not escaped.startswith(("-", "?"))
     )
     return escaped if plain and yaml.safe_load(escaped) == escaped else json.dumps(escaped, ensure_ascii=False)

@@ -56,7 +56,7 @@ def site(text: str) -> Site:
     ("text", "message"),
     [
         (f"    max_nodes: {DIGITS}", "max_nodes: must be a whole number of at least 1, got '999.*…'$"),
-        ("    max_nodes: 99999999999", "max_nodes: must be at most 1,000,000"),
+        ("    max_nodes: 99999999999", "max_nodes must be at most 1,000,000"),
         ("    seed: ٣", "seed: must be a whole number"),
         ("    seed: 18446744073709551616", "seed: must be at most"),
         ("    priority: nan", "priority: must be a number"),
