@@ -209,7 +209,5 @@ def _line(key: str, value: str, comment: str = "") -> str:
 def _scalar(text: str) -> str:
     """Write a YAML scalar that is read as this text, in a file where ``${NAME}`` is replaced."""
     escaped = text.replace("${", "$${")
-    plain = (
-        escaped.isprintable() and not set(escaped) & set(":#'\"{}[]&*!|>%@`=, ") and not escaped.startswith(("-", "?"))
-    )
+    plain = escaped.isprintable() and not _SPECIAL & set(escaped) and not escaped.startswith(("-", "?"))
     return escaped if plain and yaml.safe_load(escaped) == escaped else json.dumps(escaped, ensure_ascii=False)
