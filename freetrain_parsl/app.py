@@ -16,8 +16,7 @@ from freetrain_parsl.app_options import AppOptions, Scaling, curves_of, kinds_of
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.executor.jobs.likeness import likeness_of
 from freetrain_parsl.planning.settings import RescaleCosts
-from freetrain_parsl.sweep import SweepPoint, combined, zipped
-from freetrain_parsl.sweep_names import check_template, fill_template, is_template
+from freetrain_parsl.sweep import SweepPoint, check_template, combined, fill_template, is_template, zipped
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from freetrain_parsl.training.signature import bind_call, check_signature
 

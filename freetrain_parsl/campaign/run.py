@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from freetrain_parsl.campaign.directories import kind_of, make_run_directory
-from freetrain_parsl.campaign.display import contained
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
@@ -481,3 +480,25 @@ def run_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+
+__all__ = ["contained"]
+
+
+def contained(function: Callable[_P, object]) -> Callable[_P, None]:
+    """Return a function that logs the first exception of this one, and passes on none."""
+    failed = False
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        nonlocal failed
+        try:
+            function(*args, **kwargs)
+        except Exception:  # whatever fails in a display, the run goes on
+            logger.log(logging.DEBUG if failed else logging.WARNING, "the run cannot be shown", exc_info=True)
+            failed = True
+
+    return call

@@ -168,7 +168,7 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
     """
     if options.config is not None:
         return _from_site(options, variables)
-    from freetrain_parsl.campaign.site.own_site import SITE_FILE, find_own_site
+    from freetrain_parsl.campaign.site.site import SITE_FILE, find_own_site
 
     remark = ""
     if options != SourceOptions():

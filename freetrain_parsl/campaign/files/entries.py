@@ -15,7 +15,7 @@ from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.executor.jobs.request import fusion_of
 from freetrain_parsl.executor.values.specs import parse_trackers
 from freetrain_parsl.planning.curves.scaling import LEARN
-from freetrain_parsl.sweep_names import NameTemplate, is_template
+from freetrain_parsl.sweep import NameTemplate, is_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

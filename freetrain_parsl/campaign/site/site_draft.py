@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from freetrain_parsl.campaign.site.own_site import SITE_FILE
+from freetrain_parsl.campaign.site.site import SITE_FILE
 from freetrain_parsl.executor.batch.systems import SYSTEMS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
 from freetrain_parsl.extensions.replay.trainer_files import read_trainers
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.strict_yaml import LARGEST, read_text
-from freetrain_parsl.sweep_names import NameTemplate
+from freetrain_parsl.sweep import NameTemplate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
