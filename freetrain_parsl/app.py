@@ -16,6 +16,7 @@ from freetrain_parsl.app_options import AppOptions, Scaling, curves_of, kinds_of
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.executor.jobs.likeness import likeness_of
 from freetrain_parsl.planning.settings import RescaleCosts
+from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.sweep import SweepPoint, check_template, combined, fill_template, is_template, zipped
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from freetrain_parsl.training.signature import bind_call, check_signature
@@ -218,28 +219,17 @@ class TrainingApp(AppBase):
         from freetrain_parsl.executor.jobs.request import TrainingRequest, fusion_of, session_options, trackers_of
 
         options = self._options
-        return TrainingRequest(
-            options=session_options(
-                name,
-                seed=options.seed,
-                epochs=options.epochs,
-                checkpoint_interval=options.checkpoint_interval,
-                on_code_change=options.on_code_change,
-                code=code,
-                call=call,
-            ),
-            min_nodes=options.min_nodes,
-            max_nodes=options.max_nodes,
-            scaling=self._curve,
-            priority=options.priority,
-            deadline=options.deadline,
-            samples=options.samples,
-            costs=None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
-            fusion=fusion_of(options.fuse, code),
-            node_kinds=self._node_kinds,
-            scaling_by_kind=self._curves,
-            trackers=None if options.tracker is None else trackers_of(options.tracker),
-        )
+        session = {**options.shared_with(SessionOptions), "name": name, "code": code, "call": call}
+        converted = {
+            "options": session_options(**session),
+            "scaling": self._curve,
+            "costs": None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
+            "fusion": fusion_of(options.fuse, code),
+            "node_kinds": self._node_kinds,
+            "scaling_by_kind": self._curves,
+            "trackers": None if options.tracker is None else trackers_of(options.tracker),
+        }
+        return TrainingRequest(**{**options.shared_with(TrainingRequest), **converted})
 
     def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
         """Return the name of a call's training, without the code's digest, and its prefix if it is derived."""

@@ -47,6 +47,11 @@ class AppOptions:
     cache: bool = False
     data_flow_kernel: DataFlowKernel | None = None
 
+    def shared_with(self, kind: type) -> dict[str, Any]:
+        """Return the options that are fields of another dataclass."""
+        names = {item.name for item in fields(kind)}
+        return {name: value for name, value in vars(self).items() if name in names}
+
     def changed(self, **changes: Any) -> AppOptions:
         """Return a copy with other values.
 

@@ -22,8 +22,12 @@ from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_iden
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.owned_trainings import Assignment, OwnedTrainings
 from freetrain_parsl.campaign.site.home import HOME_KINDS, open_home
-from freetrain_parsl.campaign.site.providers import make_executor, make_window_source
-from freetrain_parsl.campaign.site.required_nodes import refuse_impossible, refuse_too_large
+from freetrain_parsl.campaign.site.providers import (
+    make_executor,
+    make_window_source,
+    refuse_impossible,
+    refuse_too_large,
+)
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import (

@@ -101,14 +101,8 @@ class SitesFile:
         """Parse the text of a file from `directory`."""
         variables = Variables(settings)
         top = Section.parse(text, file, variables)
-        look, status = top.duration("look", positive=True), top.duration("status", positive=True)
-        hysteresis = top.number("hysteresis")
-        default = SitesSettings()
-        planned = top.checked(
-            SitesSettings,
-            default.look if look is None else look,
-            default.hysteresis if hysteresis is None else hysteresis,
-        )
+        status = top.duration("status", positive=True)
+        planned = top.checked(SitesSettings, **top.fields_of(SitesSettings, positive=True))
         period = planned.look.total_seconds()
         status_period = min(_STATUS, period) if status is None else status.total_seconds()
         for key, seconds in (("look", period), ("status", status_period)):
