@@ -59,12 +59,14 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "CampaignRun",
+    "contained",
     "preflight",
     "read_site",
     "refuse_living_driver",
     "run_signals",
 ]
 
+_P = ParamSpec("_P")
 _PERIOD = 0.25  # seconds between polls of futures and signals
 
 
@@ -484,13 +486,6 @@ def run_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-logger = logging.getLogger(__name__)
-
-_P = ParamSpec("_P")
-
-__all__ = ["contained"]
 
 
 def contained(function: Callable[_P, object]) -> Callable[_P, None]:

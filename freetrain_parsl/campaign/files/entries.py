@@ -29,17 +29,7 @@ _MOST_TRAININGS = 10_000  # more is probably an error in a grid
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """One training of an item of the list.
-
-    Parameters
-    ----------
-    name
-        Its name.
-    arguments
-        Those of the call.
-    repeat
-        Its number among the repeats, from 0.
-    """
+    """One training of an item of the list; the first of its repeats has number 0."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -117,17 +107,7 @@ class TrainingsEntry:
 
 @dataclass(frozen=True)
 class CampaignFile:
-    """A campaign file without its apps.
-
-    Parameters
-    ----------
-    name
-        Display name.
-    tracker
-        Tracker of the trainings that set none.
-    entries
-        Items of the list of trainings.
-    """
+    """A campaign file without its apps; `tracker` is for the trainings that set none."""
 
     name: str
     tracker: Any

@@ -29,16 +29,7 @@ __all__ = ["make_executor", "make_provider", "make_window_source", "refuse_impos
 
 
 def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path | None = None) -> ExecutionProvider:
-    """Make the Parsl provider that submits a site's blocks.
-
-    Parameters
-    ----------
-    site
-        Its batch system and its request for nodes.
-    import_paths
-        Directories from which the nodes import modules.
-    run_dir
-        For the files of a batch system that the driver starts.
+    """Make the Parsl provider that submits a site's blocks; the parameters are those of `make_executor`.
 
     Raises
     ------

@@ -102,7 +102,7 @@ class SitesFile:
         variables = Variables(settings)
         top = Section.parse(text, file, variables)
         status = top.duration("status", positive=True)
-        planned = top.checked(SitesSettings, **top.fields_of(SitesSettings, positive=True))
+        planned = top.checked(SitesSettings, **top.fields_of(SitesSettings, positive=True, without=("time_limit",)))
         period = planned.look.total_seconds()
         status_period = min(_STATUS, period) if status is None else status.total_seconds()
         for key, seconds in (("look", period), ("status", status_period)):
