@@ -53,7 +53,7 @@ def init(
             titles = " and ".join(known.title for known in known_systems() if known.queue)
             raise UsageError(f"--partition and --account are for {titles}, not for {chosen.title}")
         try:
-            machine = chosen.describe()
+            machine = _describe(chosen)
         except BatchSystemError as error:
             if system is not None:
                 raise
@@ -80,6 +80,10 @@ def _system(named: str | None) -> BatchSystem:
     if named is not None:
         return system_named(named)
     return next(system for system in known_systems() if system.is_here() or not system.shared)
+
+
+def _describe(system: BatchSystem) -> Machine | None:
+    return system.describe()
 
 
 def _choose(machine: Machine, name: str | None) -> Queue:
