@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast, overload
 
 from parsl.app.app import AppBase
-from parsl.dataflow.dflow import DataFlowKernel, DataFlowKernelLoader
+from parsl.dataflow.dflow import DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.app_options import AppOptions, Scaling, curves_of, kinds_of
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.executor.jobs.likeness import likeness_of
 from freetrain_parsl.planning.settings import RescaleCosts
-from freetrain_parsl.sweep import SweepPoint, combined, zipped
-from freetrain_parsl.sweep_names import check_template, fill_template, is_template
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.sweep import SweepPoint, check_template, combined, fill_template, is_template, zipped
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from freetrain_parsl.training.signature import bind_call, check_signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import datetime, timedelta
 
+    from parsl.dataflow.dflow import DataFlowKernel
     from parsl.dataflow.futures import AppFuture
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
-    from freetrain_parsl.executor.jobs.request import Fuse, TrainingRequest
-    from freetrain_parsl.protocol.options import Code, OnCodeChange
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
+    from freetrain_parsl.protocol.options import Code
 
 __all__ = ["Scaling", "TrainingApp", "training_app"]
+
+_P = ParamSpec("_P")
 
 
 class TrainingApp(AppBase):
@@ -39,15 +42,8 @@ class TrainingApp(AppBase):
     Calling it returns a Parsl ``AppFuture`` for the function's return value. The plain function is ``.func``.
     """
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        options: AppOptions,
-        *,
-        data_flow_kernel: DataFlowKernel | None = None,
-        executors: Sequence[str] | Literal["all"] = "all",
-        cache: bool = False,
-    ) -> None:
+    def __init__(self, func: Callable[..., Any], options: AppOptions) -> None:
+        executors = options.executors
         if isinstance(executors, str) and executors != "all":
             raise InvalidTrainer(f"executors={executors!r}: give a list of labels, [{executors!r}], or 'all'")
         check_signature(func)
@@ -55,9 +51,9 @@ class TrainingApp(AppBase):
             raise InvalidTrainer(f"rescale_costs must be RescaleCosts(up, down, start), got {options.rescale_costs!r}")
         super().__init__(
             func,
-            data_flow_kernel=data_flow_kernel,
+            data_flow_kernel=options.data_flow_kernel,
             executors="all" if isinstance(executors, str) else list(executors),
-            cache=cache,
+            cache=options.cache,
         )
         self.__doc__ = func.__doc__
         self.__module__ = func.__module__
@@ -99,16 +95,7 @@ class TrainingApp(AppBase):
         ... def train(session, lr=0.1): ...
         >>> urgent = train.options(name="urgent", priority=10.0)
         """
-        known = {item.name for item in fields(AppOptions)}
-        if unknown := sorted(set(changes) - known):
-            raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        return TrainingApp(
-            self.func,
-            replace(self._options, **changes),
-            data_flow_kernel=self.data_flow_kernel,
-            executors=self.executors,
-            cache=self.cache,
-        )
+        return TrainingApp(self.func, self._options.changed(**changes))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> AppFuture:
         """Submit the training; the arguments are those of the function without ``session``.
@@ -232,28 +219,17 @@ class TrainingApp(AppBase):
         from freetrain_parsl.executor.jobs.request import TrainingRequest, fusion_of, session_options, trackers_of
 
         options = self._options
-        return TrainingRequest(
-            options=session_options(
-                name,
-                seed=options.seed,
-                epochs=options.epochs,
-                checkpoint_interval=options.checkpoint_interval,
-                on_code_change=options.on_code_change,
-                code=code,
-                call=call,
-            ),
-            min_nodes=options.min_nodes,
-            max_nodes=options.max_nodes,
-            scaling=self._curve,
-            priority=options.priority,
-            deadline=options.deadline,
-            samples=options.samples,
-            costs=None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
-            fusion=fusion_of(options.fuse, code),
-            node_kinds=self._node_kinds,
-            scaling_by_kind=self._curves,
-            trackers=None if options.tracker is None else trackers_of(options.tracker),
-        )
+        session = {**options.shared_with(SessionOptions), "name": name, "code": code, "call": call}
+        converted = {
+            "options": session_options(**session),
+            "scaling": self._curve,
+            "costs": None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
+            "fusion": fusion_of(options.fuse, code),
+            "node_kinds": self._node_kinds,
+            "scaling_by_kind": self._curves,
+            "trackers": None if options.tracker is None else trackers_of(options.tracker),
+        }
+        return TrainingRequest(**{**options.shared_with(TrainingRequest), **converted})
 
     def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
         """Return the name of a call's training, without the code's digest, and its prefix if it is derived."""
@@ -368,38 +344,24 @@ def _identity(point: SweepPoint) -> bytes | None:
         return None
 
 
-@overload
-def training_app(function: Callable[..., Any]) -> TrainingApp: ...
-@overload
+class _Decorator(Protocol[_P]):
+    """The type of `training_app`: its options are the parameters of `AppOptions`."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # no option is positional
+        self, function: Callable[..., Any], /
+    ) -> TrainingApp: ...
+    @overload
+    def __call__(self, /, *args: _P.args, **options: _P.kwargs) -> Callable[[Callable[..., Any]], TrainingApp]: ...
+
+
+def _with_options(_options: Callable[_P, AppOptions]) -> Callable[[Callable[..., Any]], _Decorator[_P]]:
+    return lambda decorator: cast("_Decorator[_P]", decorator)
+
+
+@_with_options(AppOptions)
 def training_app(
-    function: None = None,
-    *,
-    min_nodes: int = ...,
-    max_nodes: int = ...,
-    scaling: Scaling = ...,
-    priority: float = ...,
-    deadline: datetime | timedelta | None = ...,
-    samples: int | None = ...,
-    epochs: int | None = ...,
-    rescale_costs: RescaleCosts | None = ...,
-    seed: int = ...,
-    checkpoint_interval: timedelta | None = ...,
-    name: str | None = ...,
-    on_code_change: OnCodeChange = ...,
-    fuse: Fuse = ...,
-    node_kinds: Sequence[str] = ...,
-    tracker: Any = ...,
-    executors: Sequence[str] | Literal["all"] = ...,
-    cache: bool = ...,
-    data_flow_kernel: DataFlowKernel | None = ...,
-) -> Callable[[Callable[..., Any]], TrainingApp]: ...
-def training_app(
-    function: Callable[..., Any] | None = None,
-    *,
-    executors: Sequence[str] | Literal["all"] = "all",
-    cache: bool = False,
-    data_flow_kernel: DataFlowKernel | None = None,
-    **options: Any,
+    function: Callable[..., Any] | None = None, **options: Any
 ) -> TrainingApp | Callable[[Callable[..., Any]], TrainingApp]:
     """Turn a training function into a Parsl app.
 
@@ -465,13 +427,5 @@ def training_app(
     >>> train.__name__
     'train'
     """
-    known = {item.name for item in fields(AppOptions)}
-    if unknown := sorted(set(options) - known):
-        raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-
-    def decorate(func: Callable[..., Any]) -> TrainingApp:
-        return TrainingApp(
-            func, AppOptions(**options), executors=executors, cache=cache, data_flow_kernel=data_flow_kernel
-        )
-
-    return decorate if function is None else decorate(function)
+    given = AppOptions().changed(**options)
+    return partial(TrainingApp, options=given) if function is None else TrainingApp(function, given)

@@ -1,16 +1,18 @@
-"""The options of a training app: what a call may override, and their conversion."""
+"""The options of a training app, and their conversion."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
+
+    from parsl.dataflow.dflow import DataFlowKernel
 
     from freetrain_parsl.executor.jobs.request import Fuse
     from freetrain_parsl.planning.settings import RescaleCosts
@@ -22,9 +24,9 @@ Scaling: TypeAlias = "CurveLike | Mapping[str, CurveLike]"
 """A scaling curve, or one for each kind of node."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AppOptions:
-    """The options that a call may override; see `training_app`."""
+    """The options of `training_app`, which describes them; `TrainingApp.options` changes them."""
 
     min_nodes: int = 1
     max_nodes: int = 1
@@ -41,6 +43,27 @@ class AppOptions:
     fuse: Fuse = "auto"
     node_kinds: Sequence[str] = ()
     tracker: Any = None
+    executors: Sequence[str] | Literal["all"] = "all"
+    cache: bool = False
+    data_flow_kernel: DataFlowKernel | None = None
+
+    def shared_with(self, kind: type) -> dict[str, Any]:
+        """Return the options that are fields of another dataclass."""
+        names = {item.name for item in fields(kind)}
+        return {name: value for name, value in vars(self).items() if name in names}
+
+    def changed(self, **changes: Any) -> AppOptions:
+        """Return a copy with other values.
+
+        Raises
+        ------
+        InvalidTrainer
+            There is no such option.
+        """
+        known = {item.name for item in fields(self)}
+        if unknown := sorted(set(changes) - known):
+            raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        return replace(self, **changes)
 
 
 def kinds_of(names: object) -> tuple[str, ...]:

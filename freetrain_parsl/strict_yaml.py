@@ -1,7 +1,7 @@
 """Reading small YAML files strictly and within bounds: site files, campaigns, lists of trainers, scaling curves.
 
 Scalars follow YAML 1.2 (``no`` is a text, ``1e-3`` a number). Tags are refused. Depth, size and the expansion of
-aliases are bounded, so that no file can exhaust memory or the stack. Every refusal names file and line.
+aliases are bounded. Every refusal names file and line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.user_files import open_bounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST", "NULL", "compose", "construct", "read_text", "resolve_tag", "shown"]
 
 LARGEST = 1_000_000
-"""Most characters of a file, and of what its aliases expand to."""
+"""Most characters of a file."""
 
 NULL = "tag:yaml.org,2002:null"
 
 _DEEPEST = 20
-_MOST_DIGITS = 300
+_MOST_VALUES = 100_000
+_MOST_DIGITS = 308  # as many as those of a float
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,36 +38,27 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
-        self._sizes: dict[int, int] = {}  # id of a complete node -> characters with all aliases expanded
+        self._sizes: dict[int, int] = {}  # id of a complete node -> scalars in it with all aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node within the bounds."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's
         if getattr(event, "tag", None) is not None:
-            raise _refusal(f"the tag {_brief(event.tag)} is not supported; remove it (quotes make a text)", event)
+            raise _refusal(f"the tag {event.tag!r} is not supported; remove it (quotes make a text)", event)
         if isinstance(event, yaml.AliasEvent) and id(self.anchors.get(event.anchor)) not in self._sizes:
-            raise _refusal(f"the anchor {_brief(str(event.anchor))} is not there, or contains itself", event)
+            raise _refusal(f"the anchor {event.anchor!r} is not there, or contains itself", event)
         if self._depth > _DEEPEST:
             raise _refusal(f"it is nested more than {_DEEPEST} levels deep", event)
         self._depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
-        if node is not None and id(node) not in self._sizes:
-            self._sizes[id(node)] = self._size(node, event)
+        if node is not None:
+            parts = [item for pair in node.value for item in pair] if isinstance(node, yaml.MappingNode) else node.value
+            size = 1 if isinstance(node, yaml.ScalarNode) else sum(self._sizes[id(item)] for item in parts)
+            if size > _MOST_VALUES:
+                raise _refusal(f"its aliases expand to more than {_MOST_VALUES:,} values", event)
+            self._sizes[id(node)] = size
         return node
-
-    def _size(self, node: yaml.Node, event: Any) -> int:
-        if isinstance(node, yaml.ScalarNode):
-            if not _is_unicode(node.value):
-                raise _refusal("a text holds half of a surrogate pair", event)
-            size = 1 + len(node.value)
-        elif isinstance(node, yaml.MappingNode):
-            size = 1 + sum(self._sizes[id(key)] + self._sizes[id(value)] for key, value in node.value)
-        else:
-            size = 1 + sum(self._sizes[id(item)] for item in node.value)
-        if size > LARGEST:
-            raise _refusal(f"its aliases expand to more than {LARGEST:,} characters", event)
-        return size
 
 
 for _kind, _pattern, _first in (
@@ -86,7 +77,7 @@ for _kind, _pattern, _first in (
 
 
 def read_text(file: Path, what: str, *, opener: Callable[[str, int], int] | None = None) -> str:
-    """Read a file that the user named; pipes that are written to are read as well.
+    """Read a file that the user named.
 
     Parameters
     ----------
@@ -101,7 +92,7 @@ def read_text(file: Path, what: str, *, opener: Callable[[str, int], int] | None
         It cannot be read, is no text, or is larger than `LARGEST`; the message names file and `what`.
     """
     try:
-        with open(file, encoding="utf-8-sig", opener=opener or open_bounded) as opened:  # Path.open has no opener
+        with open(file, encoding="utf-8-sig", opener=opener) as opened:
             text = opened.read(LARGEST + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte, or bytes that are not text
         why = "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
@@ -120,9 +111,8 @@ def compose(text: str, file: str) -> yaml.Node | None:
     InvalidInput
         It is not YAML, has tags, or exceeds a bound.
     """
-    loader: Any = None
     try:
-        loader = _Loader(text)
+        loader: Any = _Loader(text)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -133,9 +123,6 @@ def compose(text: str, file: str) -> yaml.Node | None:
         raise InvalidInput(f"{file}:{number}: not YAML: the character #x{error.character:02x} is not allowed") from None
     except (ValueError, OverflowError):  # PyYAML's own: an escape beyond Unicode, a version of thousands of digits
         raise InvalidInput(f"{file}:{loader.line + 1}: not YAML: an escape or a number is out of range") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
     return node
 
 
@@ -157,35 +144,21 @@ def construct(tag: str, text: str) -> Any:
         return None
     if kind == "bool":
         return text.lower() == "true"
-    if kind in ("int", "float") and len(text) > _MOST_DIGITS:
-        raise InvalidInput(f"a number may have up to {_MOST_DIGITS} digits, got {len(text)}; quotes make a text of it")
-    if kind == "int":
+    if kind == "int" and len(text) <= _MOST_DIGITS:
         return int(text)
-    if kind != "float":
+    if kind not in ("int", "float"):
         return text
     number = float(re.sub(r"\.(inf|nan)", r"\1", text.lower()))
     if math.isinf(number) and "inf" not in text.lower():
-        raise InvalidInput(f"{text} is too large for a number; .inf is infinity")
+        raise InvalidInput(f"{text[:80]} is too large for a number; quotes make a text of it")
     return number
 
 
 def shown(file: Path) -> str:
     """Return a path for a message: without control characters, and not too long."""
     text = str(file)
-    return text if text.isprintable() and len(text) <= 300 else _brief(text)
+    return text if text.isprintable() and len(text) <= 300 else repr(f"{text[:80]}…")
 
 
 def _refusal(problem: str, event: Any) -> yaml.composer.ComposerError:
     return yaml.composer.ComposerError(None, None, problem, event.start_mark)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _brief(word: str) -> str:
-    return repr(word if len(word) <= 80 else f"{word[:79]}…")

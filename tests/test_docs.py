@@ -277,11 +277,7 @@ def test_options_page_is_complete():
     """The page on training apps lists all options of the decorator, and all methods of the session."""
     page = DOCS / "howto" / "write-a-training-app.md"
     options = {item.name for item in fields(AppOptions)}
-    assert _documented(page, "Options, for all calls or for one") == options | {
-        "executors",
-        "cache",
-        "data_flow_kernel",
-    }
+    assert _documented(page, "Options, for all calls or for one") == options
     verbs = page.read_text(encoding="utf-8").split("## The session's methods")[1].split("## Recipes")[0]
     for name in (name for name in dir(TrainingSession) if not name.startswith("_")):
         assert re.search(rf"`{name}\b", verbs), name

@@ -32,9 +32,9 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_080,
-    "campaign": 5_480,
-    "cli": 2_590,
+    "": 1_990,
+    "campaign": 5_330,
+    "cli": 2_560,
     "cluster": 3_280,
     "executor": 13_350,
     "extensions/checking": 3_480,
@@ -47,7 +47,7 @@ BUDGET: Final = {
     "extensions/notebook": 2_060,
     "extensions/pages": 1_120,
     "extensions/pbs": 1_550,
-    "extensions/replay": 7_370,
+    "extensions/replay": 7_250,
     "extensions/resources": 1_270,
     "extensions/sharding": 750,
     "extensions/simulate": 2_050,

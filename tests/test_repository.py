@@ -75,6 +75,7 @@ ROOMS = {
     "extensions/pages": {"protocol", "report", "windows"},
     "extensions/pbs": {"executor", "planning", "windows"},
     "extensions/replay": {
+        "campaign",
         "cli",
         "cluster",
         "executor",

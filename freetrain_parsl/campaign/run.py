@@ -13,18 +13,21 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from freetrain_parsl.campaign.directories import kind_of, make_run_directory
-from freetrain_parsl.campaign.display import contained
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.lock import BEAT, driver_lock, is_silent, own_identity
 from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.owned_trainings import Assignment, OwnedTrainings
 from freetrain_parsl.campaign.site.home import HOME_KINDS, open_home
-from freetrain_parsl.campaign.site.providers import make_executor, make_window_source
-from freetrain_parsl.campaign.site.required_nodes import refuse_impossible, refuse_too_large
+from freetrain_parsl.campaign.site.providers import (
+    make_executor,
+    make_window_source,
+    refuse_impossible,
+    refuse_too_large,
+)
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import (
@@ -56,12 +59,14 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "CampaignRun",
+    "contained",
     "preflight",
     "read_site",
     "refuse_living_driver",
     "run_signals",
 ]
 
+_P = ParamSpec("_P")
 _PERIOD = 0.25  # seconds between polls of futures and signals
 
 
@@ -481,3 +486,18 @@ def run_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def contained(function: Callable[_P, object]) -> Callable[_P, None]:
+    """Return a function that logs the first exception of this one, and passes on none."""
+    failed = False
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        nonlocal failed
+        try:
+            function(*args, **kwargs)
+        except Exception:  # whatever fails in a display, the run goes on
+            logger.log(logging.DEBUG if failed else logging.WARNING, "the run cannot be shown", exc_info=True)
+            failed = True
+
+    return call

@@ -13,7 +13,6 @@ import time
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.result_files import write_result
 from freetrain_parsl.campaign.stored_run import (
     DATABASE,
     VERSION,
@@ -23,8 +22,9 @@ from freetrain_parsl.campaign.stored_run import (
     TrainingRecord,
 )
 from freetrain_parsl.errors import DriverSuperseded, InvalidInput
-from freetrain_parsl.storage.atomic_files import sync_directory, sync_name
-from freetrain_parsl.storage.owned_files import open_directory, require_own_directory
+from freetrain_parsl.storage.atomic_files import replace_file, sync_directory, sync_name
+from freetrain_parsl.storage.owned_files import make_private, open_directory, require_own_directory
+from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.read_only_database import refuse_super_journal
 from freetrain_parsl.storage.stored_json import is_deep
 from freetrain_parsl.strict_yaml import shown
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DATABASE", "DriverRecord", "RunStore", "StateUnreadable", "TrainingRecord", "plain_scalar"]
 
+_RESULTS = "results"  # directory in the run directory
 _BUSY = 30.0  # seconds to wait for another process's lock
 _LONGEST_RESULT = 1_000_000  # characters in the database, which every view reads; longer ones have a file
 _WITHOUT_DRIVER = (  # what they waited for was the driver's business
@@ -265,12 +266,16 @@ class RunStore(StoredRun):
         )  # fmt: skip
 
     def _in_file(self, name: str, content: str | bytes, what: str, *, is_json: bool) -> str:
+        """Write a result to a file of its own, atomically and private to the user, and say where it is."""
         self.check_driver()
+        suffix = "bin" if isinstance(content, bytes) else "json" if is_json else "txt"
+        file = self.directory / _RESULTS / f"{directory_name(name)}.{suffix}"
         try:
-            file = write_result(self.directory, name, content, is_json=is_json)
+            make_private(file.parent)
+            replace_file(file, content if isinstance(content, bytes) else content.encode())
         except OSError as error:  # a full disk: tried again, as with the database
             raise StateUnreadable(f"the result of {name} cannot be written: {error.strerror or error}") from error
-        return f"in {file}: {what}"
+        return f"in {file.relative_to(self.directory)}: {what}"
 
     def fail(self, name: str, error: str, *, final: bool) -> None:
         """Record why a training failed, unless it had ended before.

@@ -32,10 +32,7 @@ __all__ = [
 
 def trainings_of(store: StoredRun) -> list[TrainingRecord]:
     """Return the current trainings; those of a dead driver wait for a resume, and for nothing else."""
-    trainings = [
-        item if item.state not in ("failed", "cancelled") else replace(item, remark=None)  # of an earlier version
-        for item in store.trainings()
-    ]
+    trainings = store.trainings()
     if driver_state(store.last_driver()) is not DriverState.DEAD:
         return trainings
     return [

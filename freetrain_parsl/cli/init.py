@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from freetrain_parsl.campaign.site.own_site import SITE_FILE
+from freetrain_parsl.campaign.site.site import SITE_FILE
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.sources import SystemOption, errors_in_one_line, known_systems, system_named, unshared_system
 from freetrain_parsl.errors import BatchSystemError, UsageError, did_you_mean

@@ -12,56 +12,37 @@ from rich.text import Text
 
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.preview import CampaignArgument, ask_planner
-from freetrain_parsl.cli.sources import (
-    AccountOption,
-    ClusterOption,
-    ConfigOption,
-    ConstraintOption,
-    PartitionOption,
-    QosOption,
-    SetOption,
-    SourceOptions,
-    SystemOption,
-    choose_source,
-    errors_in_one_line,
-    read_variables,
-)
+from freetrain_parsl.cli.sources import SourceOptions, choose_source, with_source_options
 from freetrain_parsl.cli.windows import NARROW, format_closing, format_duration, format_hosts, notes_view, window_row
 from freetrain_parsl.screen import say, say_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from freetrain_parsl.campaign.files.yaml_file import Variables
     from freetrain_parsl.cli.preview import PlannerAnswer
     from freetrain_parsl.planning.explain import Preview, Share
 
 _PLAIN: dict[str, Any] = {"highlight": False}
 
 
+@with_source_options
 def plan(
     campaign: CampaignArgument = None,
-    config: ConfigOption = None,
-    set_: SetOption = None,
-    system: SystemOption = None,
-    partition: PartitionOption = None,
-    account: AccountOption = None,
-    qos: QosOption = None,
-    constraint: ConstraintOption = None,
-    cluster: ClusterOption = None,
+    *,
+    options: SourceOptions,
+    variables: Variables,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of a table.")] = False,
 ) -> None:
     """Show the blocks that would be submitted now and what each gains. Submits nothing."""
-    with errors_in_one_line("plan"):
-        variables = read_variables(set_)
-        options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
-        chosen = choose_source(options, variables)
-        if chosen.remark:
-            say(chosen.remark, err=True)
-        answer = ask_planner(chosen, campaign, variables)
-        if json:
-            say_json(plan_figures(answer))
-        else:
-            print_plan(Screen(), answer, chosen.title)
+    chosen = choose_source(options, variables)
+    if chosen.remark:
+        say(chosen.remark, err=True)
+    answer = ask_planner(chosen, campaign, variables)
+    if json:
+        say_json(plan_figures(answer))
+    else:
+        print_plan(Screen(), answer, chosen.title)
 
 
 def plan_figures(answer: PlannerAnswer) -> dict[str, Any]:

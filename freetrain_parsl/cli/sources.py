@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -54,13 +56,13 @@ _LEAST_INTERVAL = 2.0  # seconds between rounds of queries to a shared batch sys
 class SourceOptions:
     """Command-line options about the batch system; see the options' own help."""
 
-    config: str | None = None
-    system: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    cluster: str | None = None
+    config: ConfigOption = None
+    system: SystemOption = None
+    partition: PartitionOption = None
+    account: AccountOption = None
+    qos: QosOption = None
+    constraint: ConstraintOption = None
+    cluster: ClusterOption = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,39 @@ def errors_in_one_line(verb: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def with_source_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a read-only verb ``--set`` and the options of `SourceOptions`.
+
+    They replace its parameter `options`, and it is called with a `SourceOptions` and the `Variables`. An error is
+    reported in one line, see `errors_in_one_line`.
+    """
+    shared = {**get_type_hints(SourceOptions, include_extras=True), "set_": SetOption}
+
+    @wraps(verb)
+    def call(**given: Any) -> None:
+        with errors_in_one_line(verb.__name__):
+            options = {name: given.pop(name) for name in shared}
+            variables = read_variables(options.pop("set_"))
+            verb(options=SourceOptions(**options), variables=variables, **given)
+
+    own = inspect.signature(verb).parameters
+    call.__annotations__ = {name: own[name].annotation for name in own if name not in ("options", "variables")}
+    types = get_type_hints(call, include_extras=True) | shared
+    names = [word for name in own if name != "variables" for word in (shared if name == "options" else [name])]
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # for typer
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=own[name].default if name in own else None,
+                annotation=types[name],
+            )
+            for name in names
+        ]
+    )
+    return call
+
+
 def read_variables(settings: list[str] | None) -> Variables:
     """Parse the values of ``--set``."""
     from freetrain_parsl.campaign.files.yaml_file import Variables
@@ -133,7 +168,7 @@ def choose_source(options: SourceOptions, variables: Variables) -> ChosenSource:
     """
     if options.config is not None:
         return _from_site(options, variables)
-    from freetrain_parsl.campaign.site.own_site import SITE_FILE, find_own_site
+    from freetrain_parsl.campaign.site.site import SITE_FILE, find_own_site
 
     remark = ""
     if options != SourceOptions():

@@ -14,21 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freetrain_parsl.cli.console import Screen
-from freetrain_parsl.cli.sources import (
-    AccountOption,
-    ChosenSource,
-    ClusterOption,
-    ConfigOption,
-    ConstraintOption,
-    PartitionOption,
-    QosOption,
-    SetOption,
-    SourceOptions,
-    SystemOption,
-    choose_source,
-    errors_in_one_line,
-    read_variables,
-)
+from freetrain_parsl.cli.sources import ChosenSource, SourceOptions, choose_source, with_source_options
 from freetrain_parsl.errors import BatchSystemError, UsageError
 from freetrain_parsl.planning.model import Window, WindowKind
 from freetrain_parsl.screen import say, say_json
@@ -37,45 +23,39 @@ from freetrain_parsl.windows.hostlist import show_hosts
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from freetrain_parsl.campaign.files.yaml_file import Variables
     from freetrain_parsl.windows.base import Survey
 
 NARROW = 80
 """Terminal width in columns below which tables omit the least important columns."""
 
 
+@with_source_options
 def windows(
-    config: ConfigOption = None,
-    set_: SetOption = None,
-    system: SystemOption = None,
-    partition: PartitionOption = None,
-    account: AccountOption = None,
-    qos: QosOption = None,
-    constraint: ConstraintOption = None,
-    cluster: ClusterOption = None,
+    *,
+    options: SourceOptions,
+    variables: Variables,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
     watch: Annotated[
         float | None, typer.Option(min=0.2, metavar="SECONDS", help="Repeat at this interval until Ctrl-C.")
     ] = None,
 ) -> None:
     """Show the windows: how many nodes are idle for how long. Submits nothing."""
-    with errors_in_one_line("windows"):
-        variables = read_variables(set_)
-        options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
-        chosen = choose_source(options, variables)
-        variables.refuse_unused()
-        if watch is not None and watch < chosen.least_interval:
-            raise UsageError(
-                f"--watch {watch:g}: {chosen.title} is shared; the shortest interval is {chosen.least_interval:g} s"
-            )
-        if chosen.remark:
-            say(chosen.remark, err=True)
-        if watch is not None:
-            _watch(chosen, watch, json=json)
-        elif json:
-            say_json(window_rows(chosen.source.survey()))
-        else:
-            console = Screen()
-            console.print(window_view(chosen.source.survey(), chosen.title, console.width))
+    chosen = choose_source(options, variables)
+    variables.refuse_unused()
+    if watch is not None and watch < chosen.least_interval:
+        raise UsageError(
+            f"--watch {watch:g}: {chosen.title} is shared; the shortest interval is {chosen.least_interval:g} s"
+        )
+    if chosen.remark:
+        say(chosen.remark, err=True)
+    if watch is not None:
+        _watch(chosen, watch, json=json)
+    elif json:
+        say_json(window_rows(chosen.source.survey()))
+    else:
+        console = Screen()
+        console.print(window_view(chosen.source.survey(), chosen.title, console.width))
 
 
 def _watch(chosen: ChosenSource, interval: float, *, json: bool) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.user_files import open_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -190,7 +189,7 @@ class SwfLog:
         """Yield (number, text) of the lines that are not empty."""
         try:
             with (
-                open(self.path, "rb", opener=open_named) as opened,
+                self.path.open("rb") as opened,
                 gzip.open(opened) if self.path.name.endswith(".gz") else opened as lines,
             ):
                 for number, raw in enumerate(lines, start=1):

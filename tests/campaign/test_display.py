@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.campaign.display import contained
+from freetrain_parsl.campaign.run import contained
 
 if TYPE_CHECKING:
     import pytest

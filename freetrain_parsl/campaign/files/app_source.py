@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.training.signature import bind_call, check_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from freetrain_parsl.app import TrainingApp
@@ -36,7 +37,7 @@ __all__ = ["check_campaign", "signature_in_source"]
 _DECORATOR = "training_app"
 _PACKAGE = "freetrain_parsl"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_REACH_GLOBALS = ("globals", "locals", "vars", "exec", "eval", "setattr")
+_BIND_ANY = {"*", "__getattr__", "globals", "locals", "vars", "exec", "eval", "setattr"}
 
 
 def check_campaign(
@@ -109,17 +110,17 @@ def signature_in_source(reference: str, directory: Path) -> inspect.Signature | 
         return None
     except (OSError, SyntaxError, ValueError) as error:
         raise import_failure(file.stem, file.parent, error) from None
-    named = [node for node in module.body if isinstance(node, _DEFINITIONS) and node.name == function]
-    bound = sum(1 for _ in _bindings(module, function))
-    if not bound:
-        functions = (node for node in module.body if isinstance(node, ast.FunctionDef))
-        raise no_such_app(place, function, [node.name for node in functions if _is_app(node, module)])
-    if len(named) != 1 or bound != 1:  # defined by a condition, an import, a loop, …
+    bound, ours = _bound(module), _decorators(module)
+    if not bound.keys().isdisjoint(_BIND_ANY):
         return None
-    (node,) = named
+    definitions = {node.name: node for node in module.body if isinstance(node, _DEFINITIONS)}
+    if function not in bound:
+        raise no_such_app(place, function, [name for name, node in definitions.items() if ours & _names(node)])
+    if bound[function] != 1 or (node := definitions.get(function)) is None:  # a condition, an import, a loop, …
+        return None
     if not node.decorator_list:
         raise no_training_app(reference)
-    if not isinstance(node, ast.FunctionDef) or len(node.decorator_list) != 1 or not _is_app(node, module):
+    if not isinstance(node, ast.FunctionDef) or len(node.decorator_list) != 1 or not ours & _names(node):
         return None
     signature = _signature(node.args)
     try:
@@ -165,82 +166,51 @@ def _module_file(name: str, directory: Path) -> Path | None:
     return next((path for path in (base / "__init__.py", base.with_name(f"{base.name}.py")) if path.is_file()), None)
 
 
-def _bindings(module: ast.Module, name: str) -> Iterator[ast.AST]:
-    """Return the places that may give the module a global of this name, or take it away."""
-    names = (name, "__getattr__")
+def _bound(module: ast.Module) -> Counter[str]:
+    """Count how often each name may be bound anywhere in a module, and the uses of what may bind any name."""
+    found: Counter[str] = Counter()
     for node in ast.walk(module):
+        words = [getattr(node, field, None) for field in ("name", "asname", "rest")]  # definitions, imports, patterns
+        found.update(word.partition(".")[0] for word in words if isinstance(word, str))
+        if isinstance(node, ast.Name) and (not isinstance(node.ctx, ast.Load) or node.id in _BIND_ANY):
+            found[node.id] += 1
+    return found
+
+
+def _decorators(module: ast.Module) -> set[str]:
+    """Return how a module may write the decorator of training apps."""
+    found = set()
+    for node in module.body:
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name in names:
-                yield node
-            case ast.Name(id=word, ctx=ast.Store() | ast.Del()) if word in names:
-                yield node
-            case ast.MatchAs(name=word) | ast.MatchStar(name=word) | ast.MatchMapping(rest=word) if word in names:
-                yield node
-            case ast.ExceptHandler(name=word) if word in names:
-                yield node
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                if any((item.asname or item.name.partition(".")[0]) in (*names, "*", "modules") for item in aliases):
-                    yield node
-            case ast.Name(id=word) if word in _REACH_GLOBALS:
-                yield node
-            case ast.Attribute(value=ast.Name(id="sys"), attr="modules"):  # the module itself is in it
-                yield node
+            case ast.ImportFrom(module=str(place), names=names) if place.partition(".")[0] == _PACKAGE:
+                found |= {item.asname or item.name for item in names if item.name == _DECORATOR}
+            case ast.Import(names=names):
+                found |= {f"{item.asname or item.name}.{_DECORATOR}" for item in names if item.name == _PACKAGE}
+    return found
 
 
-def _is_app(node: ast.FunctionDef, module: ast.Module) -> bool:
-    """Return whether a function has the decorator of training apps, and not another one of that name."""
-    for decorator in node.decorator_list:
-        match decorator.func if isinstance(decorator, ast.Call) else decorator:
-            case ast.Name(id=root) if root == _DECORATOR:
-                pass
-            case ast.Attribute(value=ast.Name(id=root), attr=word) if word == _DECORATOR:
-                pass
-            case _:
-                continue
-        if all(_is_of_this_package(binding) for binding in _bindings(module, root)):
-            return True
-    return False
+def _names(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    """Return the decorators of a definition without their arguments."""
+    return {ast.unparse(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list}
 
 
-def _is_of_this_package(binding: ast.AST) -> bool:
-    match binding:
-        case ast.Import(names=aliases):
-            places = [item.name for item in aliases]
-        case ast.ImportFrom(module=str(place), level=0):
-            places = [place]
-        case _:
-            return False
-    return all(place.partition(".")[0] == _PACKAGE for place in places)
-
-
-class _Source:
+class _Source(str):
     """A default value, shown as it is written."""
 
-    def __init__(self, node: ast.expr) -> None:
-        self._text = ast.unparse(node)
-
-    def __repr__(self) -> str:
-        return self._text
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _signature(given: ast.arguments) -> inspect.Signature:
-    kinds = inspect.Parameter
-    positional = [*given.posonlyargs, *given.args]
-    missing = [None] * (len(positional) - len(given.defaults))
-    found = [
-        kinds(
-            item.arg,
-            kinds.POSITIONAL_ONLY if number < len(given.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
-            default=kinds.empty if default is None else _Source(default),
-        )
-        for number, (item, default) in enumerate(zip(positional, [*missing, *given.defaults], strict=True))
-    ]
-    if given.vararg is not None:
-        found.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
-    found += [
-        kinds(item.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else _Source(default))
-        for item, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    if given.kwarg is not None:
-        found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
-    return inspect.Signature(found)
+    """Return the signature of a function with these parameters; none of its defaults is computed."""
+
+    def shown(default: ast.expr) -> ast.expr:
+        return ast.Call(ast.Name("shown", ast.Load()), [ast.Constant(ast.unparse(default))], [])
+
+    given.defaults = [shown(item) for item in given.defaults]
+    given.kw_defaults = [None if item is None else shown(item) for item in given.kw_defaults]
+    for item in ast.walk(given):
+        if isinstance(item, ast.arg):
+            item.annotation = None
+    function = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
+    return inspect.signature(eval(compile(function, "", "eval"), {"shown": _Source}))  # noqa: S307 - nothing of the user

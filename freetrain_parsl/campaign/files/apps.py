@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.app import TrainingApp
 
 __all__ = [
-    "LoadedApp",
     "another_module",
     "check_arguments",
     "check_call",
@@ -30,27 +29,8 @@ __all__ = [
 ]
 
 
-class LoadedApp:
-    """A training app and its location.
-
-    Parameters
-    ----------
-    reference
-        ``module:function`` or ``path.py:function``.
-    app
-        The app.
-    import_path
-        Directory that must be on the module search path, here and on the nodes.
-    """
-
-    def __init__(self, reference: str, app: TrainingApp, import_path: Path) -> None:
-        self.reference = reference
-        self.app = app
-        self.import_path = import_path
-
-
-def load_app(reference: str, directory: Path) -> LoadedApp:
-    """Import an app.
+def load_app(reference: str, directory: Path) -> tuple[TrainingApp, Path]:
+    """Import an app; return also the directory that must be on the module search path, here and on the nodes.
 
     Parameters
     ----------
@@ -73,7 +53,7 @@ def load_app(reference: str, directory: Path) -> LoadedApp:
         raise no_such_app(place, function, there)
     if not isinstance(app, TrainingApp):
         raise no_training_app(reference)
-    return LoadedApp(reference, app, import_path)
+    return app, import_path
 
 
 def load_function(reference: str, directory: Path) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.files.apps import LoadedApp, check_arguments, load_app
+from freetrain_parsl.campaign.files.apps import check_arguments, load_app
 from freetrain_parsl.campaign.files.entries import CampaignFile, TrainingNames
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.strict_yaml import read_text
@@ -95,13 +95,13 @@ class Campaign:
     def parse(cls, text: str, file: str, directory: Path, variables: Variables) -> Campaign:
         """Parse the text of a campaign file from `directory`; `file` is its name in messages."""
         parsed = CampaignFile.parse(text, file, directory, variables)
-        apps: dict[str, LoadedApp] = {}
+        apps: dict[str, tuple[TrainingApp, Path]] = {}
         names = TrainingNames()
         trainings: list[CampaignTraining] = []
         for entry in parsed.entries:
             if entry.reference not in apps:
                 apps[entry.reference] = entry.section.checked(load_app, entry.reference, directory, key="app")
-            for training in _trainings_of(entry, apps[entry.reference].app, parsed.tracker):
+            for training in _trainings_of(entry, apps[entry.reference][0], parsed.tracker):
                 names.add(entry, training.name)
                 trainings.append(training)
         return cls(
@@ -110,7 +110,7 @@ class Campaign:
             text=text,
             variables=dict(variables.used),
             trainings=tuple(trainings),
-            import_paths=tuple(dict.fromkeys(app.import_path for app in apps.values())),
+            import_paths=tuple(dict.fromkeys(path for _, path in apps.values())),
         )
 
 

@@ -8,39 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.app_options import AppOptions
 from freetrain_parsl.campaign.files.yaml_file import Section, user_path
 from freetrain_parsl.campaign.site.site import read_costs
 from freetrain_parsl.errors import InvalidTrainer
 from freetrain_parsl.executor.jobs.request import fusion_of
 from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.curves.scaling import LEARN
-from freetrain_parsl.sweep_names import NameTemplate, is_template
+from freetrain_parsl.sweep import NameTemplate, is_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from freetrain_parsl.campaign.files.yaml_file import Variables
-    from freetrain_parsl.executor.jobs.request import Fuse
 
 __all__ = ["CampaignFile", "TrainingNames", "TrainingPoint", "TrainingsEntry"]
 
 _MOST_TRAININGS = 10_000  # more is probably an error in a grid
-_MOST_NODES = 1_000_000  # more than any cluster has
 
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """One training of an item of the list.
-
-    Parameters
-    ----------
-    name
-        Its name.
-    arguments
-        Those of the call.
-    repeat
-        Its number among the repeats, from 0.
-    """
+    """One training of an item of the list; the first of its repeats has number 0."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -118,17 +107,7 @@ class TrainingsEntry:
 
 @dataclass(frozen=True)
 class CampaignFile:
-    """A campaign file without its apps.
-
-    Parameters
-    ----------
-    name
-        Display name.
-    tracker
-        Tracker of the trainings that set none.
-    entries
-        Items of the list of trainings.
-    """
+    """A campaign file without its apps; `tracker` is for the trainings that set none."""
 
     name: str
     tracker: Any
@@ -179,14 +158,7 @@ class TrainingNames:
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:
     """Read the options of the training app; the app's own values are the defaults."""
     options: dict[str, Any] = {
-        "min_nodes": section.count("min_nodes", most=_MOST_NODES),
-        "max_nodes": section.count("max_nodes", most=_MOST_NODES),
-        "priority": section.number("priority"),
-        "deadline": section.time_or_duration("deadline"),
-        "samples": section.count("samples"),
-        "epochs": section.count("epochs"),
-        "seed": section.count("seed", least=0),
-        "checkpoint_interval": section.duration("checkpoint_interval", positive=True),
+        **section.fields_of(AppOptions, positive=True, zero=("seed",)),
         "on_code_change": section.text("on_code_change"),
         "fuse": _read_fuse(section),
         "node_kinds": _read_node_kinds(section),
@@ -226,20 +198,17 @@ def _read_tracker(section: Section, directory: Path) -> Any:
     return value
 
 
-def _read_fuse(section: Section) -> Fuse | None:
-    value = section.value("fuse")
-    section.checked(_check_fuse, "auto" if value is None else value, key="fuse")
-    fuse: Fuse | None = value
-    return fuse
-
-
-def _check_fuse(value: Any) -> None:
+def _read_fuse(section: Section) -> Any:
     """Reject what an app rejects, in the words of YAML."""
+    value = section.value("fuse")
     try:
-        fusion_of(value, None)
+        fusion_of("auto" if value is None else value, None)
     except InvalidTrainer:
         given = "true" if value is True else repr(value)
-        raise InvalidTrainer(f"fuse must be auto, false or a whole number of at least 2, got {given}") from None
+        raise section.refusal(
+            f"fuse must be auto, false or a whole number of at least 2, got {given}", "fuse"
+        ) from None
+    return value
 
 
 def _read_grid(section: Section, arguments: Mapping[str, Any]) -> dict[str, list[Any]]:

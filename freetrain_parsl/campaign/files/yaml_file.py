@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from freetrain_parsl.campaign.files.quantities import parse_duration, parse_memory
 from freetrain_parsl.errors import InvalidInput, UsageError, did_you_mean
-from freetrain_parsl.strict_yaml import LARGEST, NULL, compose, construct, resolve_tag
+from freetrain_parsl.strict_yaml import NULL, compose, construct, resolve_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -31,13 +31,7 @@ T = TypeVar("T")
 _VARIABLE = re.compile(r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line feed and tab are allowed
 _STARTS_WITH_DATE = re.compile(r"\d{4}-\d")
-_LONGEST_KEY = 200
-_LONGEST_PATH = 4096  # bytes, of Linux
-_LONGEST_COUNT = 300
 _MOST = 10**15  # default limit of a count
-
-# Renamed keys of earlier versions.
-_RENAMED = {"silence": "heartbeat_timeout", "loss_timeout": "peer_timeout"}
 
 
 class Variables:
@@ -110,12 +104,8 @@ def user_path(text: str) -> Path:
     Raises
     ------
     InvalidInput
-        The user does not exist, or the text is not a valid path.
+        The user does not exist.
     """
-    if "\0" in text:
-        raise InvalidInput("a path cannot hold a zero byte")
-    if len(os.fsencode(text)) > _LONGEST_PATH:
-        raise InvalidInput(f"a path may have up to {_LONGEST_PATH} bytes, this one has {len(os.fsencode(text))}")
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -136,7 +126,7 @@ class Section:
         self._nodes: dict[str, yaml.Node] = {}
         self._known: set[str] = set()
         for key, value in node.value if node is not None else ():
-            if not (isinstance(key, yaml.ScalarNode) and _is_word(key.value)):
+            if not (isinstance(key, yaml.ScalarNode) and key.value.isprintable()):
                 raise InvalidInput(f"{file}:{key.start_mark.line + 1}: a key must be a word")
             if key.value in self._nodes:
                 raise InvalidInput(f"{file}:{key.start_mark.line + 1}: {self._named(key.value)} is duplicated")
@@ -215,14 +205,14 @@ class Section:
         value = self.text(key)
         if value is None:
             return None
-        if not re.fullmatch(r"[-+]?[0-9]+", value) or len(value) > _LONGEST_COUNT or not int(value) >= least:
+        if not re.fullmatch(r"[-+]?[0-9]{1,300}", value) or int(value) < least:
             raise self.refusal(f"must be a whole number of at least {least}, got {_brief(value)}", key)
         if int(value) > most:
             raise self.refusal(f"must be at most {most:,}, got {_brief(value)}", key)
         return int(value)
 
-    def number(self, key: str) -> float | None:
-        """Return a finite number."""
+    def number(self, key: str, *, positive: bool = False, least: float = -math.inf) -> float | None:
+        """Return a finite number of at least `least`; with `positive`, zero is an error."""
         value = self.text(key)
         if value is None:
             return None
@@ -232,6 +222,10 @@ class Section:
             number = math.nan
         if not math.isfinite(number):
             raise self.refusal(f"must be a number, got {_brief(value)}", key)
+        if positive and number <= 0:
+            raise self.refusal(f"must be more than zero, got {_brief(value)}", key)
+        if number < least:
+            raise self.refusal(f"must be at least {least:g}, got {_brief(value)}", key)
         return number
 
     def flag(self, key: str) -> bool | None:
@@ -266,6 +260,35 @@ class Section:
         """Return an amount of memory, bytes."""
         value = self.text(key)
         return None if value is None else self.checked(parse_memory, value, key=key)
+
+    def fields_of(
+        self, kind: type, *, positive: bool = False, zero: Iterable[str] = (), without: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        """Read the fields of a dataclass by their types; those that are not given, or of other types, are left out.
+
+        Parameters
+        ----------
+        kind
+            The dataclass, with its annotations as text.
+        positive
+            Whether no duration may be zero.
+        zero
+            Counts that may be zero.
+        without
+            Fields that are not keys of this section.
+        """
+        readers: dict[str, Callable[[str], Any]] = {
+            "int": lambda key: self.count(key, least=0 if key in zero else 1),
+            "float": self.number,
+            "timedelta": lambda key: self.duration(key, positive=positive),
+            "datetime | timedelta": self.time_or_duration,
+        }
+        found = {}
+        for item in fields(kind):
+            read = readers.get(str(item.type).removesuffix(" | None"))
+            if read is not None and item.name not in without and (value := read(item.name)) is not None:
+                found[item.name] = value
+        return found
 
     def section(self, key: str) -> Section:
         """Return a mapping; an empty one if it is absent."""
@@ -312,8 +335,6 @@ class Section:
         for key in self._nodes:
             if key not in self._known:
                 hint = did_you_mean(key, self._known) or f"; known here: {', '.join(sorted(self._known))}"
-                if _RENAMED.get(key) in self._known:
-                    hint = f"; it is called {_RENAMED[key]!r} now"
                 raise InvalidInput(f"{self.where(key)}: unknown key {self._named(key)!r}{hint}")
 
     def _named(self, key: str) -> str:
@@ -343,12 +364,7 @@ class Section:
                 )
             return value
 
-        resolved = _VARIABLE.sub(replace, node.value)
-        if len(resolved) > LARGEST:
-            raise InvalidInput(
-                f"{self._file}:{node.start_mark.line + 1}: its variables make it longer than {LARGEST:,} characters"
-            )
-        return resolved
+        return _VARIABLE.sub(replace, node.value)
 
     def _plain(self, node: yaml.Node, key: str) -> Any:
         """Construct a free value, with variables substituted."""
@@ -370,9 +386,71 @@ class Section:
         return plain
 
 
-def _is_word(key: str) -> bool:
-    return len(key) <= _LONGEST_KEY and "\n" not in key and not _CONTROL.search(key)
-
-
 def _brief(value: str) -> str:
     return repr(value if len(value) <= 80 else f"{value[:79]}…")
+
+
+_SECONDS = {
+    "s": 1,
+    "sec": 1,
+    "second": 1,
+    "seconds": 1,
+    "m": 60,
+    "min": 60,
+    "minute": 60,
+    "minutes": 60,
+    "h": 3600,
+    "hour": 3600,
+    "hours": 3600,
+    "d": 86400,
+    "day": 86400,
+    "days": 86400,
+}
+_BYTES = {
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_WITH_UNIT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([A-Za-z]+)")
+_CLOCK = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])")
+_LONGEST = timedelta(days=3650)
+_MOST_BYTES = 2**60
+
+
+def parse_duration(text: str) -> timedelta:
+    """Parse ``90s``, ``10 min``, ``2 h``, ``1 day``, ``HH:MM:SS`` or ``days-HH:MM:SS``.
+
+    Raises
+    ------
+    InvalidInput
+        The format is invalid, or a unit is missing.
+    """
+    if match := _CLOCK.fullmatch(text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        total = float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+    elif (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in _SECONDS:
+        total = float(match[1]) * _SECONDS[match[2].lower()]
+    else:
+        raise InvalidInput(f"a duration must be written like '90s', '10 min', '2 h' or 'HH:MM:SS', got {text[:80]!r}")
+    if total > _LONGEST.total_seconds():
+        raise InvalidInput(f"a duration may be up to {_LONGEST.days} days, got {text!r}")
+    return timedelta(seconds=total)
+
+
+def parse_memory(text: str) -> int:
+    """Parse ``512 GB`` or ``64GiB``, in bytes.
+
+    Raises
+    ------
+    InvalidInput
+        The format is invalid.
+    """
+    units = {unit.lower(): factor for unit, factor in _BYTES.items()}
+    if (match := _WITH_UNIT.fullmatch(text)) and match[2].lower() in units:
+        amount = round(float(match[1]) * units[match[2].lower()])
+        if amount <= _MOST_BYTES:
+            return amount
+    raise InvalidInput(f"an amount of memory must be written like '512 GB' or '64 GiB', up to 1 EiB, got {text[:80]!r}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+import os
+import stat
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +27,8 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.site.site_nodes import NodeShape, SiteKind
     from freetrain_parsl.planning.policies import PolicyLike
 
-__all__ = ["Site", "find_site_file", "read_costs", "shipped_sites"]
+__all__ = ["SITE_FILE", "OwnSite", "Site", "find_own_site", "find_site_file", "read_costs", "shipped_sites"]
 
-_MANNERS = ("max_pending_blocks",)  # planner settings in the file's ``manners`` section
 _LEAST_FREE = 256 * 10**6  # bytes
 
 
@@ -197,33 +198,18 @@ def find_site_file(path: Path) -> Path:
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
     """Read the sections planner, manners and trainings: the arguments of planner and executor."""
     planner, manners, trainings = top.section("planner"), top.section("manners"), top.section("trainings")
-    values: dict[str, Any] = {}
-    for item in fields(PlannerSettings):
-        section = manners if item.name in _MANNERS else planner
-        read = section.duration if item.type == "timedelta" else section.count
-        values |= given_values(**{item.name: read(item.name)})
-    settings = planner.checked(PlannerSettings, **values)
-    costs = trainings.section("rescale_costs")
+    pending = given_values(max_pending_blocks=manners.count("max_pending_blocks"))
+    settings = planner.checked(
+        PlannerSettings, **planner.fields_of(PlannerSettings, without=("max_pending_blocks",)), **pending
+    )
+    own = trainings.fields_of(TrainingSettings, positive=True, zero=("max_restarts",))
+    if trainings.has("rescale_costs"):
+        own["rescale_costs"] = read_costs(trainings.section("rescale_costs"))
     executor = given_values(
         policy=_read_policy(trainings),
         grace=trainings.duration("grace", positive=True),
-        trainings=TrainingSettings(
-            **given_values(
-                rescale_costs=read_costs(costs) if trainings.has("rescale_costs") else None,
-                heartbeat_timeout=trainings.duration("heartbeat_timeout", positive=True),
-                peer_timeout=trainings.duration("peer_timeout", positive=True),
-                max_restarts=trainings.count("max_restarts", least=0),
-                threads_per_slot=trainings.count("threads_per_slot"),
-            )
-        ),
-        manners=Manners(
-            **given_values(
-                poll_interval=manners.duration("poll_interval", positive=True),
-                submissions_per_minute=manners.count("submissions_per_minute"),
-                max_refusals=manners.count("max_refusals"),
-                max_failed_blocks=manners.count("max_failed_blocks"),
-            )
-        ),
+        trainings=TrainingSettings(**own),
+        manners=Manners(**manners.fields_of(Manners, positive=True)),
     )
     for section in (planner, manners, trainings):
         section.done()
@@ -243,6 +229,87 @@ def _read_policy(trainings: Section) -> PolicyLike | None:
 
 def read_costs(section: Section) -> RescaleCosts:
     """Read the durations ``up``, ``down`` and ``start``."""
-    costs = RescaleCosts(**given_values(**{item.name: section.duration(item.name) for item in fields(RescaleCosts)}))
+    costs = RescaleCosts(**section.fields_of(RescaleCosts))
     section.done()
     return costs
+
+
+SITE_FILE = Path("site.yaml")
+"""Name of the file. Parent directories are not searched: what is used can be seen in the directory."""
+
+
+@dataclass(frozen=True)
+class OwnSite:
+    """What the current directory has for a command without ``--config``.
+
+    Parameters
+    ----------
+    site
+        The site of `SITE_FILE`; ``None`` if there is none, or if it is not used.
+    remark
+        One line for the user: that the file is used, or why not; empty if there is none.
+    """
+
+    site: Site | None = None
+    remark: str = ""
+
+
+class _NotUsed(Exception):
+    """The file could be somebody else's; the text says why."""
+
+
+class _Absent(Exception):
+    """There is no file."""
+
+
+def find_own_site(variables: Variables, directory: Path = Path(), *, option: str = "--config") -> OwnSite:
+    """Read the site file of the current directory, if it is the caller's.
+
+    Its ``worker_init`` runs as the caller: a file of another user, or one that any user can write, is used only when
+    it is named with ``--config``.
+
+    Parameters
+    ----------
+    variables
+        Values of ``${NAME}`` in it.
+    directory
+        Where to look instead of in the current directory.
+    option
+        What names another file, for the remark.
+
+    Raises
+    ------
+    InvalidInput
+        The caller's file cannot be read, or a value in it is invalid.
+    """
+    try:
+        text = read_text(directory / SITE_FILE, "site file", opener=_open_own)
+    except _Absent:
+        return OwnSite()
+    except _NotUsed as error:
+        return OwnSite(remark=f"{SITE_FILE} is not used, {error}; to use it nevertheless, name it with {option}")
+    site = Site.parse(text, str(directory / SITE_FILE), variables)
+    return OwnSite(site, f"using {SITE_FILE}; {option} chooses another site")
+
+
+def _open_own(name: str, flags: int) -> int:
+    """Open a file as `open` does, but only the caller's own regular file: what is checked is what is read."""
+    try:
+        # Without waiting for the writer of a pipe.
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _Absent from None
+    except OSError as error:
+        why = "it is a symbolic link" if Path(name).is_symlink() else f"it cannot be opened: {error.strerror or error}"
+        raise _NotUsed(why) from None
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        why = "it is not a regular file"
+    elif found.st_uid != os.geteuid():
+        why = f"it belongs to another user (uid {found.st_uid})"
+    elif found.st_mode & stat.S_IWOTH:
+        why = "any user can write it"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise _NotUsed(why)

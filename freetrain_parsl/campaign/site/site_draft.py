@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from freetrain_parsl.campaign.site.own_site import SITE_FILE
+from freetrain_parsl.campaign.site.site import SITE_FILE
 from freetrain_parsl.executor.batch.systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["LoginHost", "draft_checkpoints", "draft_site"]
 _MOST_NAMED = 6  # alternatives listed in a comment
 _LONGEST_BLOCK = 2 * 3600.0  # s
 _COMMENT_COLUMN = 44
-_SPECIAL = frozenset(":#'\"{}[]&*!|>%@`, ")  # characters with a meaning in YAML
+_SPECIAL = frozenset(":#'\"{}[]&*!|>%@`=, ")  # characters with a meaning in YAML
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,5 @@ def _line(key: str, value: str, comment: str = "") -> str:
 def _scalar(text: str) -> str:
     """Write a YAML scalar that is read as this text, in a file where ``${NAME}`` is replaced."""
     escaped = text.replace("${", "$${")
-    plain = (
-        escaped.isprintable() and not set(escaped) & set(":#'\"{}[]&*!|>%@`, ") and not escaped.startswith(("-", "?"))
-    )
+    plain = escaped.isprintable() and not _SPECIAL & set(escaped) and not escaped.startswith(("-", "?"))
     return escaped if plain and yaml.safe_load(escaped) == escaped else json.dumps(escaped, ensure_ascii=False)

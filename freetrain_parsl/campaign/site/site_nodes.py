@@ -93,9 +93,7 @@ def read_kinds(top: Section, system: str, block: Mapping[str, Any], node: NodeSh
     for name, keys in sections.items():
         own = given_values(worker_init=keys.text("worker_init")) | blocks[name]
         shape = _read_resources(keys, node, system)
-        speed = keys.number("speed")
-        if speed is not None and speed <= 0:
-            raise keys.refusal(f"must be more than zero, got {speed:g}", "speed")
+        speed = keys.number("speed", positive=True)
         kind = SiteKind(name, own, shape, 1.0 if speed is None else speed)
         _refuse_same_nodes(section, kind, kinds)
         kinds.append(kind)

@@ -18,20 +18,7 @@ from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.preview import ask_planner
 from freetrain_parsl.cli.runs.run_directory import open_run
 from freetrain_parsl.cli.runs.script_view import reason_figures, reason_lines
-from freetrain_parsl.cli.sources import (
-    AccountOption,
-    ClusterOption,
-    ConfigOption,
-    ConstraintOption,
-    PartitionOption,
-    QosOption,
-    SetOption,
-    SourceOptions,
-    SystemOption,
-    choose_source,
-    errors_in_one_line,
-    read_variables,
-)
+from freetrain_parsl.cli.sources import SourceOptions, choose_source, with_source_options
 from freetrain_parsl.cli.windows import notes_view, window_row
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError, did_you_mean
 from freetrain_parsl.planning.blocks import format_span
@@ -41,12 +28,14 @@ from freetrain_parsl.windows.hostlist import show_hosts
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from freetrain_parsl.campaign.files.yaml_file import Variables
     from freetrain_parsl.cli.preview import PlannerAnswer
     from freetrain_parsl.planning.explain import Verdict
 
 _REASONS_SHOWN = 12
 
 
+@with_source_options
 def explain(
     campaign: Annotated[
         str | None,
@@ -58,14 +47,9 @@ def explain(
     training: Annotated[
         str | None, typer.Argument(metavar="[TRAINING]", help="Of a run: the name of a training. Default: all.")
     ] = None,
-    config: ConfigOption = None,
-    set_: SetOption = None,
-    system: SystemOption = None,
-    partition: PartitionOption = None,
-    account: AccountOption = None,
-    qos: QosOption = None,
-    constraint: ConstraintOption = None,
-    cluster: ClusterOption = None,
+    *,
+    options: SourceOptions,
+    variables: Variables,
     all_: Annotated[
         bool, typer.Option("--all", help=f"Show all reasons why nodes are in no window, not just {_REASONS_SHOWN}.")
     ] = False,
@@ -75,27 +59,24 @@ def explain(
 
     Of a run: why each training waits, as its driver has recorded last; at several sites: why it is at its site.
     """
-    with errors_in_one_line("explain"):
-        if campaign is not None and Path(campaign).is_dir():
-            figures, lines = _explain_directory(Path(campaign).absolute(), training)
-            if json:
-                say_json(figures)
-            else:
-                Screen().print("\n".join(lines), highlight=False, soft_wrap=True)
-            return
-        if training is not None:
-            raise UsageError(f"{campaign} is not a run directory: of a campaign file, no training is named")
-        variables = read_variables(set_)
-        options = SourceOptions(config, system, partition, account, qos, constraint, cluster)
-        chosen = choose_source(options, variables)
-        if chosen.remark:
-            say(chosen.remark, err=True)
-        answer = ask_planner(chosen, campaign, variables)
-        answer = replace(answer, notes=(*runs_here(), *answer.notes))
+    if campaign is not None and Path(campaign).is_dir():
+        figures, lines = _explain_directory(Path(campaign).absolute(), training)
         if json:
-            say_json(explanation_figures(answer))
+            say_json(figures)
         else:
-            print_explanation(Screen(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
+            Screen().print("\n".join(lines), highlight=False, soft_wrap=True)
+        return
+    if training is not None:
+        raise UsageError(f"{campaign} is not a run directory: of a campaign file, no training is named")
+    chosen = choose_source(options, variables)
+    if chosen.remark:
+        say(chosen.remark, err=True)
+    answer = ask_planner(chosen, campaign, variables)
+    answer = replace(answer, notes=(*runs_here(), *answer.notes))
+    if json:
+        say_json(explanation_figures(answer))
+    else:
+        print_explanation(Screen(), answer, chosen.title, most=None if all_ else _REASONS_SHOWN)
 
 
 def _explain_directory(directory: Path, training: str | None) -> tuple[dict[str, Any], Iterable[str]]:

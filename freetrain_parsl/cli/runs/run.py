@@ -11,8 +11,7 @@ from freetrain_parsl.campaign.directories import RUN_KINDS
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.run import CampaignRun
-from freetrain_parsl.campaign.site.own_site import find_own_site
-from freetrain_parsl.campaign.site.site import Site
+from freetrain_parsl.campaign.site.site import Site, find_own_site
 from freetrain_parsl.cli.runs.campaign_view import drive_and_report, print_detached
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import UsageError

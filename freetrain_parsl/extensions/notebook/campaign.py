@@ -14,8 +14,7 @@ from freetrain_parsl.campaign.directories import BEFORE_THE_RUN, CELLS
 from freetrain_parsl.campaign.files.app_source import check_campaign
 from freetrain_parsl.campaign.files.entries import CampaignFile
 from freetrain_parsl.campaign.files.yaml_file import Variables, user_path
-from freetrain_parsl.campaign.site.own_site import find_own_site
-from freetrain_parsl.campaign.site.site import Site, find_site_file
+from freetrain_parsl.campaign.site.site import Site, find_own_site, find_site_file
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.user_files import open_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -244,7 +243,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """
     try:
         with (
-            open(path, "rb", opener=open_named) as opened,
+            path.open("rb") as opened,
             gzip.open(opened) if path.suffix == ".gz" else opened as lines,
         ):
             for number, raw in enumerate(lines, start=1):

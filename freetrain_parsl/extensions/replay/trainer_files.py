@@ -8,47 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, UsageError, did_you_mean
+import yaml
+
+from freetrain_parsl.campaign.files.yaml_file import Section, Variables
+from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.strict_yaml import compose, construct, read_text, resolve_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["KEYS", "MODELS", "Model", "numbered", "read_trainers"]
-
-KEYS = ("name", "submit", "min", "max", "work", "curve", "rescale", "priority", "deadline", "count")
-_REQUIRED = ("name", "max", "curve")
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A trainer as written: key -> (line, value), and its first line."""
-
-    file: Path
-    line: int
-    values: Mapping[str, tuple[int, Any]]
-
-    def get(self, key: str, default: Any) -> Any:
-        return self.values[key][1] if key in self.values else default
-
-    def wrong(self, key: str, problem: str) -> InvalidInput:
-        line = self.values[key][0] if key in self.values else self.line
-        return InvalidInput(f"{self.file}:{line}: {problem}")
-
-    def number(self, key: str, default: float, *, positive: bool = False) -> float:
-        value = self.get(key, default)
-        number = _float(value)
-        if not math.isfinite(number) or number < 0 or (positive and number == 0):
-            least = "a positive number" if positive else "zero or more"
-            raise self.wrong(key, f"{key!r} must be {least}, got {value!r}")
-        return number
-
-    def count(self, key: str, default: int) -> int:
-        number = self.number(key, default, positive=True)
-        if number != int(number):
-            raise self.wrong(key, f"{key!r} must be an integer, got {self.get(key, default)!r}")
-        return int(number)
+__all__ = ["MODELS", "Model", "numbered", "read_trainers"]
 
 
 def read_trainers(
@@ -84,17 +55,16 @@ def read_trainers(
     InvalidInput
         The file cannot be read or contains something invalid; the message contains the line.
     """
-    from freetrain_parsl.strict_yaml import read_text  # only a user's file needs YAML
-
     text = read_text(path, "list of trainers")
-    entries = _read_csv(path, text) if path.suffix.lower() == ".csv" else _read_yaml(path, text)
+    rows = _read_csv(path, text) if path.suffix.lower() == ".csv" else _read_yaml(path, text)
     trainers: dict[str, Trainer] = {}
-    for entry in entries:
-        for trainer in _trainers(entry, models):
+    for row in rows:
+        section = Section(str(path), "", row, row.start_mark.line + 1, Variables({}, {}))
+        for trainer in _trainers(section, path.parent, models):
             if trainer.name in trainers:
-                raise entry.wrong("name", f"a trainer {trainer.name!r} already exists; names must be unique")
+                raise section.refusal(f"a trainer {trainer.name!r} already exists; names must be unique", "name")
             if problem is not None and (why := problem(trainer)) is not None:
-                raise entry.wrong("name", f"trainer {trainer.name!r}: {why}")
+                raise section.refusal(f"trainer {trainer.name!r}: {why}", "name")
             trainers[trainer.name] = trainer
     if not trainers:
         raise InvalidInput(f"{path}: contains no trainers; 'freetrain replay --example' writes a list to start from")
@@ -106,179 +76,132 @@ def numbered(name: str, index: int, count: int) -> str:
     return f"{name}-{index:0{len(str(count - 1))}d}"
 
 
-def _trainers(entry: _Entry, models: Mapping[str, Model]) -> list[Trainer]:
-    for key in entry.values:
-        if key not in KEYS:
-            raise entry.wrong(key, f"unknown key {key!r}{did_you_mean(key, KEYS)}; available: {', '.join(KEYS)}")
-    for key in _REQUIRED:
-        if key not in entry.values:
-            raise entry.wrong(key, f"a trainer needs {key!r}")
-    name, count = str(entry.get("name", "")), entry.count("count", 1)
-    curves, costs = _curves(entry, models)
-    curve = next(iter(curves.values()))
-    curves.pop("", None)
-    deadline = entry.number("deadline", 0.0) if "deadline" in entry.values else None
-    endless = entry.get("work", "endless") == "endless"
-    minimum, maximum = entry.count("min", 1), entry.count("max", 1)
+def _trainers(section: Section, directory: Path, models: Mapping[str, Model]) -> list[Trainer]:
+    name, count = section.required("name", "a"), section.count("count") or 1
+    minimum, maximum = section.count("min") or 1, section.count("max")
+    if maximum is None:
+        raise section.refusal("is missing; give it like 'max: 4'", "max")
     if minimum > maximum:
-        raise entry.wrong("min", f"trainer {name!r}: min ({minimum}) is more than max ({maximum})")
-    if (first := max(one.first_nodes for one in (curve, *curves.values()))) > minimum:
+        raise section.refusal(f"trainer {name!r}: min ({minimum}) is more than max ({maximum})", "min")
+    curves, costs = _curves(section, directory, models)
+    curve = next(iter(curves.values()))
+    if (first := max(one.first_nodes for one in curves.values())) > minimum:
         problem = f"trainer {name!r}: its curve starts at {first} nodes, min is {minimum}"
-        raise entry.wrong("curve", f"{problem}; add a point at or below {minimum} nodes, or raise min")
-    costs = _costs(entry, costs)
-    work = math.inf if endless else entry.number("work", 0.0, positive=True)
-    priority, submit = entry.number("priority", 1.0, positive=True), entry.number("submit", 0.0)
-    try:
-        trainer = Trainer(name, minimum, maximum, curve, costs, work, priority, deadline, submit)
-        if curves:
-            trainer = replace(trainer, node_kinds=tuple(curves), curves=curves)
-    except UsageError as error:
-        raise entry.wrong("name", str(error)) from error
+        raise section.refusal(f"{problem}; add a point at or below {minimum} nodes, or raise min", "curve")
+    curves.pop("", None)
+    costs = _costs(section, costs)
+    work = section.number("work", positive=True) if section.text("work") not in (None, "endless") else None
+    priority, submit = section.number("priority", positive=True), section.number("submit", least=0)
+    trainer = section.checked(
+        Trainer,
+        name,
+        minimum,
+        maximum,
+        curve,
+        costs,
+        math.inf if work is None else work,
+        1.0 if priority is None else priority,
+        section.number("deadline", least=0),
+        submit or 0.0,
+        key="name",
+    )
+    section.done()
+    if curves:
+        trainer = section.checked(replace, trainer, node_kinds=tuple(curves), curves=curves, key="curve")
     if count == 1:
         return [trainer]
     return [replace(trainer, name=numbered(name, index, count)) for index in range(count)]
 
 
-def _curves(entry: _Entry, models: Mapping[str, Model]) -> tuple[dict[str, ScalingCurve], CostsInSeconds]:
+def _curves(
+    section: Section, directory: Path, models: Mapping[str, Model]
+) -> tuple[dict[str, ScalingCurve], CostsInSeconds]:
     """Return the curve of each kind of node, or the only one under an empty name, and the costs of a (first) model."""
-    value = entry.get("curve", None)
-    by_kind = _pairs(value) if isinstance(value, str) else value
-    if not isinstance(by_kind, dict) or not by_kind or not all(_is_text(each) for each in by_kind.values()):
-        curve, costs = _curve(entry, value, models)
+    value = section.value("curve")
+    if value is None:
+        raise section.refusal("is missing; give it like 'curve: {1: 100, 2: 190}'", "curve")
+    by_kind = _pairs(value)
+    if not isinstance(by_kind, dict) or not by_kind or not all(isinstance(each, str) for each in by_kind.values()):
+        curve, costs = _curve(section, value, directory, models)
         return {"": curve}, costs
-    found = {str(kind): _curve(entry, each, models) for kind, each in by_kind.items()}
+    found = {str(kind): _curve(section, each, directory, models) for kind, each in by_kind.items()}
     return {kind: curve for kind, (curve, _) in found.items()}, next(iter(found.values()))[1]
 
 
-def _curve(entry: _Entry, value: Any, models: Mapping[str, Model]) -> tuple[ScalingCurve, CostsInSeconds]:
+def _curve(
+    section: Section, value: Any, directory: Path, models: Mapping[str, Model]
+) -> tuple[ScalingCurve, CostsInSeconds]:
     """Return the curve, and the costs that come with a model."""
-    text = value
     if isinstance(value, str) and value.lower() in models:
         model = models[value.lower()]
         return model.curve, model.costs
     if isinstance(value, str) and Path(value).suffix.lower() in (".csv", ".yaml", ".yml"):
-        return ScalingCurve.from_file(entry.file.parent / value), CostsInSeconds()
-    if isinstance(value, str):
-        value = _pairs(value)
-    if not isinstance(value, dict):
-        near = did_you_mean(str(text), tuple(models))
-        raise entry.wrong(
-            "curve", f"no curve {text!r}{near}; give a file, breakpoints, or a model of {', '.join(models)}"
+        return ScalingCurve.from_file(directory / value), CostsInSeconds()
+    points = _pairs(value)
+    if not isinstance(points, dict):
+        near = did_you_mean(str(value), tuple(models))
+        raise section.refusal(
+            f"no curve {value!r}{near}; give a file, breakpoints, or a model of {', '.join(models)}", "curve"
         )
-    try:
-        points = {_whole(nodes): _float(rate) for nodes, rate in value.items()}
-        return ScalingCurve(points), CostsInSeconds()
-    except UsageError as error:
-        raise entry.wrong("curve", str(error)) from error
+    return section.checked(ScalingCurve, points, key="curve"), CostsInSeconds()
 
 
-def _costs(entry: _Entry, default: CostsInSeconds) -> CostsInSeconds:
-    if "rescale" not in entry.values:
+def _costs(section: Section, default: CostsInSeconds) -> CostsInSeconds:
+    value = section.value("rescale")
+    seconds = _pairs(value)
+    if value is None:
         return default
-    value = entry.get("rescale", None)
-    if isinstance(value, str):
-        value = _pairs(value)
-    if not isinstance(value, dict) or not set(value) <= {"up", "down", "start"}:
-        raise entry.wrong(
-            "rescale", f"'rescale' must give seconds for up, down and start, got {entry.get('rescale', '')!r}"
-        )
-    try:
-        return CostsInSeconds(**{name: _float(seconds) for name, seconds in value.items()})
-    except UsageError as error:
-        raise entry.wrong("rescale", str(error)) from error
+    if not isinstance(seconds, dict) or not set(seconds) <= {"up", "down", "start"}:
+        raise section.refusal(f"must give seconds for up, down and start, got {value!r}", "rescale")
+    return section.checked(CostsInSeconds, **seconds, key="rescale")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and math.isnan(_float(value))
+def _pairs(value: Any) -> Any:
+    """Split a text such as ``1:100;2:190``; return anything else, and a text of another form, as it is."""
+    if not isinstance(value, str):
+        return value
+    pairs = [[part.strip() for part in item.split(":")] for item in value.split(";") if item.strip()]
+    if not all(len(pair) == 2 for pair in pairs) or len({pair[0] for pair in pairs}) != len(pairs):
+        return value
+    return {_scalar(key): _scalar(text) for key, text in pairs}
 
 
-def _pairs(text: str) -> dict[str, str] | None:
-    """Split ``1:100;2:190``; ``None`` if it has another form or a duplicate key."""
-    pairs = [item.partition(":") for item in text.split(";") if item.strip()]
-    split = {key.strip(): value.strip() for key, colon, value in pairs if colon}
-    return split if split and len(split) == len(pairs) else None
+def _scalar(text: str) -> Any:
+    return construct(resolve_tag(text), text)
 
 
-def _whole(value: Any) -> Any:
-    """Convert a string of digits to an integer; return anything else unchanged, for the curve to reject."""
-    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
-
-
-def _float(value: Any) -> float:
-    """Convert a number or a string to a float (YAML reads ``1e8`` as a string); NaN for anything else."""
-    try:
-        return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _read_csv(file: Path, text: str) -> list[_Entry]:
+def _read_csv(file: Path, text: str) -> list[yaml.MappingNode]:
+    """Read rows as YAML has them."""
     reader = csv.reader(text.splitlines())
     header: list[str] = []
-    entries = []
+    rows = []
     for row in reader:
         if not any(field.strip() for field in row) or row[0].lstrip().startswith("#"):
             continue
-        fields = [field.strip() for field in row]
-        if not header:
-            header = [name.lower() for name in fields]
-            if repeated := {name for name in header if header.count(name) > 1}:
-                raise InvalidInput(f"{file}:{reader.line_num}: duplicate column {min(repeated)!r}")
-            continue
-        if len(fields) != len(header):
+        if header and len(row) != len(header):
             raise InvalidInput(
                 f"{file}:{reader.line_num}: expected {len(header)} fields as in the header, got {len(row)}"
             )
-        line = reader.line_num
-        entries.append(
-            _Entry(file, line, {key: (line, value) for key, value in zip(header, fields, strict=True) if value})
-        )
-    return entries
+        mark = yaml.Mark(str(file), 0, reader.line_num - 1, 0, "", 0)
+        nodes = [yaml.ScalarNode(resolve_tag(field.strip()), field.strip(), mark) for field in row]
+        if header:
+            keys = [yaml.ScalarNode("", key, mark) for key in header]
+            rows.append(yaml.MappingNode("", list(zip(keys, nodes, strict=True)), mark))
+        else:
+            header = [node.value.lower() for node in nodes]
+    return rows
 
 
-def _read_yaml(file: Path, text: str) -> list[_Entry]:
-    """Read entries from the node tree, which preserves lines and duplicate keys."""
-    import yaml
-
-    from freetrain_parsl.strict_yaml import compose
-
+def _read_yaml(file: Path, text: str) -> list[yaml.MappingNode]:
     root = compose(text, str(file))
     if root is None:
         return []
     if not isinstance(root, yaml.SequenceNode):
         raise InvalidInput(f"{file}:1: expected a list of trainers, each beginning with '- name: …'")
-    entries = []
     for item in root.value:
         if not isinstance(item, yaml.MappingNode):
             raise InvalidInput(f"{file}:{item.start_mark.line + 1}: expected a trainer, such as '- name: a'")
-        values: dict[str, tuple[int, Any]] = {}
-        for key_node, value_node in item.value:
-            line = key_node.start_mark.line + 1
-            key = str(_plain(key_node, f"{file}:{line}"))
-            if key in values:
-                raise InvalidInput(f"{file}:{line}: duplicate key {key[:80]!r}")
-            values[key] = (line, _plain(value_node, f"{file}:{line}"))
-        entries.append(_Entry(file, item.start_mark.line + 1, values))
-    return entries
-
-
-def _plain(node: Any, where: str) -> Any:
-    """Construct a scalar, or a mapping of scalars: a curve's points, or costs."""
-    import yaml
-
-    from freetrain_parsl.strict_yaml import construct
-
-    if isinstance(node, yaml.ScalarNode):
-        try:
-            return construct(node.tag, node.value)
-        except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error}") from None
-    if isinstance(node, yaml.MappingNode) and all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
-        plain = {_plain(key, where): _plain(value, where) for key, value in node.value}
-        if len(plain) == len(node.value):
-            return plain
-        raise InvalidInput(f"{where}: duplicate key")
-    raise InvalidInput(f"{where}: expected a value, or a mapping such as {{1: 100, 2: 190}}")
+    return list(root.value)
 
 
 @dataclass(frozen=True)

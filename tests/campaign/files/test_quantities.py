@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.campaign.files.quantities import parse_duration, parse_memory
+from freetrain_parsl.campaign.files.yaml_file import parse_duration, parse_memory
 from freetrain_parsl.errors import InvalidInput
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from freetrain_parsl.campaign.files.yaml_file import Variables
-from freetrain_parsl.campaign.site.own_site import SITE_FILE, find_own_site
+from freetrain_parsl.campaign.site.site import SITE_FILE, find_own_site
 from freetrain_parsl.errors import InvalidInput
 
 TEXT = "site: mine\nsystem: slurm\nblock: {partition: spare, account: '${ACCOUNT:-}'}\n"

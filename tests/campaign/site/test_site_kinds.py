@@ -11,8 +11,7 @@ from parsl.providers import PBSProProvider, SlurmProvider
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.run import CampaignRun
-from freetrain_parsl.campaign.site.providers import make_executor, make_provider, make_window_source
-from freetrain_parsl.campaign.site.required_nodes import refuse_too_large
+from freetrain_parsl.campaign.site.providers import make_executor, make_provider, make_window_source, refuse_too_large
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.windows.base import Survey, WindowSource
@@ -100,7 +99,7 @@ def test_an_embedded_cluster_has_the_nodes_of_all_kinds(tmp_path: Path) -> None:
             "site.yaml:4: unknown key 'kinds.fast.speeed' (did you mean 'speed'?)",
         ),
         (LOCAL.replace("nodes: 2, ", ""), "site.yaml:4: kinds.fast.nodes: is missing; give the number of nodes"),
-        (LOCAL.replace("speed: 4", "speed: 0"), "site.yaml:4: kinds.fast.speed: must be more than zero, got 0"),
+        (LOCAL.replace("speed: 4", "speed: 0"), "site.yaml:4: kinds.fast.speed: must be more than zero, got '0'"),
         (LOCAL.replace("fast:", "9x:"), "site.yaml:4: kinds.9x: a kind of node is named by 1 to 32 letters"),
         ("system: local\nkinds:\n  fast: {nodes: 2}\n", "site.yaml:3: kinds: a single kind has no name"),
         (LOCAL + "block: {nodes: 9}\n", "site.yaml:4: kinds: the kinds have the nodes; remove block.nodes"),
@@ -213,7 +212,7 @@ def test_a_training_larger_than_the_batch_system_is_refused_before_it_starts(
     survey: Survey, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = CountedSource(survey)
-    monkeypatch.setattr("freetrain_parsl.campaign.site.required_nodes.make_window_source", lambda site: source)
+    monkeypatch.setattr("freetrain_parsl.campaign.site.providers.make_window_source", lambda site: source)
     refuse_too_large(campaign("max_nodes: 8"), site(SLURM))
     assert source.queries == 0  # one node is not too large
     large = campaign("min_nodes: 3\n    max_nodes: 8")

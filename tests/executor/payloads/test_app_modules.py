@@ -55,7 +55,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _loaded(places: Path, *names: str) -> dict[str, Any]:
-    return {name: load_app(f"{name[0]}/app_{name}.py:train", places).app for name in names}
+    return {name: load_app(f"{name[0]}/app_{name}.py:train", places)[0] for name in names}
 
 
 def test_apps_of_two_directories_have_their_own_modules_and_those_of_one_share_them(places: Path) -> None:

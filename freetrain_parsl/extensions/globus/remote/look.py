@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.campaign.environment import scrubbed
 from freetrain_parsl.campaign.files.yaml_file import Variables
+from freetrain_parsl.campaign.launch import scrubbed
 from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun

@@ -7,7 +7,7 @@ import os
 import subprocess
 from typing import TYPE_CHECKING, Any, Protocol
 
-from freetrain_parsl.campaign.environment import KEEP
+from freetrain_parsl.campaign.launch import KEEP
 from freetrain_parsl.errors import InvalidInput, RemoteError
 from freetrain_parsl.extensions.globus.remote.messages import plain_text
 from freetrain_parsl.extensions.globus.remote.verbs import DIRECTORY

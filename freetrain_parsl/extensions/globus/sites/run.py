@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.directories import make_run_directory
-from freetrain_parsl.campaign.display import contained
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.lock import driver_lock, own_identity
-from freetrain_parsl.campaign.run import refuse_living_driver, run_signals
+from freetrain_parsl.campaign.run import contained, refuse_living_driver, run_signals
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint

@@ -101,14 +101,8 @@ class SitesFile:
         """Parse the text of a file from `directory`."""
         variables = Variables(settings)
         top = Section.parse(text, file, variables)
-        look, status = top.duration("look", positive=True), top.duration("status", positive=True)
-        hysteresis = top.number("hysteresis")
-        default = SitesSettings()
-        planned = top.checked(
-            SitesSettings,
-            default.look if look is None else look,
-            default.hysteresis if hysteresis is None else hysteresis,
-        )
+        status = top.duration("status", positive=True)
+        planned = top.checked(SitesSettings, **top.fields_of(SitesSettings, positive=True, without=("time_limit",)))
         period = planned.look.total_seconds()
         status_period = min(_STATUS, period) if status is None else status.total_seconds()
         for key, seconds in (("look", period), ("status", status_period)):
@@ -175,10 +169,8 @@ def _read_entry(section: Section, directory: Path) -> SiteEntry:
 
 def _read_rate(section: Section, key: str) -> TransferRate:
     keys = section.section(key)
-    speed, latency = keys.number("megabytes_per_second"), keys.duration("latency")
+    speed, latency = keys.number("megabytes_per_second", positive=True), keys.duration("latency")
     keys.done()
-    if speed is not None and not speed > 0:
-        raise keys.refusal("must be more than zero", "megabytes_per_second")
     return TransferRate(
         ASSUMED.bytes_per_second if speed is None else speed * _MEGABYTE,
         ASSUMED.latency if latency is None else latency.total_seconds(),

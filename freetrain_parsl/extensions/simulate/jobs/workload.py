@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.planning.model import CostsInSeconds
-from freetrain_parsl.user_files import open_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ def read_rows(file: Path, columns: Sequence[str]) -> Iterator[CsvRow]:
         The file cannot be read, its header lacks a column, or a line has another number of values.
     """
     try:
-        with open(file, encoding="utf-8", newline="", opener=open_named) as stream:
+        with file.open(encoding="utf-8", newline="") as stream:
             reader = csv.reader(stream, strict=True)
             header = [name.strip() for name in next(reader, [])]
             missing = [name for name in columns if name not in header]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from freetrain_parsl.campaign.environment import KEEP, scrubbed
-from freetrain_parsl.campaign.launch import Process
+from freetrain_parsl.campaign.launch import KEEP, Process, scrubbed
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.owned_trainings import ASSIGNMENT, Assignment
 from freetrain_parsl.campaign.store import RunStore

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.campaign.environment import KEEP, scrubbed
+from freetrain_parsl.campaign.launch import KEEP, scrubbed
 from freetrain_parsl.errors import InvalidInput, RemoteError
 from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, check_run_name, parse_status
 from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget, poll_delays
