@@ -273,7 +273,7 @@ class SitePlan:
 
 
 SitesPlanner = Callable[[SitesQuestion], SitePlan]
-"""Question -> plan; `freetrain_parsl.extensions.globus.sites.planning.suite` has its contract."""
+"""Question -> plan."""
 
 
 @dataclass(frozen=True)
