@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
+from freetrain_parsl.extensions.globus.remote.compute import HUNG, ComputeEndpoint, call_within, poll_delays
 from freetrain_parsl.extensions.globus.remote.messages import field_of, parse_status
-from freetrain_parsl.extensions.globus.remote.pacing import HUNG, call_within, poll_delays
 from freetrain_parsl.extensions.globus.remote.preparation import prepare
 from freetrain_parsl.extensions.globus.remote.records import RunRecord, RunRecords
 

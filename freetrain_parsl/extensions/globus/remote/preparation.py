@@ -15,7 +15,7 @@ from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.globus.remote.archive import Archive, pack
 from freetrain_parsl.extensions.globus.remote.collection import collect
-from freetrain_parsl.extensions.globus.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote.messages import Versions
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:

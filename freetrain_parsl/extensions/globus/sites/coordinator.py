@@ -20,17 +20,28 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.sites.answers import SiteFacts, TrainingAtSite
-from freetrain_parsl.extensions.globus.sites.planning.model import SitesQuestion, SiteTraining, SiteView
-from freetrain_parsl.extensions.globus.sites.planning.rates import HOME, rates_between
-from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteCall, SiteState, TrainingPlace
+from freetrain_parsl.extensions.globus.sites.planning.model import (
+    HOME,
+    SitesQuestion,
+    SiteTraining,
+    SiteView,
+    rates_between,
+)
+from freetrain_parsl.extensions.globus.sites.state import (
+    Ask,
+    CallPace,
+    SiteCall,
+    SiteFacts,
+    SiteState,
+    TrainingAtSite,
+    TrainingPlace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer
-    from freetrain_parsl.extensions.globus.sites.planning.model import SiteChoice, SitesPlanner
-    from freetrain_parsl.extensions.globus.sites.planning.rates import SiteRates
+    from freetrain_parsl.extensions.globus.sites.planning.model import SiteChoice, SiteRates, SitesPlanner
+    from freetrain_parsl.extensions.globus.sites.state import SiteAnswer
     from freetrain_parsl.planning.model import Trainer
 
 __all__ = ["Coordinator"]

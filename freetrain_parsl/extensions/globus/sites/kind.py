@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from freetrain_parsl.campaign.directories import RunKind
 from freetrain_parsl.campaign.summary import driver_line
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
+from freetrain_parsl.storage.atomic_files import replace_text
+from freetrain_parsl.storage.owned_files import read_small_file
+from freetrain_parsl.storage.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from typing_extensions import Self
+
     from freetrain_parsl.campaign.stored_run import StoredRun
 
-__all__ = ["SitesKind"]
+__all__ = ["COORDINATOR", "CoordinatorFile", "SitesKind", "site_lines"]
+
+COORDINATOR = "coordinator.json"
+
+
+@dataclass(frozen=True)
+class CoordinatorFile:
+    """The content of the file.
+
+    Parameters
+    ----------
+    document
+        As of `Coordinator.as_json`.
+    lines
+        The sites, one line each.
+    """
+
+    document: dict[str, Any]
+    lines: Sequence[str]
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file durably."""
+        document = {"coordinator": self.document, "lines": list(self.lines)}
+        replace_text(run_dir / COORDINATOR, json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Self | None:
+        """Read the file; ``None`` if there is none.
+
+        Raises
+        ------
+        InvalidInput
+            It is damaged.
+        """
+        path = run_dir / COORDINATOR
+        try:
+            document = parse_stored(read_small_file(path))
+            return cls({**document["coordinator"]}, tuple(map(str, document["lines"])))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise InvalidInput(f"{path} cannot be read: {error}") from None
+
+
+def site_lines(run_dir: Path) -> list[str]:
+    """Describe the sites of a run, as its coordinator has seen them last."""
+    kept = CoordinatorFile.read(run_dir)
+    return [] if kept is None else list(kept.lines)
 
 
 class SitesKind(RunKind):

@@ -2,34 +2,107 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import sqlite3
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from freetrain_parsl.campaign.environment import KEEP
 from freetrain_parsl.campaign.lock import BEAT
-from freetrain_parsl.errors import FreeTrainError, PlanningError, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.messages import parse_status
-from freetrain_parsl.extensions.globus.remote.pacing import HUNG
-from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts
-from freetrain_parsl.extensions.globus.sites.coordinator_file import CoordinatorFile
-from freetrain_parsl.extensions.globus.sites.state import Ask
+from freetrain_parsl.errors import FreeTrainError, InvalidInput, PlanningError, RemoteError, UsageError
+from freetrain_parsl.extensions.globus.remote.compute import HUNG
+from freetrain_parsl.extensions.globus.remote.messages import parse_status, plain_text
+from freetrain_parsl.extensions.globus.remote.verbs import DIRECTORY
+from freetrain_parsl.extensions.globus.sites.kind import CoordinatorFile
+from freetrain_parsl.extensions.globus.sites.state import Ask, SiteAnswer, SiteFacts
+from freetrain_parsl.extensions.globus.storage.login import CLIENT_SECRET
+from freetrain_parsl.interpreters import script_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
-    from freetrain_parsl.extensions.globus.sites.places import SitePlace
     from freetrain_parsl.extensions.globus.sites.state import SiteCall
 
     Show = Callable[[Coordinator, float], None]
 
-__all__ = ["CalledSite", "SitesLoop"]
+__all__ = ["CalledSite", "LocalPlace", "SitePlace", "SitesLoop"]
+
+_ANSWER = (
+    "import json, sys\n"
+    "from freetrain_parsl.extensions.globus.remote.verbs import answer\n"
+    "json.dump(answer(json.load(sys.stdin)), sys.stdout)\n"
+)
+
+
+class SitePlace(Protocol):
+    """Something that answers the verbs of `extensions.globus.remote.verbs`, such as a `ComputeEndpoint`."""
+
+    def call(self, request: Mapping[str, Any], timeout: float = ...) -> dict[str, Any]:
+        """Call a verb and wait for its answer.
+
+        Raises
+        ------
+        InvalidInput
+            The site refuses the request.
+        RemoteError
+            It did not answer in time, or failed.
+        """
+
+
+class LocalPlace:
+    """A site on this machine: each call is a short process of its own, as at an endpoint.
+
+    Parameters
+    ----------
+    directory
+        Where its runs are.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def call(self, request: Mapping[str, Any], timeout: float = 120.0) -> dict[str, Any]:
+        """Call a verb; see `SitePlace.call`."""
+        # The mover of the driver logs in with them; it removes the secret before it starts jobs.
+        kept = [CLIENT_SECRET, *(name for name in os.environ if name.startswith("GLOBUS_SDK_"))]
+        environment = {
+            **os.environ,
+            DIRECTORY: str(self._directory),
+            KEEP: ",".join(filter(None, [os.environ.get(KEEP), *kept])),
+        }
+        try:
+            done = subprocess.run(
+                script_command(_ANSWER),
+                input=json.dumps(request),
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout,
+                check=False,
+                start_new_session=True,  # Ctrl-C is the coordinator's
+            )
+        except subprocess.TimeoutExpired:
+            raise RemoteError(f"no answer within {timeout:.0f} s") from None
+        try:
+            document = json.loads(done.stdout)
+        except ValueError:
+            lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
+            raise RemoteError(f"the call failed on this machine: {lines[-1][:500]}") from None
+        if isinstance(error := document.get("error"), str):
+            raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
+        return dict(document)
+
 
 _PERIOD = 0.25  # seconds between polls of answers and signals
 _CALL_TIMEOUT = 120.0  # seconds

@@ -28,24 +28,21 @@ from freetrain_parsl.campaign.lock import driver_lock, own_identity
 from freetrain_parsl.campaign.run import refuse_living_driver, run_signals
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
-from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget
+from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint, RequestBudget
 from freetrain_parsl.extensions.globus.remote.preparation import pack_campaign, prepare_packed
-from freetrain_parsl.extensions.globus.sites.answers import TrainingAtSite
 from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
-from freetrain_parsl.extensions.globus.sites.coordinator_file import COORDINATOR, CoordinatorFile
-from freetrain_parsl.extensions.globus.sites.loop import CalledSite, SitesLoop
-from freetrain_parsl.extensions.globus.sites.places import LocalPlace
+from freetrain_parsl.extensions.globus.sites.kind import COORDINATOR, CoordinatorFile
+from freetrain_parsl.extensions.globus.sites.loop import CalledSite, LocalPlace, SitesLoop
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
 from freetrain_parsl.extensions.globus.sites.sites_file import SitesFile
-from freetrain_parsl.extensions.globus.sites.state import CallPace
+from freetrain_parsl.extensions.globus.sites.state import CallPace, TrainingAtSite
 from freetrain_parsl.planning.settings import DEFAULT_COSTS
 from freetrain_parsl.storage.atomic_files import sync_directory, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from freetrain_parsl.extensions.globus.sites.places import SitePlace
+    from freetrain_parsl.extensions.globus.sites.loop import SitePlace
     from freetrain_parsl.extensions.globus.sites.planning.model import SitePlan, SitesQuestion
     from freetrain_parsl.planning.model import Trainer
 

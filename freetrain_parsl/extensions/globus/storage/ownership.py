@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.extensions.globus.storage.names import LAST_NUMBER, OwnersListing, beat_name, claim_name
-from freetrain_parsl.extensions.globus.storage.owners_memory import OwnersMemory
+from freetrain_parsl.extensions.globus.storage.names import (
+    LAST_NUMBER,
+    OwnersListing,
+    OwnersMemory,
+    beat_name,
+    claim_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
 from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
 from freetrain_parsl.extensions.globus.sites.planning.model import (
     Offer,
     SiteChoice,
     SitePlan,
+    SiteRates,
     SitesQuestion,
     SitesSettings,
     Verb,
 )
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
-from freetrain_parsl.extensions.globus.sites.planning.rates import SiteRates
-from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteCall
+from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteAnswer, SiteCall, SiteFacts, TrainingAtSite
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 

@@ -16,8 +16,8 @@ from freetrain_parsl.errors import CollectionUnavailable, InvalidInput, RemoteEr
 from freetrain_parsl.extensions.globus.remote import archive, preparation
 from freetrain_parsl.extensions.globus.sites import coordinator as coordinator_module
 from freetrain_parsl.extensions.globus.sites import loop as loop_module
-from freetrain_parsl.extensions.globus.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
-from freetrain_parsl.extensions.globus.sites.places import LocalPlace
+from freetrain_parsl.extensions.globus.sites.kind import COORDINATOR, CoordinatorFile, site_lines
+from freetrain_parsl.extensions.globus.sites.loop import LocalPlace
 from freetrain_parsl.extensions.globus.sites.run import SitesRun
 from freetrain_parsl.extensions.globus.sites.view import SitesView, coordinate_and_report
 

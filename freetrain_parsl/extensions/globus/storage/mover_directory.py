@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from freetrain_parsl.errors import DamagedCheckpoint
+from freetrain_parsl.extensions.globus.storage.carrier import CopyKind, Parcel, step_of
 from freetrain_parsl.extensions.globus.storage.collections import CopyItem
-from freetrain_parsl.extensions.globus.storage.mover.carrier import CopyKind, Parcel, step_of
 from freetrain_parsl.extensions.globus.storage.names import CHECKPOINTS, generation_name
 from freetrain_parsl.storage.atomic_files import replace_text, sync_directory
 from freetrain_parsl.storage.entry import MANIFEST, Entry
@@ -37,8 +37,8 @@ from freetrain_parsl.storage.problems import storage_error
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from freetrain_parsl.extensions.globus.storage.mover.carrier import CopyJob
-    from freetrain_parsl.extensions.globus.storage.places import GlobusSettings
+    from freetrain_parsl.extensions.globus.storage.carrier import CopyJob
+    from freetrain_parsl.extensions.globus.storage.collections import GlobusSettings
 
 __all__ = ["EXCHANGE", "CopyTask", "MoverDirectory", "copy_task"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.storage.mover.carrier import CopyJob, Parcel
+from freetrain_parsl.extensions.globus.storage.carrier import CopyJob, Parcel
 from freetrain_parsl.storage.atomic_files import replace_text
 from freetrain_parsl.storage.owned_files import read_small_file
 from freetrain_parsl.storage.stored_json import parse_stored
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["MOST_MEASURED", "STATE_FILE", "MeasuredCopy", "MoverState"]
+__all__ = ["MOST_MEASURED", "STATE_FILE", "MeasuredCopy", "MoverPace", "MoverState"]
 
 STATE_FILE = "globus.json"
 
@@ -111,3 +111,48 @@ class MoverState:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInput(f"{path} cannot be read ({error}); remove it to copy all checkpoints again") from error
+
+
+@dataclass(frozen=True)
+class MoverPace:
+    """Seconds between the mover's actions.
+
+    Parameters
+    ----------
+    turn
+        Between passes of its loop.
+    scan
+        Between looks for new checkpoints of trainings that have ended or leave.
+    copies
+        Between copies of running trainings, at least; those of all trainings are made together. A site that stops
+        answering loses its trainings at the end of the lease, so what is trained between copies is little beside that.
+    request
+        Between two requests to Globus, at least.
+    poll_least, poll_most
+        Between questions for the state of a task: short at first, then a tenth of its age.
+    retry, longest
+        Until something that failed is tried again: first, and at most.
+    """
+
+    turn: float
+    scan: float
+    copies: float
+    request: float
+    poll_least: float
+    poll_most: float
+    retry: float
+    longest: float
+
+    @classmethod
+    def of(cls, lease: float) -> MoverPace:
+        """Return the pace that suits a lease."""
+        return cls(
+            turn=min(0.25, lease / 100),
+            scan=min(2.0, lease / 20),
+            copies=min(120.0, lease / 5),
+            request=min(0.1, lease / 500),
+            poll_least=min(2.0, lease / 20),
+            poll_most=min(30.0, lease / 10),
+            retry=min(5.0, lease / 20),
+            longest=min(120.0, lease / 5),
+        )
