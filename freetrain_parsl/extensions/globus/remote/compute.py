@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, plain_text
+from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, checked_answer
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, LOGIN, make_app
 
 if TYPE_CHECKING:
@@ -286,11 +286,7 @@ class ComputeEndpoint:
             _logger.info("the result of %s has expired; attempt %d", request.get("verb"), attempt + 1)
         else:
             raise RemoteError("the result expired before it was fetched, twice; the verb may have been carried out")
-        if not isinstance(document, dict):
-            raise RemoteError("the site sent an unexpected answer; is another version of freetrain-parsl there?")
-        if isinstance(error := document.get("error"), str):
-            raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
-        return document
+        return checked_answer(document)
 
     def forget_client(self) -> None:
         """Make another client, with connections of its own, for the next call."""

@@ -22,6 +22,7 @@ __all__ = [
     "LOG_BYTES",
     "Versions",
     "check_run_name",
+    "checked_answer",
     "field_of",
     "parse_status",
     "plain_text",
@@ -49,6 +50,23 @@ def {FUNCTION}(request):
 """The function that is registered with Globus Compute; everything else is installed at the site."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def checked_answer(document: Any) -> dict[str, Any]:
+    """Return the answer to a call.
+
+    Raises
+    ------
+    InvalidInput
+        The site has refused the request.
+    RemoteError
+        It has failed, or sent something else.
+    """
+    if not isinstance(document, dict):
+        raise RemoteError("the site sent an unexpected answer; is another version of freetrain-parsl there?")
+    if isinstance(error := document.get("error"), str):
+        raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
+    return document
 
 
 def parse_status(document: Mapping[str, Any]) -> RunStatus:

@@ -34,6 +34,7 @@ from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
 from freetrain_parsl.extensions.globus.remote.archive import unpack
 from freetrain_parsl.extensions.globus.remote.look import planned_blocks, run_facts, site_facts
 from freetrain_parsl.extensions.globus.remote.messages import LOG_BYTES, Versions, check_run_name, parse_status
+from freetrain_parsl.extensions.globus.storage.carrier import backoff
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.storage.owned_files import require_own_directory
 
@@ -205,7 +206,7 @@ def _may_start(file: Path, order: int, now: float) -> bool:
     count = 0
     if last is not None and last["order"] == order:
         count = last["count"]
-        if 0 <= now - last["at"] < min(_FIRST_PAUSE * 2.0 ** min(count - 1, 9), _LONGEST_PAUSE):
+        if 0 <= now - last["at"] < backoff(count - 1, _FIRST_PAUSE, _LONGEST_PAUSE):
             return False
     write_output(file, json.dumps({"order": order, "count": count + 1, "at": now}))
     return True

@@ -36,6 +36,7 @@ from freetrain_parsl.extensions.globus.sites.state import (
     TrainingAtSite,
     TrainingPlace,
 )
+from freetrain_parsl.extensions.globus.storage.carrier import backoff
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -218,7 +219,7 @@ class Coordinator:
         site.silent, site.failures, site.owes_look = reason, site.failures + 1, False
         if stopping:
             site.stopped, site.next_stop = site.failures >= _STOP_ATTEMPTS, now + _FIRST_RETRY
-        site.next_call = now + min(self._pace.status, _FIRST_RETRY * 2.0 ** (site.failures - 1))
+        site.next_call = now + backoff(site.failures - 1, _FIRST_RETRY, self._pace.status)
         self._settle(now)
 
     def _heard(self, site: SiteState) -> None:

@@ -10,15 +10,15 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from freetrain_parsl.campaign.environment import KEEP
 from freetrain_parsl.campaign.lock import BEAT
-from freetrain_parsl.errors import FreeTrainError, InvalidInput, PlanningError, RemoteError, UsageError
+from freetrain_parsl.errors import FreeTrainError, PlanningError, RemoteError, UsageError
 from freetrain_parsl.extensions.globus.remote.compute import HUNG
-from freetrain_parsl.extensions.globus.remote.messages import parse_status, plain_text
+from freetrain_parsl.extensions.globus.remote.messages import checked_answer, parse_status
 from freetrain_parsl.extensions.globus.remote.verbs import DIRECTORY
 from freetrain_parsl.extensions.globus.sites.kind import CoordinatorFile
 from freetrain_parsl.extensions.globus.sites.state import Ask, SiteAnswer, SiteFacts
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
+    from freetrain_parsl.extensions.globus.sites.run import SitesRun
     from freetrain_parsl.extensions.globus.sites.state import SiteCall
 
     Show = Callable[[Coordinator, float], None]
 
-__all__ = ["CalledSite", "LocalPlace", "SitePlace", "SitesLoop"]
+__all__ = ["LocalPlace", "SitePlace", "SitesLoop"]
 
 _ANSWER = (
     "import json, sys\n"
@@ -99,9 +99,7 @@ class LocalPlace:
         except ValueError:
             lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
             raise RemoteError(f"the call failed on this machine: {lines[-1][:500]}") from None
-        if isinstance(error := document.get("error"), str):
-            raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
-        return dict(document)
+        return checked_answer(document)
 
 
 _PERIOD = 0.25  # seconds between polls of answers and signals
@@ -146,35 +144,14 @@ class _Caller:
             self._outcomes.put((self, outcome))
 
 
-@dataclass(frozen=True)
-class CalledSite:
-    """A site, as the loop calls it.
-
-    Parameters
-    ----------
-    request
-        The campaign, as it is sent there.
-    where
-        File and line of the list of sites, for messages.
-    make_place
-        Makes the place where its calls go.
-    """
-
-    request: Mapping[str, Any]
-    where: str
-    make_place: Callable[[], SitePlace]
-
-
 @dataclass
 class SitesLoop:
     """One process's loop.
 
     Parameters
     ----------
-    store
-        The state of the run.
-    sites
-        By name.
+    run
+        The campaign and its sites.
     coordinator
         Decides what each site is asked.
     driver
@@ -183,21 +160,14 @@ class SitesLoop:
         Signals, as they arrive.
     report, show
         See `SitesRun.drive`.
-    clock
-        Seconds since the epoch.
-    unstopped
-        Sites that were asked to stop and may have left trainings or jobs -> why.
     """
 
-    store: RunStore
-    sites: Mapping[str, CalledSite]
+    run: SitesRun
     coordinator: Coordinator
     driver: int
     caught: list[int]
     report: Callable[[str], None]
     show: Show
-    clock: Callable[[], float] = time.time
-    unstopped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._outcomes: SimpleQueue[tuple[_Caller, _Outcome]] = SimpleQueue()
@@ -208,11 +178,11 @@ class SitesLoop:
         self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
 
     def _caller(self, name: str) -> _Caller:
-        return _Caller(name, self.sites[name].make_place(), self._outcomes)
+        return _Caller(name, self.run.place_of(self.run, name), self._outcomes)
 
-    def run(self, *, stop: bool) -> str:
+    def drive(self, *, stop: bool) -> str:
         """Coordinate until all has ended; see `SitesRun.drive`."""
-        coordinator, store = self.coordinator, self.store
+        coordinator, store = self.coordinator, self.run.store
         begin = time.monotonic()
         next_beat, how, heard = begin, "finished", 0
         if stop:
@@ -220,7 +190,7 @@ class SitesLoop:
             coordinator.stop()
         while True:
             self._take_outcomes()
-            self._calls += coordinator.due(self.clock())
+            self._calls += coordinator.due(self.run.clock())
             with self._writing():
                 self._save()
                 for call in self._calls:
@@ -256,7 +226,7 @@ class SitesLoop:
             yield
         except (OSError, sqlite3.OperationalError) as error:
             if not self._unwritable:
-                self.report(f"the state of the run cannot be written to {self.store.directory}: {error}; retrying")
+                self.report(f"the state of the run cannot be written to {self.run.store.directory}: {error}; retrying")
             self._unwritable = True
         else:
             self._unwritable = False
@@ -271,12 +241,12 @@ class SitesLoop:
         for site in self.coordinator.sites.values():
             if self.coordinator.stopping and site.silent and site.facts is not None:
                 self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
-                self.unstopped[site.name] = "it does not answer, and its trainings may go on"
+                self.run.unstopped[site.name] = "it does not answer, and its trainings may go on"
 
     # Calls.
 
     def _request(self, call: SiteCall) -> Mapping[str, Any]:
-        prepared = self.sites[call.site].request
+        prepared = self.run.requests[call.site]
         match call.ask:
             case Ask.PREPARE:
                 return prepared
@@ -304,10 +274,10 @@ class SitesLoop:
         for name, caller in self._callers.items():
             if caller.busy is not None and time.monotonic() - caller.since > HUNG:
                 self._callers[name] = self._caller(name)
-                self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.clock())
+                self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.run.clock())
 
     def _take(self, outcome: _Outcome) -> None:
-        call, coordinator, now = outcome.call, self.coordinator, self.clock()
+        call, coordinator, now = outcome.call, self.coordinator, self.run.clock()
         try:
             if outcome.answer is None:
                 raise outcome.error or RemoteError("no answer")
@@ -321,13 +291,13 @@ class SitesLoop:
                             f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
                             "batch jobs may be left until the run continues"
                         )
-                        self.unstopped[call.site] = "its driver had died, and its jobs may be left"
+                        self.run.unstopped[call.site] = "its driver had died, and its jobs may be left"
                     coordinator.on_stopped(call.site, over=status.over, now=now)
                 case _:
                     coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
         except UsageError as error:
             if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
-                raise type(error)(f"{self.sites[call.site].where}: site {call.site}: {error}") from None
+                raise type(error)(f"{self.run.entry(call.site).where}: site {call.site}: {error}") from None
             coordinator.on_silence(call.site, str(error), now)
         except PlanningError as error:
             self.report(f"no decision this time: {error}")
@@ -336,7 +306,7 @@ class SitesLoop:
 
     def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:
         """Return an answer if it is about this run, with the home and the lease as before."""
-        run, facts = self.sites[call.site].request["run"], self.coordinator.sites[call.site].facts
+        run, facts = self.run.requests[call.site]["run"], self.coordinator.sites[call.site].facts
         if answer.run != run:
             raise RemoteError(f"the site sent an answer about another run, {answer.run[:100]!r} instead of {run!r}")
         if facts is not None and answer.facts != facts:
@@ -350,7 +320,7 @@ class SitesLoop:
 
     def _save(self) -> None:
         """Store what a later coordinator must know, and the results; before it is acted upon."""
-        store, coordinator = self.store, self.coordinator
+        store, coordinator = self.run.store, self.coordinator
         for name, item in coordinator.trainings.items():
             if item.ended is None or name in self._stored:
                 continue
@@ -366,8 +336,8 @@ class SitesLoop:
         document = coordinator.as_json()
         shown = [(site.silent, site.answer is None) for site in coordinator.sites.values()]
         if (document, shown) != self._saved:
-            lines = list(coordinator.lines(self.clock()))
-            CoordinatorFile(document, lines).write(self.store.directory)
+            lines = list(coordinator.lines(self.run.clock()))
+            CoordinatorFile(document, lines).write(self.run.store.directory)
             self._saved = (document, shown)
 
     def _beat(self) -> None:
@@ -382,4 +352,4 @@ class SitesLoop:
             remarks[name] = "; ".join(
                 filter(None, [f"at {item.site}" if item.site else "", at_site.remark if at_site else "", item.reason])
             )
-        self.store.beat(self.driver, states, remarks)
+        self.run.store.beat(self.driver, states, remarks)

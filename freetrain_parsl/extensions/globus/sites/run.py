@@ -16,7 +16,6 @@ import sqlite3
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint, Re
 from freetrain_parsl.extensions.globus.remote.preparation import pack_campaign, prepare_packed
 from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
 from freetrain_parsl.extensions.globus.sites.kind import COORDINATOR, CoordinatorFile
-from freetrain_parsl.extensions.globus.sites.loop import CalledSite, LocalPlace, SitesLoop
+from freetrain_parsl.extensions.globus.sites.loop import LocalPlace, SitesLoop
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
 from freetrain_parsl.extensions.globus.sites.sites_file import SitesFile
 from freetrain_parsl.extensions.globus.sites.state import CallPace, TrainingAtSite
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.globus.sites.loop import SitePlace
     from freetrain_parsl.extensions.globus.sites.planning.model import SitePlan, SitesQuestion
+    from freetrain_parsl.extensions.globus.sites.sites_file import SiteEntry
     from freetrain_parsl.planning.model import Trainer
 
     Show = Callable[[Coordinator, float], None]
@@ -83,7 +83,7 @@ class SitesRun:
     sites: SitesFile
     requests: Mapping[str, Mapping[str, Any]]
     left_out: tuple[str, ...] = ()
-    unstopped: Mapping[str, str] = field(default_factory=dict)
+    unstopped: dict[str, str] = field(default_factory=dict)
     place_of: Callable[[SitesRun, str], SitePlace] = field(default=lambda run, name: run.make_place(name))
     clock: Callable[[], float] = time.time
     budgets: dict[str, RequestBudget] = field(default_factory=dict)
@@ -181,9 +181,13 @@ class SitesRun:
         """The run directory, absolute."""
         return self.store.directory
 
+    def entry(self, name: str) -> SiteEntry:
+        """Return a site of the list."""
+        return next(entry for entry in self.sites.sites if entry.name == name)
+
     def make_place(self, name: str) -> SitePlace:
         """Return where a site's calls go."""
-        entry = next(entry for entry in self.sites.sites if entry.name == name)
+        entry = self.entry(name)
         if not entry.endpoint:
             return LocalPlace(self.directory / _LOCAL_SITES / name)
         shared = sum(bool(one.endpoint) for one in self.sites.sites)
@@ -250,18 +254,10 @@ class SitesRun:
             how = "failed"
             try:
                 with run_signals() as caught:
-                    loop = SitesLoop(self.store, self._called(), coordinator, driver, caught, report, show, self.clock)
-                    how = loop.run(stop=stop)
-                    self.unstopped = loop.unstopped
+                    how = SitesLoop(self, coordinator, driver, caught, report, show).drive(stop=stop)
             finally:
                 self.store.end_driver(driver, how)
         return how
-
-    def _called(self) -> dict[str, CalledSite]:
-        return {
-            entry.name: CalledSite(self.requests[entry.name], entry.where, partial(self.place_of, self, entry.name))
-            for entry in self.sites.sites
-        }
 
     def _coordinator(self) -> Coordinator:
         def planner(question: SitesQuestion) -> SitePlan:
