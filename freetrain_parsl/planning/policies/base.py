@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import (
     SPEEDUP,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
-__all__ = ["BaselinePolicy", "Policy"]
+__all__ = ["BaselinePolicy", "ObjectivePolicy", "Policy"]
 
 
 class Policy(ABC):
@@ -59,6 +60,30 @@ class Policy(ABC):
 
         `current` may contain nodes that have left the pool; these are no longer available.
         """
+
+
+class ObjectivePolicy(Policy):
+    """A policy that maximises an objective, within a time limit; `MilpPolicy` describes the parameters."""
+
+    def __init__(self, objective: ObjectiveLike, horizon: timedelta | None, time_limit: timedelta, gap: float) -> None:
+        if horizon is not None:
+            check_duration(f"policy {self.name!r}: horizon", horizon)
+        check_duration(f"policy {self.name!r}: time_limit", time_limit)
+        if not 0 <= gap < 1:
+            raise InvalidSettings(f"policy {self.name!r}: gap must lie in [0, 1), got {gap!r}")
+        self._objective = resolve_objective(objective)
+        self._horizon = None if horizon is None else horizon.total_seconds()
+        self._time_limit = time_limit.total_seconds()
+        self._gap = gap
+
+    @property
+    def objective(self) -> Objective | Contextual:
+        """What it maximises."""
+        return self._objective
+
+    def seconds_of_use(self, pool: Pool, now: float) -> float:  # noqa: ARG002 - signature of a policy
+        """Return the horizon; see `Policy.seconds_of_use`."""
+        return self._horizon or pool.horizon
 
 
 class BaselinePolicy(Policy):
