@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.extensions.checking.comparisons import StateDifference, first_difference, gradient_gap, place_text
-from freetrain_parsl.extensions.checking.losses import reason_for_gap
+from freetrain_parsl.extensions.checking.comparisons import (
+    StateDifference,
+    first_difference,
+    gradient_gap,
+    place_text,
+    reason_for_gap,
+)
 from freetrain_parsl.extensions.checking.records import CRASHED, Kind
 from freetrain_parsl.extensions.checking.report import Comparison, Finding, percent, short_place
 from freetrain_parsl.extensions.checking.variables import VariableCauses, base_of, shown_path, suspects_between

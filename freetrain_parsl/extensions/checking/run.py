@@ -14,8 +14,7 @@ import torch._dynamo  # torch's optimizers import it: once here, not in each pro
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.checking.findings import Judge
-from freetrain_parsl.extensions.checking.member import Call
-from freetrain_parsl.extensions.checking.processes import Processes
+from freetrain_parsl.extensions.checking.processes import Call, Processes
 from freetrain_parsl.extensions.checking.recorder import BATCHES
 from freetrain_parsl.extensions.checking.records import ProcessRecord, Variant
 from freetrain_parsl.extensions.checking.report import CheckReport, short_place

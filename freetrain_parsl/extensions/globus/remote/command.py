@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -65,10 +65,11 @@ def start(
         preparation = prepare(campaign, config, settings=settings, include=include, any_versions=any_versions)
         started = RemoteCampaign.of(preparation, campaign, place, RunRecords())
         if not json:
-            size = f"{preparation.archive.files} files, {len(preparation.archive.data) / 1e3:.1f} kB"
-            say(f"{started.run}: {preparation.trainings} trainings, {size}, to endpoint {place.id}")
-            if preparation.left_out:
-                say(f"left out, as their names look like secrets: {', '.join(preparation.left_out)}")
+            packed = preparation.packed
+            size = f"{packed.archive.files} files, {len(packed.archive.data) / 1e3:.1f} kB"
+            say(f"{started.run}: {len(packed.campaign.trainings)} trainings, {size}, to endpoint {place.id}")
+            if packed.left_out:
+                say(f"left out, as their names look like secrets: {', '.join(packed.left_out)}")
         _show(_answer(started.submit(preparation), json), json)
 
 
@@ -188,15 +189,10 @@ def _errors(verb: str) -> Iterator[None]:
 def _answer(future: Future[T], quiet: bool = False) -> T:
     """Wait for an answer; Ctrl-C ends the wait, not the run."""
     console = Screen(stderr=True)
-    with console.status("waiting for the site") if not quiet and console.is_terminal else _nothing():
+    with console.status("waiting for the site") if not quiet and console.is_terminal else nullcontext():
         while not wait([future], _LOOK).done:  # a wait without a timeout would not notice Ctrl-C
             pass
     return future.result()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _show(status: RunStatus, json: bool) -> None:

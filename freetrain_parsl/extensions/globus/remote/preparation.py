@@ -28,31 +28,6 @@ _LONGEST_NAME = 60
 _NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """A campaign that is ready to be sent.
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    trainings
-        Number of trainings.
-    archive
-        Its files.
-    left_out
-        Python files that stay here because their names look like secrets.
-    request
-        The call that starts it.
-    """
-
-    run: str
-    trainings: int
-    archive: Archive
-    left_out: tuple[str, ...]
-    request: Mapping[str, Any] = field(repr=False)
-
-
 class UnknownVariables(Variables):
     """Values of a site file's variables: those without one given here are looked up at the site, not here.
 
@@ -105,6 +80,15 @@ class PackedCampaign:
     def given(self) -> dict[str, str]:
         """The settings by name."""
         return _by_name(self.settings)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A campaign that is ready to be sent to a site: the name of the run, and the call that starts it."""
+
+    run: str
+    packed: PackedCampaign
+    request: Mapping[str, Any] = field(repr=False)
 
 
 def pack_campaign(campaign: Path, *, settings: Sequence[str] = (), include: Sequence[Path] = ()) -> PackedCampaign:
@@ -192,7 +176,7 @@ def prepare_packed(
         "sha256": packed.archive.sha256,
         "archive": packed.encoded,
     }
-    return Preparation(name, len(loaded.trainings), packed.archive, packed.left_out, request)
+    return Preparation(name, packed, request)
 
 
 def _site(site: str, given: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:

@@ -121,15 +121,8 @@ class RunRecords:
 
 def _read(path: Path) -> RunRecord:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return RunRecord(
-            str(document["run"]),
-            str(document["endpoint"]),
-            str(document["campaign"]),
-            float(document["created"]),
-            str(document["function"]),
-        )
-    except (ValueError, TypeError, KeyError):
+        return RunRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
         raise InvalidInput(f"{path} is damaged; remove it") from None
     except OSError as error:
         raise InvalidInput(f"{path} cannot be read: {error.strerror}") from None

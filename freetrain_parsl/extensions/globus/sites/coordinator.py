@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["Coordinator"]
 
 _FORMAT = 2
+_KEPT_OF_SITES = ("order", "wanted", "confirmed", "seen", "starts")
+_KEPT_OF_TRAININGS = ("site", "reason", "size", "samples_left", "moves", "arrives", "starting", "attempt", "ended_at")
 _FIRST_RETRY = 5.0  # seconds until a silent site is asked again; doubled each time, up to the status period
 _STOP_ATTEMPTS = 3
 _LONGEST_START = 900.0  # seconds; what takes longer waits for nodes
@@ -386,28 +388,16 @@ class Coordinator:
             "format": _FORMAT,
             "sites": {
                 site.name: {
-                    "order": site.order,
-                    "wanted": list(site.wanted),
+                    **{key: getattr(site, key) for key in _KEPT_OF_SITES},
                     "possible": sorted(site.possible),
-                    "confirmed": site.confirmed,
-                    "seen": site.seen,
                     "facts": None if site.facts is None else vars(site.facts),
-                    "starts": list(site.starts),
                 }
                 for site in self.sites.values()
             },
             "trainings": {
                 name: {
-                    "site": item.site,
-                    "reason": item.reason,
-                    "size": item.size,
-                    "samples_left": item.samples_left,
-                    "moves": item.moves,
-                    "arrives": item.arrives,
-                    "starting": item.starting,
-                    "attempt": item.attempt,
+                    **{key: getattr(item, key) for key in _KEPT_OF_TRAININGS},
                     "ended": None if item.ended is None else item.ended.state,
-                    "ended_at": item.ended_at,
                 }
                 for name, item in self.trainings.items()
             },
@@ -432,20 +422,15 @@ class Coordinator:
             raise ValueError(f"it has format {document['format']!r}, not {_FORMAT}")
         for name, item in document["sites"].items():
             site = self.sites[name]
-            site.order, site.confirmed = int(item["order"]), int(item["confirmed"])
-            site.wanted, site.possible = tuple(item["wanted"]), set(item["possible"])
-            site.seen = None if item["seen"] is None else float(item["seen"])
+            for key in _KEPT_OF_SITES:
+                setattr(site, key, item[key])
+            site.wanted, site.starts, site.possible = tuple(site.wanted), tuple(site.starts), set(item["possible"])
             site.facts = None if item["facts"] is None else SiteFacts(**item["facts"])
-            site.starts = tuple(map(float, item["starts"]))
         for name, item in document["trainings"].items():
-            training = self.trainings[name]
             if item["site"] is not None and item["site"] not in self.sites:
                 raise ValueError(f"unknown site {item['site']!r}")
-            training.site, training.reason, training.moves = item["site"], str(item["reason"]), int(item["moves"])
-            training.size, training.samples_left = float(item["size"]), item["samples_left"]
-            training.ended_at, training.arrives = str(item["ended_at"]), float(item["arrives"])
-            training.starting = None if item["starting"] is None else float(item["starting"])
-            training.attempt = int(item["attempt"])
+            for key in _KEPT_OF_TRAININGS:
+                setattr(self.trainings[name], key, item[key])
         for name, at_site in ended.items():
             self.trainings[name].ended = at_site
             if at_site.state == "cancelled":  # perhaps while there was no coordinator

@@ -101,18 +101,8 @@ class SitesRun:
     ) -> SitesRun:
         """Check all files, pack the campaign, and create the run directory, private to the user; send nothing.
 
-        Parameters
-        ----------
-        campaign, sites
-            The campaign file and the list of sites.
-        directory
-            The run directory; default: a new one in the current directory.
-        settings
-            Values of ``${NAME}`` in the files, each ``name=value``.
-        include
-            Further files that travel.
-        any_versions
-            Whether other versions of the software at the sites are accepted.
+        The parameters are those of `prepare`, with the list of sites, and the run directory; default: a new one in the
+        current directory.
 
         Raises
         ------

@@ -101,7 +101,9 @@ _LONGEST_WAIT = 3600.0  # seconds for which the service may ask
 _SECONDS = re.compile(r"\d{1,15}(\.\d+)?", re.ASCII)
 _MOST_ENTRIES = 100_000  # in a listing; the service gives no more
 _MOST_BYTES = 2**63  # copied by a task
-_LABEL = "freetrain"
+_TASK: dict[str, Any] = {"label": "freetrain"} | dict.fromkeys(
+    ("notify_on_succeeded", "notify_on_failed", "notify_on_inactive"), False
+)
 
 _REMEDIES = {
     "EndpointNotFound": "there is no such collection; correct its UUID in the site file",
@@ -255,14 +257,11 @@ class Collections:
         data = self._sdk.TransferData(
             source,
             destination,
-            label=_LABEL,
             submission_id=submission,
             verify_checksum=True,
             encrypt_data=True,
             fail_on_quota_errors=True,
-            notify_on_succeeded=False,
-            notify_on_failed=False,
-            notify_on_inactive=False,
+            **_TASK,
         )
         for item in items:
             data.add_item(item.source, item.destination, recursive=item.recursive)
@@ -273,13 +272,10 @@ class Collections:
         """Submit a task that removes directories with all they contain; return the id of the task."""
         data = self._sdk.DeleteData(
             collection,
-            label=_LABEL,
             submission_id=submission,
             recursive=True,
             ignore_missing=True,
-            notify_on_succeeded=False,
-            notify_on_failed=False,
-            notify_on_inactive=False,
+            **_TASK,
         )
         for path in paths:
             data.add_item(path)

@@ -189,24 +189,7 @@ _ATTEMPTS = 2  # copies of a checkpoint from home that must be damaged before an
 class HomeSearch:
     """The part of the mover that takes claimed trainings from the search to their start; called by its thread.
 
-    Parameters
-    ----------
-    home, collections
-        Where to search, and the requests.
-    exchange
-        The checkpoints of this site.
-    ownership, carrier, seen, carried
-        Of the mover; `carried` by directory name.
-    lock
-        Guards them.
-    clock
-        Seconds, never stepped.
-    longest
-        Seconds between requests to home at most, after failures.
-    spare
-        Called after each request, to keep requests apart.
-    arrivals
-        Checkpoints that were copied here and are not verified yet.
+    What it works on is the mover's; `lock` guards it, and `spare` keeps requests apart.
     """
 
     home: CollectionPath
@@ -221,6 +204,7 @@ class HomeSearch:
     longest: float
     spare: Callable[[], None]
     arrivals: list[Parcel] = field(default_factory=list)
+    """Checkpoints that were copied here and are not verified yet."""
 
     def search(self) -> None:
         """Go on with the search that has waited longest; one in a pass, so that renewals come between."""

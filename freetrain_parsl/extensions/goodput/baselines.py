@@ -1,4 +1,4 @@
-"""Optimus (EuroSys 2018): one node after another to the trainer whose remaining time falls most."""
+"""Published policies to compare with: Optimus (EuroSys 2018) and Tiresias (NSDI 2019)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Allocation, Pool, Trainer
 
-__all__ = ["OptimusPolicy"]
+__all__ = ["OptimusPolicy", "TiresiasPolicy"]
 
 
 class OptimusPolicy(BaselinePolicy):
@@ -64,3 +64,31 @@ def _gain(trainer: Trainer, nodes: int) -> float:
         return 0.0
     work = trainer.work_left if math.isfinite(trainer.work_left) else 1.0
     return work / now - work / more if now > 0 else math.inf
+
+
+_DEMOTED_AT = 16 * 3600.0  # node-seconds, as in Pollux' evaluation
+
+
+class TiresiasPolicy(BaselinePolicy):
+    """Two queues by attained service: trainers that have had 16 node-hours come after those that have not.
+
+    Within a queue, first come, first served. A trainer gets all that it can use, or waits while smaller ones fill the
+    gap; one of the second queue is preempted for one of the first. It needs to know neither work nor scaling.
+    """
+
+    name = "tiresias"
+    needs_hosts = True
+
+    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege
+        """Decide the counts; see `BaselinePolicy.counts`."""
+        counts, left = {}, len(pool)
+        for trainer in sorted(ranked, key=lambda t: t.service >= _DEMOTED_AT):  # stable: keeps the order of submission
+            count = min(trainer.max_nodes, left)
+            if count >= trainer.min_nodes:
+                counts[trainer.name] = count
+                left -= count
+        return counts
+
+    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
+        """Choose the nodes, in the order of the queues; see `BaselinePolicy.place`."""
+        return place_emptiest_first(counts, pool, current)

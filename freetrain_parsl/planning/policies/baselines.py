@@ -1,9 +1,10 @@
-"""The published baseline: equal shares, regardless of scaling and rescale costs."""
+"""Rules to compare with: equal shares, and first come, first served."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.planning.placement import place_emptiest_first
 from freetrain_parsl.planning.policies.base import BaselinePolicy
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Allocation, Pool, Trainer
 
-__all__ = ["EqualSharePolicy"]
+__all__ = ["EqualSharePolicy", "FirstComeFirstServedPolicy"]
 
 
 class EqualSharePolicy(BaselinePolicy):
@@ -36,3 +37,24 @@ class EqualSharePolicy(BaselinePolicy):
                 counts[trainer.name] += extra
                 left -= extra
         return counts
+
+
+class FirstComeFirstServedPolicy(BaselinePolicy):
+    """Each trainer gets all that it can use, in order of submission; nobody overtakes one that has to wait."""
+
+    name = "fcfs"
+
+    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the order of submission decides
+        """Decide the counts; see `BaselinePolicy.counts`."""
+        counts, left = {}, len(pool)
+        for trainer in ranked:
+            count = min(trainer.max_nodes, left)
+            if count < trainer.min_nodes:
+                break
+            counts[trainer.name] = count
+            left -= count
+        return counts
+
+    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
+        """Choose the nodes, in order of submission; see `BaselinePolicy.place`."""
+        return place_emptiest_first(counts, pool, current)
