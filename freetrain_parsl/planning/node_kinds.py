@@ -96,15 +96,7 @@ def allocate_over_kinds(
 
 @dataclass
 class _Choices:
-    """The kinds and counts of all trainers, with their values.
-
-    Parameters
-    ----------
-    policy, pools, current, now
-        As for `allocate_over_kinds`; the pools by kind.
-    ranked
-        The trainers, first come first.
-    """
+    """The kinds and counts of all trainers, first come first, with their values; see `allocate_over_kinds`."""
 
     policy: Policy
     pools: Mapping[str, Pool]

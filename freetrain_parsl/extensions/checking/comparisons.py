@@ -76,16 +76,7 @@ def first_difference(
 ) -> StateDifference | None:
     """Return the first part of the session's state that differs, at places that both have come to.
 
-    Parameters
-    ----------
-    one, other
-        The processes.
-    tolerance
-        Relative; 0: bits.
-    without
-        Kinds of parts that may differ.
-    kinds
-        Kinds that are compared.
+    Only `kinds` of parts are compared, except those in `without`; a tolerance is relative, and 0 compares bits.
     """
     for place in sorted(one.states.keys() & other.states.keys()):
         ours, theirs = one.states[place], other.states[place]

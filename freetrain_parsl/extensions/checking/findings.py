@@ -41,16 +41,8 @@ _BY_SHARE = (Kind.STATISTICS, Kind.OWN)  # differ between processes by design
 class Judge:
     """Compares records and writes what it finds into a report.
 
-    Parameters
-    ----------
-    report
-        Of the check.
-    plain
-        What one process recorded that was neither stopped nor joined.
-    file
-        Of the training function.
-    at
-        Steps after which processes are stopped, join or fail.
+    `plain` is what one process recorded that was neither stopped nor joined, `file` that of the training function, and
+    `at` the steps after which processes are stopped, join or fail.
     """
 
     def __init__(self, report: CheckReport, plain: ProcessRecord, file: str, at: int) -> None:

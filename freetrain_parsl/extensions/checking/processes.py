@@ -63,14 +63,7 @@ class Call:
 def run_variant(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
     """Run the function in this process, which ends with it: settings of torch are not restored.
 
-    Parameters
-    ----------
-    call
-        The function.
-    variant
-        How this process runs.
-    directory
-        Of the processes of this group: for checkpoints, and where they meet.
+    The directory is that of the processes of this group: for checkpoints, and where they meet.
     """
     began = time.monotonic()
     torch.set_num_threads(1)
@@ -197,14 +190,7 @@ class Processes:
     def run(self, variants: Sequence[Variant], limit: float, directory: Path | None = None) -> list[ProcessRecord]:
         """Run processes together, each at most `limit` seconds; return what they have recorded.
 
-        Parameters
-        ----------
-        variants
-            One for each process.
-        limit
-            Seconds.
-        directory
-            Of the group; ``None``: a new one.
+        The directory is that of the group; ``None``: a new one.
         """
         directory = directory or self.directory()
         outputs = [Path(tempfile.mkdtemp(dir=self._scratch)) for _ in variants]

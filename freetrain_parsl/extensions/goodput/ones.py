@@ -76,16 +76,9 @@ class PlacedValues:
         return self._tables[key]
 
     def value(self, number: int, placement: tuple[int, ...], *, moved: bool) -> float:
-        """Return the value of a trainer.
+        """Return the value of a trainer with so many nodes on each host, largest first.
 
-        Parameters
-        ----------
-        number
-            Index of the trainer in the moment.
-        placement
-            Its nodes on each host, largest first.
-        moved
-            Whether it has other nodes than now, but as many.
+        `moved`: it has other nodes than now, but as many.
         """
         nodes = sum(placement)
         trainer = self._moment.trainers[number]

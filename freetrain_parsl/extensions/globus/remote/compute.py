@@ -68,13 +68,7 @@ class RequestBudget:
         self.taken = 0
 
     def take(self, now: float) -> float:
-        """Return the seconds to wait before the next request, which is then counted.
-
-        Parameters
-        ----------
-        now
-            Monotonic time, seconds; never decreases.
-        """
+        """Return the seconds to wait, from a monotonic time, before the next request, which is then counted."""
         while self._times and self._times[0] <= now - _MINUTE:
             self._times.popleft()
         start = now if len(self._times) < self._most else self._times[-self._most] + _MINUTE
@@ -97,19 +91,10 @@ def poll_delays(first: float = 0.5, growth: float = 1.25, longest: float = 15.0)
 def call_within(seconds: float, call: Callable[[], T], give_up: Callable[[], None] = lambda: None) -> T:
     """Call in a thread that does not keep the process alive, and return what the call returns or raises.
 
-    Parameters
-    ----------
-    seconds
-        Limit.
-    call
-        What to call.
-    give_up
-        Called if the limit is reached.
-
     Raises
     ------
     RemoteError
-        The call has not returned in time. Its thread may go on; what it returns is dropped.
+        The call has not returned in time, and `give_up` was called. Its thread may go on; what it returns is dropped.
     """
     outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 

@@ -66,14 +66,7 @@ def failed_before(root: Path, run_dir: Path, attempts: Mapping[str, int]) -> lis
 def take_retries(root: Path, run_dir: Path | None, attempts: Mapping[str, int]) -> None:
     """Set trainings that have failed to waiting, and note the attempts; no driver may run.
 
-    Parameters
-    ----------
-    root
-        Directory of the run.
-    run_dir
-        Its run directory; ``None`` if it has not been created.
-    attempts
-        Training -> number of the retry.
+    The run directory is ``None`` if it has not been created.
     """
     if run_dir is not None:
         for name in failed_before(root, run_dir, attempts):

@@ -404,14 +404,7 @@ class Coordinator:
         }
 
     def restore(self, document: Mapping[str, Any], ended: Mapping[str, TrainingAtSite]) -> None:
-        """Take over the state of an earlier coordinator.
-
-        Parameters
-        ----------
-        document
-            What `as_json` returned.
-        ended
-            Trainings that have ended, with their results.
+        """Take over what `as_json` of an earlier coordinator returned, and the trainings that have ended, with results.
 
         Raises
         ------

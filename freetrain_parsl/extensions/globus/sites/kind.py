@@ -29,15 +29,7 @@ COORDINATOR = "coordinator.json"
 
 @dataclass(frozen=True)
 class CoordinatorFile:
-    """The content of the file.
-
-    Parameters
-    ----------
-    document
-        As of `Coordinator.as_json`.
-    lines
-        The sites, one line each.
-    """
+    """The content of the file: what `Coordinator.as_json` returned, and the sites, one line each."""
 
     document: dict[str, Any]
     lines: Sequence[str]

@@ -60,13 +60,7 @@ class SitePlace(Protocol):
 
 
 class LocalPlace:
-    """A site on this machine: each call is a short process of its own, as at an endpoint.
-
-    Parameters
-    ----------
-    directory
-        Where its runs are.
-    """
+    """A site on this machine, with runs in a directory: each call is a short process of its own, as at an endpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -146,20 +140,9 @@ class _Caller:
 
 @dataclass
 class SitesLoop:
-    """One process's loop.
+    """One process's loop over a run at several sites.
 
-    Parameters
-    ----------
-    run
-        The campaign and its sites.
-    coordinator
-        Decides what each site is asked.
-    driver
-        Number of this process in the store.
-    caught
-        Signals, as they arrive.
-    report, show
-        See `SitesRun.drive`.
+    `driver` is the number of this process in the store, and `caught` has signals, as they arrive; see `SitesRun.drive`.
     """
 
     run: SitesRun

@@ -42,12 +42,7 @@ _MOST_ORDERS = 2**53
 class SiteFacts:
     """What does not change at a site.
 
-    Parameters
-    ----------
-    home
-        Where checkpoints of all sites meet.
-    lease
-        Seconds after which its trainings go on elsewhere, if it is silent.
+    Where checkpoints of all sites meet, and the seconds after which its trainings go on elsewhere, if it is silent.
     """
 
     home: str
@@ -247,15 +242,7 @@ class SiteCall:
 
 @dataclass(frozen=True)
 class CallPace:
-    """How often sites are asked.
-
-    Parameters
-    ----------
-    look
-        Seconds between decisions.
-    status
-        Seconds between questions for the progress.
-    """
+    """How often sites are asked: seconds between decisions, and between questions for the progress."""
 
     look: float
     status: float

@@ -115,23 +115,10 @@ class SeenCheckpoints:
     def candidates(
         self, item: CarriedTraining, later: list[Parcel], best: tuple[int, int, int] | None, now: float
     ) -> list[Parcel] | None:
-        """Return the checkpoints to fetch after a search, oldest first.
+        """Return the checkpoints to fetch after a search, oldest first, possibly none; ``None``: search again later.
 
-        Parameters
-        ----------
-        item
-            The training. It is searched for again later if that is necessary, with the reason.
-        later
-            Those that home lists and that are later than those here, oldest first.
-        best
-            Order of the newest one here; ``None`` if there is none.
-        now
-            Seconds.
-
-        Returns
-        -------
-        candidates
-            Possibly none, so that those here are the newest; ``None``: search again.
+        `later` are those that home lists and that are later than those here, oldest first; `best` is the order of the
+        newest one here, if there is any. The item gets the reason to search again.
         """
         known = self.newest.get(item.name)
         last = later[-1].order if later else best

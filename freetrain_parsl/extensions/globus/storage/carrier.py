@@ -196,14 +196,9 @@ class Carrier:
         self._partial[training] = set(partial)
 
     def wants(self, training: str, name: str, lineage: int) -> bool:
-        """Return whether a checkpoint is neither at home nor on its way.
+        """Return whether the newest checkpoint of a training is neither at home nor on its way.
 
-        Parameters
-        ----------
-        training, name
-            The newest checkpoint of a training.
-        lineage
-            Checkpoints of this and later generations at home are of the same course of training.
+        Checkpoints of the generation `lineage` and of later ones at home are of the same course of training.
         """
         known = self._home.get(training, set()) | self.leaving()
         return not any(
@@ -228,17 +223,7 @@ class Carrier:
         return [parcel for parcel, sent in self._sent.items() if now >= sent.look_at]
 
     def shown(self, parcel: Parcel, fault: str, now: float) -> None:
-        """Note whether home lists a checkpoint that was sent.
-
-        Parameters
-        ----------
-        parcel
-            The checkpoint.
-        fault
-            What home lists otherwise; empty: it lists what was sent.
-        now
-            Seconds.
-        """
+        """Note whether home lists a checkpoint that was sent; `fault` is what it lists otherwise, empty if nothing."""
         if (sent := self._sent.get(parcel)) is None:
             return
         if fault and now - sent.since < self.patience:  # a listing may be older than the task

@@ -149,13 +149,7 @@ class TaskState:
 
 
 class Collections:
-    """Collections as this user sees them. Used by one thread.
-
-    Parameters
-    ----------
-    app
-        Logged in (`freetrain_parsl.extensions.globus.storage.login`).
-    """
+    """Collections as this user, who is logged in, sees them. Used by one thread."""
 
     def __init__(self, app: globus_sdk.GlobusApp) -> None:
         import globus_sdk

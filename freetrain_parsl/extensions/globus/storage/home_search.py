@@ -52,13 +52,7 @@ def newest_claims(collections: Collections, home: CollectionPath) -> Mapping[str
 
 @dataclass
 class HomeCheckpoints:
-    """Checkpoints of a training that home lists.
-
-    Parameters
-    ----------
-    whole, partial
-        Those with a manifest, and those without.
-    """
+    """Checkpoints of a training that home lists: those with a manifest, and those without."""
 
     whole: set[Parcel] = field(default_factory=set)
     partial: set[Parcel] = field(default_factory=set)
@@ -80,25 +74,11 @@ def list_home(collections: Collections, home: CollectionPath, training: str) -> 
 def search_home(
     collections: Collections, home: CollectionPath, training: str, generation: int, found: HomeCheckpoints
 ) -> Iterator[None]:
-    """Look for the newest checkpoints of a training at home, one request at a time.
+    """Look for the newest checkpoints of a training at home, one request at a time, and add them to `found`.
 
-    Parameters
-    ----------
-    collections
-        Requests.
-    home
-        The place.
-    training
-        Its directory name.
-    generation
-        The owned one: a few later ones are looked at, and earlier ones until enough whole checkpoints are found.
-    found
-        Filled.
-
-    Yields
-    ------
-    None
-        After each request. A hostile home can list any number of entries, so the caller does other things in between.
+    A few generations later than the owned one, `generation`, are looked at, and earlier ones until enough whole
+    checkpoints are found. A hostile home can list any number of entries, so the caller does other things between two
+    requests: this yields after each.
 
     Raises
     ------
@@ -142,18 +122,7 @@ def _search(
 
 
 def difference_at_home(collections: Collections, home: CollectionPath, parcel: Parcel, sizes: Mapping[str, int]) -> str:
-    """Compare a checkpoint that was sent with what home lists.
-
-    Parameters
-    ----------
-    collections
-        Requests.
-    home
-        The place.
-    parcel
-        The checkpoint.
-    sizes
-        File, below its directory -> bytes.
+    """Compare a checkpoint that was sent, with these bytes in each file, with what home lists.
 
     Returns
     -------

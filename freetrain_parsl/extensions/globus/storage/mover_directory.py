@@ -51,13 +51,7 @@ _NUMBER = re.compile(r"[0-9]{1,10}")
 
 
 class MoverDirectory:
-    """The mover's directory of one checkpoint directory.
-
-    Parameters
-    ----------
-    root
-        The checkpoint directory.
-    """
+    """The mover's directory of one checkpoint directory."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -241,16 +235,9 @@ def _link(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """What a copy, or a removal at home, is as a task of Globus Transfer.
+    """A copy from one collection to another as a task of Globus Transfer, or a removal of paths at home.
 
-    Parameters
-    ----------
-    source, target
-        Collections; both are home's for a removal.
-    items
-        What is copied.
-    paths
-        What is removed.
+    Both collections are home's for a removal.
     """
 
     source: str

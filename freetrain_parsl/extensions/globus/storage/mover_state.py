@@ -28,17 +28,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class MeasuredCopy:
-    """A copy that has succeeded.
-
-    Parameters
-    ----------
-    from_home
-        Whether it came from home; otherwise it went there.
-    size
-        Bytes.
-    seconds
-        From its submission until its end was noticed.
-    """
+    """A copy from home, or to it, that has succeeded: its bytes, and the seconds until its end was noticed."""
 
     from_home: bool
     size: int

@@ -151,14 +151,7 @@ class OwnersMemory:
     def take_in(self, listing: OwnersListing, now: float, trainings: Collection[str], driver: str) -> OwnersListing:
         """Return what is known after a listing that has arrived now.
 
-        Parameters
-        ----------
-        listing
-            What it shows.
-        now
-            Seconds.
-        trainings, driver
-            What matters to this driver, and its own identity; nothing else is remembered.
+        Only `trainings`, and the drivers that have claimed them, matter to this `driver`; nothing else is remembered.
         """
         for training, claim in listing.claims.items():
             if training in trainings:

@@ -405,16 +405,8 @@ class Ownership:
     ) -> None:
         """Confirm a claim, or find out that it was lost; a listing may be older than the claim.
 
-        Parameters
-        ----------
-        name, item
-            The training.
-        shown
-            The newest claim in this listing, which may leave something out.
-        known
-            The newest one of the listings of the last lease.
-        asked, now
-            When the listing was requested, and has arrived.
+        `shown` is the newest claim in this listing, requested at `asked`, which may leave something out; `known` is the
+        newest one of the listings of the last lease.
         """
         newest = 0 if known is None else known.generation
         others = set() if known is None else known.drivers - {self._driver}

@@ -22,7 +22,7 @@ import highspy
 import numpy as np
 
 from freetrain_parsl.planning.solvers.counts import Piece, alike, fill, pieces_of
-from freetrain_parsl.planning.solvers.highs import Counts, Programme, Table, make_solver
+from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, Table, make_solver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,25 +40,10 @@ _OPTIONS: Mapping[str, bool | float] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class SiteAssignment:
-    """Sites, counts and their quality.
-
-    Parameters
-    ----------
-    sites
-        Site of each training, or `NOWHERE`, shape (J,).
-    counts
-        Nodes of each training there, shape (J,).
-    objective
-        Their total value.
-    bound
-        Upper bound on the total value of any assignment.
-    """
+class SiteAssignment(Solution):
+    """Counts and their quality, and the site of each training, or `NOWHERE`, shape (J,)."""
 
     sites: Counts
-    counts: Counts
-    objective: float
-    bound: float
 
 
 def assign_sites(
@@ -94,7 +79,7 @@ def assign_sites(
     ceilings = [max((-float(piece.losses.min()) for _, piece in of_group), default=0.0) for of_group in pieces]
     ceiling = sum(len(members) * most for members, most in zip(groups, ceilings, strict=True))
     if ceiling <= 0:
-        return SiteAssignment(*best, worth, max(worth, 0.0))
+        return SiteAssignment(best[1], worth, max(worth, 0.0), best[0])
     unit = max(ceilings) / _LARGEST
     solver = make_solver({**_OPTIONS, "time_limit": time_limit})
     model, start = _build(groups, pieces, capacity, incumbent, 1 / unit)
@@ -105,7 +90,7 @@ def assign_sites(
         found = _polish(np.asarray(solver.getSolution().col_value), len(values), groups, pieces, capacity)
         if found is not None and (total := _worth(values, *found)) > worth:
             best, worth = found, total
-    return SiteAssignment(*best, worth, max(bound, worth))
+    return SiteAssignment(best[1], worth, max(bound, worth), best[0])
 
 
 def _worth(values: Sequence[Sequence[Table]], sites: Counts, counts: Counts) -> float:
