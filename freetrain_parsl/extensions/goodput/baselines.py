@@ -6,7 +6,6 @@ import heapq
 import math
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.placement import place_emptiest_first
 from freetrain_parsl.planning.policies.base import BaselinePolicy
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ class OptimusPolicy(BaselinePolicy):
 
     name = "optimus"
     needs_hosts = True
+    emptiest_first = True
 
     def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
         """Decide the counts, smallest first; see `BaselinePolicy.counts`."""
@@ -49,10 +49,6 @@ class OptimusPolicy(BaselinePolicy):
             left -= 1
             heapq.heappush(gains, (-_gain(trainer, counts[trainer.name]), number))
         return dict(sorted(counts.items(), key=lambda item: item[1]))
-
-    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
-        """Choose the nodes, smallest trainer first; see `BaselinePolicy.place`."""
-        return place_emptiest_first(counts, pool, current)
 
 
 def _gain(trainer: Trainer, nodes: int) -> float:
@@ -78,6 +74,7 @@ class TiresiasPolicy(BaselinePolicy):
 
     name = "tiresias"
     needs_hosts = True
+    emptiest_first = True
 
     def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege
         """Decide the counts; see `BaselinePolicy.counts`."""
@@ -88,7 +85,3 @@ class TiresiasPolicy(BaselinePolicy):
                 counts[trainer.name] = count
                 left -= count
         return counts
-
-    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
-        """Choose the nodes, in the order of the queues; see `BaselinePolicy.place`."""
-        return place_emptiest_first(counts, pool, current)

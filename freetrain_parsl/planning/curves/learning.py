@@ -195,16 +195,8 @@ def learned_on_kinds(
 ) -> Trainer:
     """Return a trainer with its curves on all kinds, as far as known; see `learning.as_learned`.
 
-    Parameters
-    ----------
-    trainer
-        As specified by its user.
-    profiles
-        Kind -> its measurements there; at least one.
-    speeds
-        See `relative_speeds`.
-    rate_per_node
-        As for `learning.as_learned`, on the fastest kind.
+    From its measurements on each kind, at least one, and `relative_speeds`; the assumed rate is that on the fastest
+    kind.
     """
     known = {
         kind: as_learned(trainer, one, rate_per_node)

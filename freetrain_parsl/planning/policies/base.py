@@ -18,7 +18,7 @@ from freetrain_parsl.planning.objectives.base import (
     resolve_objective,
     value_table,
 )
-from freetrain_parsl.planning.placement import current_counts, place
+from freetrain_parsl.planning.placement import current_counts, place, place_emptiest_first
 from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
@@ -98,6 +98,9 @@ class BaselinePolicy(Policy):
         The value model, as in `MilpPolicy`; they do not affect the allocation.
     """
 
+    emptiest_first: ClassVar[bool] = False
+    """Whether trainers take the hosts with the most free nodes; see `place_emptiest_first`."""
+
     def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta | None = None) -> None:
         if horizon is not None:
             check_duration(f"policy {self.name!r}: horizon", horizon)
@@ -118,7 +121,7 @@ class BaselinePolicy(Policy):
 
     def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
         """Choose the nodes, in the order of `counts` where the order matters."""
-        return place(counts, pool, current)
+        return (place_emptiest_first if self.emptiest_first else place)(counts, pool, current)
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.placement import place_emptiest_first
 from freetrain_parsl.planning.policies.base import BaselinePolicy
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ class FirstComeFirstServedPolicy(BaselinePolicy):
     """Each trainer gets all that it can use, in order of submission; nobody overtakes one that has to wait."""
 
     name = "fcfs"
+    emptiest_first = True
 
     def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the order of submission decides
         """Decide the counts; see `BaselinePolicy.counts`."""
@@ -54,7 +54,3 @@ class FirstComeFirstServedPolicy(BaselinePolicy):
             counts[trainer.name] = count
             left -= count
         return counts
-
-    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
-        """Choose the nodes, in order of submission; see `BaselinePolicy.place`."""
-        return place_emptiest_first(counts, pool, current)

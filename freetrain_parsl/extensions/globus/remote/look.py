@@ -32,12 +32,7 @@ _LONGEST = 500  # characters of an error
 
 
 def site_facts(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the site of a request: its home and its lease.
-
-    Parameters
-    ----------
-    stored
-        ``config`` and ``settings``, as for ``freetrain run``.
+    """Describe the site of a request (``config`` and ``settings``, as for ``freetrain run``): its home and its lease.
 
     Raises
     ------

@@ -122,23 +122,11 @@ def prepare(
     any_versions: bool = False,
     run: str | None = None,
 ) -> Preparation:
-    """Check a campaign and a site file, and pack the campaign.
+    """Check a campaign and a site file, and pack the campaign; the parameters are those of `RemoteCampaign.start`.
 
-    Parameters
-    ----------
-    campaign
-        The campaign file.
-    site
-        A site file, or the name of a shipped one.
-    settings
-        Values of ``${NAME}`` in the files, each ``name=value``. The campaign's variables all need one here; those of
-        the site file that have none are looked up in the environment of the endpoint.
-    include
-        Further files that travel.
-    any_versions
-        Whether other versions of Python, freetrain-parsl and torch at the site are accepted.
-    run
-        Name of the run; default: the campaign's with a random end.
+    The campaign's variables all need a value in `settings`, each ``name=value``; those of the site file that have none
+    are looked up in the environment of the endpoint. The name of the run is the campaign's with a random end by
+    default.
 
     Raises
     ------

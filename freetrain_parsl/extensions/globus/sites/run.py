@@ -101,8 +101,8 @@ class SitesRun:
     ) -> SitesRun:
         """Check all files, pack the campaign, and create the run directory, private to the user; send nothing.
 
-        The parameters are those of `prepare`, with the list of sites, and the run directory; default: a new one in the
-        current directory.
+        The parameters are those of `RemoteCampaign.start`, with the list of sites, and the run directory; default: a
+        new one in the current directory.
 
         Raises
         ------

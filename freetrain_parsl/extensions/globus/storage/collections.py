@@ -149,7 +149,11 @@ class TaskState:
 
 
 class Collections:
-    """Collections as this user, who is logged in, sees them. Used by one thread."""
+    """Collections as this user, who is logged in, sees them. Used by one thread.
+
+    Requests raise `CollectionUnavailable` if they cannot be carried out now, and `GlobusRefused` if not at all. One
+    that changes something may have been carried out if it is unavailable, or may still be.
+    """
 
     def __init__(self, app: globus_sdk.GlobusApp) -> None:
         import globus_sdk
@@ -166,33 +170,14 @@ class Collections:
         )
 
     def names(self, collection: str, path: str, *, directories: bool = False) -> list[str] | None:
-        """List a directory; ``None`` if it does not exist.
-
-        Parameters
-        ----------
-        collection, path
-            The directory.
-        directories
-            List only the directories in it; ``None``, too, if it is a file.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It cannot be listed now, or at all.
-        """
+        """List a directory, or only the directories in it; ``None`` if it does not exist, or then is a file."""
         entries = self._entries(collection, path, {"NotDirectory": None} if directories else {})
         if entries is None:
             return None
         return [name for name, kind, _ in entries if kind != "file" or not directories]
 
     def sizes(self, collection: str, path: str) -> dict[str, int | None] | None:
-        """List the sizes of the files in a directory, ``None`` if one is not given; ``None`` if it does not exist.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It cannot be listed now, or at all.
-        """
+        """List the sizes of the files in a directory, ``None`` if one is not given; ``None`` if it does not exist."""
         entries = self._entries(collection, path, {"NotDirectory": None})
         return None if entries is None else {name: size for name, kind, size in entries if kind != "dir"}
 
@@ -211,13 +196,7 @@ class Collections:
         return entries
 
     def make_directory(self, collection: str, path: str) -> bool:
-        """Create a directory; return false if it exists.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It could not be created. If unavailable, it may have been, or may still be.
-        """
+        """Create a directory; return false if it exists."""
         return bool(
             self._call(
                 lambda: self._client.operation_mkdir(collection, path)["code"] is not None,
@@ -227,13 +206,7 @@ class Collections:
         )
 
     def rename(self, collection: str, path: str, to: str) -> bool:
-        """Rename an entry; return false if it does not exist, or `to` does.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It could not be renamed. If unavailable, it may have been, or may still be.
-        """
+        """Rename an entry; return false if it does not exist, or `to` does."""
         return bool(
             self._call(
                 lambda: self._client.operation_rename(collection, path, to)["code"] is not None,
