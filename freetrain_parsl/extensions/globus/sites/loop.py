@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalPlace", "SitePlace", "SitesLoop"]
 
+_PERIOD = 0.25  # seconds between polls of answers and signals
+_CALL_TIMEOUT = 120.0  # seconds
+_STOP_WAIT = 45.0  # seconds for which a site waits for its driver to end
 _ANSWER = (
     "import json, sys\n"
     "from freetrain_parsl.extensions.globus.remote.verbs import answer\n"
@@ -96,48 +99,6 @@ class LocalPlace:
         return checked_answer(document)
 
 
-_PERIOD = 0.25  # seconds between polls of answers and signals
-_CALL_TIMEOUT = 120.0  # seconds
-_STOP_WAIT = 45.0  # seconds for which a site waits for its driver to end
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What became of a call."""
-
-    call: SiteCall
-    answer: Mapping[str, Any] | None
-    error: FreeTrainError | None
-
-
-class _Caller:
-    """Makes the calls to one site, one after the other, in a thread that does not keep the process alive."""
-
-    def __init__(self, name: str, place: SitePlace, outcomes: SimpleQueue[tuple[_Caller, _Outcome]]) -> None:
-        self.busy: SiteCall | None = None
-        self.since = 0.0
-        self._place = place
-        self._outcomes = outcomes
-        self._calls: SimpleQueue[tuple[SiteCall, Mapping[str, Any]]] = SimpleQueue()
-        threading.Thread(target=self._run, name=f"freetrain-site-{name}", daemon=True).start()
-
-    def submit(self, call: SiteCall, request: Mapping[str, Any]) -> None:
-        self.busy, self.since = call, time.monotonic()
-        self._calls.put((call, request))
-
-    def _run(self) -> None:
-        while True:
-            call, request = self._calls.get()
-            try:
-                outcome = _Outcome(call, self._place.call(request, _CALL_TIMEOUT), None)
-            except FreeTrainError as error:
-                outcome = _Outcome(call, None, error)
-            # The SDK's errors of tokens and sockets are many; none of them may end the campaign.
-            except Exception as error:  # noqa: BLE001 - see above
-                outcome = _Outcome(call, None, RemoteError(f"{type(error).__name__}: {error}"))
-            self._outcomes.put((self, outcome))
-
-
 @dataclass
 class SitesLoop:
     """One process's loop over a run at several sites.
@@ -153,15 +114,13 @@ class SitesLoop:
     show: Show
 
     def __post_init__(self) -> None:
-        self._outcomes: SimpleQueue[tuple[_Caller, _Outcome]] = SimpleQueue()
-        self._callers = {name: self._caller(name) for name in self.coordinator.sites}
+        self._outcomes: SimpleQueue[tuple[SiteCall, Mapping[str, Any] | FreeTrainError]] = SimpleQueue()
+        self._places = {name: self.run.place_of(self.run, name) for name in self.coordinator.sites}
+        self._busy: dict[str, tuple[SiteCall, float]] = {}  # site -> the call that it answers, and since when
         self._calls: list[SiteCall] = []  # to be made once the state is stored
         self._unwritable = False
         self._saved: tuple[dict[str, Any], list[tuple[str, bool]]] = ({}, [])
         self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
-
-    def _caller(self, name: str) -> _Caller:
-        return _Caller(name, self.run.place_of(self.run, name), self._outcomes)
 
     def drive(self, *, stop: bool) -> str:
         """Coordinate until all has ended; see `SitesRun.drive`."""
@@ -177,7 +136,7 @@ class SitesLoop:
             with self._writing():
                 self._save()
                 for call in self._calls:
-                    self._callers[call.site].submit(call, self._request(call))
+                    self._submit(call)
                 self._calls.clear()
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + BEAT
@@ -245,30 +204,47 @@ class SitesLoop:
             "retry": self.coordinator.attempts,
         }
 
+    def _submit(self, call: SiteCall) -> None:
+        """Make a call in a thread that does not keep the process alive."""
+        place, request = self._places[call.site], self._request(call)
+
+        def carry_out() -> None:
+            try:
+                self._outcomes.put((call, place.call(request, _CALL_TIMEOUT)))
+            except FreeTrainError as error:
+                self._outcomes.put((call, error))
+            # The SDK's errors of tokens and sockets are many; none of them may end the campaign.
+            except Exception as error:  # noqa: BLE001 - see above
+                self._outcomes.put((call, RemoteError(f"{type(error).__name__}: {error}")))
+
+        self._busy[call.site] = call, time.monotonic()
+        threading.Thread(target=carry_out, name=f"freetrain-site-{call.site}", daemon=True).start()
+
     def _take_outcomes(self) -> None:
         while True:
             try:
-                caller, outcome = self._outcomes.get_nowait()
+                call, outcome = self._outcomes.get_nowait()
             except Empty:
                 break
-            if self._callers[outcome.call.site] is caller:  # otherwise it was given up
-                caller.busy = None
-                self._take(outcome)
-        for name, caller in self._callers.items():
-            if caller.busy is not None and time.monotonic() - caller.since > HUNG:
-                self._callers[name] = self._caller(name)
+            if call.site in self._busy and self._busy[call.site][0] is call:  # otherwise it was given up
+                del self._busy[call.site]
+                self._take(call, outcome)
+        for name, (_, since) in list(self._busy.items()):
+            if time.monotonic() - since > HUNG:
+                del self._busy[name]
+                self._places[name] = self.run.place_of(self.run, name)
                 self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.run.clock())
 
-    def _take(self, outcome: _Outcome) -> None:
-        call, coordinator, now = outcome.call, self.coordinator, self.run.clock()
+    def _take(self, call: SiteCall, outcome: Mapping[str, Any] | FreeTrainError) -> None:
+        coordinator, now = self.coordinator, self.run.clock()
         try:
-            if outcome.answer is None:
-                raise outcome.error or RemoteError("no answer")
+            if isinstance(outcome, FreeTrainError):
+                raise outcome
             match call.ask:
                 case Ask.PREPARE:
-                    coordinator.on_prepared(call.site, SiteFacts.parse(outcome.answer), now)
+                    coordinator.on_prepared(call.site, SiteFacts.parse(outcome), now)
                 case Ask.STOP:
-                    status = parse_status(outcome.answer)
+                    status = parse_status(outcome)
                     if status.state == "died":
                         self.report(
                             f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
@@ -277,7 +253,7 @@ class SitesLoop:
                         self.run.unstopped[call.site] = "its driver had died, and its jobs may be left"
                     coordinator.on_stopped(call.site, over=status.over, now=now)
                 case _:
-                    coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome.answer)), now)
+                    coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome)), now)
         except UsageError as error:
             if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
                 raise type(error)(f"{self.run.entry(call.site).where}: site {call.site}: {error}") from None
