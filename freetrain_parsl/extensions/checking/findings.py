@@ -9,7 +9,6 @@ from freetrain_parsl.extensions.checking.comparisons import (
     first_difference,
     gradient_gap,
     place_text,
-    reason_for_gap,
 )
 from freetrain_parsl.extensions.checking.records import CRASHED, Kind
 from freetrain_parsl.extensions.checking.report import Comparison, Finding, percent, short_place
@@ -131,8 +130,8 @@ class Judge:
             self._row(name, f"the same steps, but {begins_anew} begins anew", holds=False)
         else:
             self._row(name, "same", holds=True)
-        self._add(causes)
-        self._add(self._variables.unchanged(plain, {cause.name for cause in causes}))
+        self.add(causes)
+        self.add(self._variables.unchanged(plain, {cause.name for cause in causes}))
         if effect is not None and not self._has("variable", "buffer"):
             self._find(
                 "resume",
@@ -280,17 +279,6 @@ class Judge:
             return False
         return not (gap.number and self._has("variable"))
 
-    def loss(
-        self,
-        gap: GradientGap,
-        reference: ProcessRecord,
-        group: Sequence[ProcessRecord],
-        alone: ProcessRecord,
-        again: Sequence[ProcessRecord],
-    ) -> None:
-        """Tell why the gradient of a group is not that of one process; see `reason_for_gap`."""
-        self._add([reason_for_gap(gap, reference, group, alone, again)])
-
     # ── changes of the group ──────────────────────────────────────────────────────────────────────
 
     def joined(self, pair: Sequence[ProcessRecord], two: Sequence[ProcessRecord]) -> None:
@@ -318,7 +306,7 @@ class Judge:
         own = {
             base: suspect for base, suspect in suspects.items() if base not in by_share and suspect.name not in known
         }
-        self._add(self._variables.findings(own, None, self._at, known=known))
+        self.add(self._variables.findings(own, None, self._at, known=known))
         if difference is not None and not explained and not self._report.causes:
             self._find(
                 "members",
@@ -339,7 +327,7 @@ class Judge:
             return
         known = {finding.name for finding in self._report.findings}
         repeated = [each for each in self._counted_twice(survivor, reference) if each.name not in known]
-        self._add(repeated)
+        self.add(repeated)
         if effect is not None and not self._report.causes:
             self._find(
                 "repeated",
@@ -475,9 +463,10 @@ class Judge:
     def _find(
         self, kind: str, text: str, name: str = "", where: str = "", *, details: tuple[str, ...] = (), mend: str = ""
     ) -> None:
-        self._add([Finding(kind, text, name, where, details, mend)])
+        self.add([Finding(kind, text, name, where, details, mend)])
 
-    def _add(self, findings: Sequence[Finding]) -> None:
+    def add(self, findings: Sequence[Finding]) -> None:
+        """Add findings to the report that are not there yet."""
         texts = {finding.text for finding in self._report.findings}
         self._report.findings.extend(finding for finding in findings if finding.text not in texts)
 

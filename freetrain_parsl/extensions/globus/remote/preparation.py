@@ -92,7 +92,7 @@ class Preparation:
 
 
 def pack_campaign(campaign: Path, *, settings: Sequence[str] = (), include: Sequence[Path] = ()) -> PackedCampaign:
-    """Check a campaign, and pack it; the parameters are those of `prepare`.
+    """Check a campaign, and pack it; see `prepare`.
 
     Raises
     ------
@@ -120,7 +120,6 @@ def prepare(
     settings: Sequence[str] = (),
     include: Sequence[Path] = (),
     any_versions: bool = False,
-    run: str | None = None,
 ) -> Preparation:
     """Check a campaign and a site file, and pack the campaign; the parameters are those of `RemoteCampaign.start`.
 
@@ -134,13 +133,13 @@ def prepare(
         A file is invalid, or cannot travel.
     """
     packed = pack_campaign(campaign, settings=settings, include=include)
-    return prepare_packed(packed, site, any_versions=any_versions, run=run)
+    return prepare_packed(packed, site, any_versions=any_versions)
 
 
 def prepare_packed(
     packed: PackedCampaign, site: str, *, any_versions: bool = False, run: str | None = None
 ) -> Preparation:
-    """Check a site file, and make the request for a packed campaign; the parameters are those of `prepare`.
+    """Check a site file, and make the request for a packed campaign, and a run of this name; see `prepare`.
 
     Raises
     ------

@@ -128,26 +128,26 @@ class SitesKind(RunKind):
         InvalidInput
             Its state is damaged.
         """
-        kept = CoordinatorFile.read(store.directory)
+        kept = CoordinatorFile.read(store.directory) or CoordinatorFile({"trainings": {}, "sites": {}}, ())
+        nowhere = {"ended_at": "", "site": None, "reason": "", "moves": 0}
         try:
-            placed = {} if kept is None else kept.document["trainings"]
-            states = {item.name: item.state for item in store.trainings()}
+            trainings = []
+            for item in store.trainings():
+                placed = kept.document["trainings"].get(item.name, nowhere)
+                trainings.append(
+                    {
+                        "name": item.name,
+                        "state": item.state,
+                        "site": placed["ended_at"] or placed["site"],
+                        "reason": placed["reason"] if item.state in ("waiting", "running") else "",
+                        "moves": placed["moves"],
+                    }
+                )
             return {
                 "coordinator": driver_line(store),
-                "sites": [] if kept is None else list(kept.lines),
-                "trainings": [
-                    {
-                        "name": name,
-                        "state": state,
-                        "site": placed[name]["ended_at"] or placed[name]["site"] if name in placed else None,
-                        "reason": placed[name]["reason"] if name in placed and state in ("waiting", "running") else "",
-                        "moves": placed[name]["moves"] if name in placed else 0,
-                    }
-                    for name, state in states.items()
-                ],
-                "starts": {}
-                if kept is None
-                else {name: list(map(float, one["starts"])) for name, one in kept.document["sites"].items()},
+                "sites": list(kept.lines),
+                "trainings": trainings,
+                "starts": {name: list(map(float, one["starts"])) for name, one in kept.document["sites"].items()},
             }
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"{store.directory / COORDINATOR} is damaged: {error!r}") from None

@@ -187,15 +187,7 @@ class GlobusHome(HomeKind):
 
 
 def check_places(collections: Collections, settings: GlobusSettings, root: Path) -> None:
-    """Check that both collections can be used, and that the site's one shows the checkpoint directory.
-
-    Raises
-    ------
-    GlobusRefused
-        They cannot; the message gives the reason and the remedy.
-    CollectionUnavailable
-        Globus, or a collection, does not answer at present.
-    """
+    """Check that both collections can be used, and that the site's one shows the checkpoint directory."""
     local, home = settings.local, settings.home
     exchange = MoverDirectory(root)
     probe = exchange.probe()

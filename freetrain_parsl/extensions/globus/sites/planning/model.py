@@ -274,10 +274,6 @@ class SitePlan:
     proven_optimal: bool
     solve_seconds: float = 0.0
 
-    def at(self, site: str) -> tuple[str, ...]:
-        """Return the trainings of a site."""
-        return tuple(choice.training for choice in self.choices if choice.site == site)
-
 
 SitesPlanner = Callable[[SitesQuestion], SitePlan]
 """Question -> plan."""
