@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from freetrain_parsl.campaign.directories import RunKind
 from freetrain_parsl.campaign.summary import driver_line
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.storage.atomic_files import replace_text
-from freetrain_parsl.storage.owned_files import read_small_file
-from freetrain_parsl.storage.stored_json import parse_stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from typing_extensions import Self
-
     from freetrain_parsl.campaign.stored_run import StoredRun
 
-__all__ = ["COORDINATOR", "CoordinatorFile", "SitesKind", "site_lines"]
-
-COORDINATOR = "coordinator.json"
-
-
-@dataclass(frozen=True)
-class CoordinatorFile:
-    """The content of the file: what `Coordinator.as_json` returned, and the sites, one line each."""
-
-    document: dict[str, Any]
-    lines: Sequence[str]
-
-    def write(self, run_dir: Path) -> None:
-        """Replace the file durably."""
-        document = {"coordinator": self.document, "lines": list(self.lines)}
-        replace_text(run_dir / COORDINATOR, json.dumps(document, indent=1) + "\n")
-
-    @classmethod
-    def read(cls, run_dir: Path) -> Self | None:
-        """Read the file; ``None`` if there is none.
-
-        Raises
-        ------
-        InvalidInput
-            It is damaged.
-        """
-        path = run_dir / COORDINATOR
-        try:
-            document = parse_stored(read_small_file(path))
-            return cls({**document["coordinator"]}, tuple(map(str, document["lines"])))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise InvalidInput(f"{path} cannot be read: {error}") from None
-
-
-def site_lines(run_dir: Path) -> list[str]:
-    """Describe the sites of a run, as its coordinator has seen them last."""
-    kept = CoordinatorFile.read(run_dir)
-    return [] if kept is None else list(kept.lines)
+__all__ = ["SitesKind"]
 
 
 class SitesKind(RunKind):
@@ -82,7 +36,7 @@ class SitesKind(RunKind):
         as_json: bool,
     ) -> None:
         """Create the run and coordinate the sites of the list `file`; exits."""
-        # Imported here, as below: status and explain need nothing of it.
+        # Imported here, as below: most commands are about other runs.
         from freetrain_parsl.extensions.globus.sites.run import SitesRun
         from freetrain_parsl.extensions.globus.sites.view import coordinate_and_report
 
@@ -112,6 +66,8 @@ class SitesKind(RunKind):
 
     def lines(self, store: StoredRun) -> list[str]:
         """Describe the sites of a run, as its coordinator has seen them last."""
+        from freetrain_parsl.extensions.globus.sites.state import site_lines
+
         return site_lines(store.directory)
 
     def explain(self, store: StoredRun) -> dict[str, Any]:
@@ -128,6 +84,8 @@ class SitesKind(RunKind):
         InvalidInput
             Its state is damaged.
         """
+        from freetrain_parsl.extensions.globus.sites.state import COORDINATOR, CoordinatorFile
+
         kept = CoordinatorFile.read(store.directory) or CoordinatorFile({"trainings": {}, "sites": {}}, ())
         nowhere = {"ended_at": "", "site": None, "reason": "", "moves": 0}
         try:

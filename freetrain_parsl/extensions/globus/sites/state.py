@@ -1,4 +1,4 @@
-"""What a coordinator knows of sites and trainings, and the calls that it makes."""
+"""What sites say, checked, what a coordinator knows of sites and trainings and keeps, and the calls that it makes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,34 @@ from enum import Enum
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import PlanningError, RemoteError
+from freetrain_parsl.errors import InvalidInput, PlanningError, RemoteError
 from freetrain_parsl.extensions.globus.remote.messages import field_of, parse_status, plain_text
 from freetrain_parsl.extensions.globus.sites.planning.model import Offer, SiteRates, fit_rate, offers_of_plan
+from freetrain_parsl.storage.atomic_files import replace_text
+from freetrain_parsl.storage.owned_files import read_small_file
+from freetrain_parsl.storage.stored_json import parse_stored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from typing_extensions import Self
 
     from freetrain_parsl.planning.model import Trainer
 
 __all__ = [
+    "COORDINATOR",
     "ENDED",
     "Ask",
     "CallPace",
+    "CoordinatorFile",
     "SiteAnswer",
     "SiteCall",
     "SiteFacts",
     "SiteState",
     "TrainingAtSite",
     "TrainingPlace",
+    "site_lines",
 ]
 
 ENDED = ("finished", "failed", "cancelled")
@@ -377,3 +386,43 @@ class TrainingPlace:
     arrives: float = 0.0
     starting: float | None = None
     attempt: int = 0
+
+
+COORDINATOR = "coordinator.json"
+
+
+@dataclass(frozen=True)
+class CoordinatorFile:
+    """The content of the file: what `Coordinator.as_json` returned, and the sites, one line each."""
+
+    document: dict[str, Any]
+    lines: Sequence[str]
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file durably."""
+        document = {"coordinator": self.document, "lines": list(self.lines)}
+        replace_text(run_dir / COORDINATOR, json.dumps(document, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Self | None:
+        """Read the file; ``None`` if there is none.
+
+        Raises
+        ------
+        InvalidInput
+            It is damaged.
+        """
+        path = run_dir / COORDINATOR
+        try:
+            document = parse_stored(read_small_file(path))
+            return cls({**document["coordinator"]}, tuple(map(str, document["lines"])))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise InvalidInput(f"{path} cannot be read: {error}") from None
+
+
+def site_lines(run_dir: Path) -> list[str]:
+    """Describe the sites of a run, as its coordinator has seen them last."""
+    kept = CoordinatorFile.read(run_dir)
+    return [] if kept is None else list(kept.lines)

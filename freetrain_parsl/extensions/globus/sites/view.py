@@ -16,7 +16,7 @@ from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.campaign_view import ProgressView, print_trainings
 from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.extensions.globus.sites.kind import site_lines
+from freetrain_parsl.extensions.globus.sites.state import site_lines
 from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.texts import shortened
 

@@ -12,8 +12,7 @@ from freetrain_parsl.extensions.globus.storage.ownership import WATCH
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from freetrain_parsl.extensions.globus.storage.carrier import Parcel
-    from freetrain_parsl.extensions.globus.storage.home_search import HomeCheckpoints
+    from freetrain_parsl.extensions.globus.storage.carrier import HomeCheckpoints, Parcel
 
 __all__ = ["CarriedStage", "CarriedTraining", "SeenCheckpoints"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.globus.storage.collections import TaskState
 
-__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "CopyJob", "CopyKind", "Parcel", "backoff"]
+__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "CopyJob", "CopyKind", "HomeCheckpoints", "Parcel", "backoff"]
 
 MOST_ACTIVE = 2
 """Tasks of one driver at a time."""
@@ -97,6 +97,19 @@ def step_of(name: str) -> tuple[int, int]:
     """Return step and revision of a checkpoint's directory name; (-1, 0) for other names."""
     match = _STEP.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
+
+
+@dataclass
+class HomeCheckpoints:
+    """Checkpoints of a training that home lists: those with a manifest, and those without."""
+
+    whole: set[Parcel] = field(default_factory=set)
+    partial: set[Parcel] = field(default_factory=set)
+
+    @property
+    def ordered(self) -> list[Parcel]:
+        """The whole ones, oldest first."""
+        return sorted(self.whole, key=lambda parcel: parcel.order)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, GlobusRefused
 from freetrain_parsl.extensions.globus.storage.carried_training import CarriedStage, CarriedTraining
-from freetrain_parsl.extensions.globus.storage.carrier import Parcel
+from freetrain_parsl.extensions.globus.storage.carrier import HomeCheckpoints, Parcel
 from freetrain_parsl.extensions.globus.storage.names import (
     CHECKPOINTS,
     OWNERS,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TOGETHER",
-    "HomeCheckpoints",
     "HomeSearch",
     "difference_at_home",
     "list_home",
@@ -48,19 +47,6 @@ _LATER = 20
 def newest_claims(collections: Collections, home: CollectionPath) -> Mapping[str, OwnerClaim]:
     """Return the newest claim of each training, by its directory name."""
     return OwnersListing.parse(collections.names(home.collection, home.join(OWNERS)) or []).claims
-
-
-@dataclass
-class HomeCheckpoints:
-    """Checkpoints of a training that home lists: those with a manifest, and those without."""
-
-    whole: set[Parcel] = field(default_factory=set)
-    partial: set[Parcel] = field(default_factory=set)
-
-    @property
-    def ordered(self) -> list[Parcel]:
-        """The whole ones, oldest first."""
-        return sorted(self.whole, key=lambda parcel: parcel.order)
 
 
 def list_home(collections: Collections, home: CollectionPath, training: str) -> HomeCheckpoints:

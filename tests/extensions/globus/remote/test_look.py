@@ -19,7 +19,7 @@ from freetrain_parsl.extensions.globus.remote import look, verbs
 from freetrain_parsl.extensions.globus.remote.archive import pack
 from freetrain_parsl.extensions.globus.remote.messages import Versions
 from freetrain_parsl.extensions.globus.remote.verbs import answer
-from freetrain_parsl.extensions.globus.sites.loop import LocalPlace
+from freetrain_parsl.extensions.globus.sites.places import LocalPlace
 from freetrain_parsl.extensions.globus.sites.state import SiteAnswer, SiteFacts
 
 if TYPE_CHECKING:

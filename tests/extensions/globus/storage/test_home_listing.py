@@ -8,12 +8,7 @@ import pytest
 
 from freetrain_parsl.extensions.globus.storage.carrier import Carrier, CopyJob, CopyKind, Parcel, backoff
 from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, TaskState
-from freetrain_parsl.extensions.globus.storage.home_search import (
-    HomeCheckpoints,
-    difference_at_home,
-    list_home,
-    search_home,
-)
+from freetrain_parsl.extensions.globus.storage.home_search import difference_at_home, list_home, search_home
 from freetrain_parsl.extensions.globus.storage.names import LAST_NUMBER, OwnersListing, generation_of
 
 if TYPE_CHECKING:
