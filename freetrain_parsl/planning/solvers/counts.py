@@ -35,7 +35,7 @@ from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-__all__ = ["Piece", "alike", "fill", "maximise_counts", "pieces_of"]
+__all__ = ["ConcavePiece", "alike", "fill", "maximise_counts", "pieces_of"]
 
 _ROUNDING = 1e-13  # of the largest value: smaller differences are rounding errors of the tables, not kinks
 _CLOSED = 1e-12  # of the sum of largest values: a smaller gap counts as zero
@@ -188,7 +188,7 @@ def _fill(values: Table, counts: Counts) -> Counts:
 
 
 @dataclass
-class Piece:
+class ConcavePiece:
     """A range of counts on which a value is concave, offered to each trainer of a group.
 
     Parameters
@@ -307,7 +307,7 @@ class _Core:
 
     def _polish(self, solution: Table) -> Counts:
         """Fill the chosen pieces exactly: they are concave, so the steepest segments come first."""
-        chosen: dict[int, Piece] = {}
+        chosen: dict[int, ConcavePiece] = {}
         for rows, pieces in zip(self.groups, self.pieces, strict=True):
             many = [len(rows)] if len(pieces) == 1 else [round(solution[piece.column]) for piece in pieces]
             chosen.update(zip(rows.tolist(), chain.from_iterable(map(repeat, pieces, many)), strict=True))
@@ -340,9 +340,9 @@ def alike(keys: Iterable[Hashable]) -> list[Counts]:
     return [np.array(rows) for rows in groups.values()]
 
 
-def pieces_of(inside: Counts, losses: Table) -> list[Piece]:
+def pieces_of(inside: Counts, losses: Table) -> list[ConcavePiece]:
     """Split counts into ranges without gaps on which the loss is convex."""
-    pieces: list[Piece] = []
+    pieces: list[ConcavePiece] = []
     for run in np.split(inside, np.flatnonzero(np.diff(inside) > 1) + 1):
         corners = run[_kinks(run, losses[run])]
         slopes = np.diff(losses[corners]) / np.diff(corners)
@@ -351,5 +351,5 @@ def pieces_of(inside: Counts, losses: Table) -> list[Piece]:
         edges = [0, *falls.tolist(), len(corners) - 1] if len(corners) > 1 else [0, 0]
         for first, last in pairwise(edges):
             part = corners[first : last + 1]
-            pieces.append(Piece(part, losses[part]))
+            pieces.append(ConcavePiece(part, losses[part]))
     return pieces

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.extensions.globus.storage.carrier import Carrier, CopyJob, CopyKind, Parcel, backoff
+from freetrain_parsl.extensions.globus.storage.carrier import (
+    Carrier,
+    CopyJob,
+    CopyKind,
+    HomeCheckpoints,
+    Parcel,
+    backoff,
+)
 from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, TaskState
 from freetrain_parsl.extensions.globus.storage.home_search import difference_at_home, list_home, search_home
 from freetrain_parsl.extensions.globus.storage.names import LAST_NUMBER, OwnersListing, generation_of

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import highspy
 import numpy as np
 
-from freetrain_parsl.planning.solvers.counts import Piece, alike, fill, pieces_of
+from freetrain_parsl.planning.solvers.counts import ConcavePiece, alike, fill, pieces_of
 from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, Table, make_solver
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NOWHERE", "SiteAssignment", "assign_sites"]
 
-_Piece = tuple[int, Piece]  # of the values at a site
+_Piece = tuple[int, ConcavePiece]  # of the values at a site
 NOWHERE = -1
 """The site of a training that gets no nodes."""
 
