@@ -280,6 +280,13 @@ def test_calls_are_bounded_by_the_periods() -> None:
         assert sum(call.site == site for call in hour) <= 3600 / LOOK + 3600 / STATUS + 2
 
 
+def test_a_site_that_is_silent_for_days_is_asked_once_in_a_period() -> None:
+    coordinator = make(planner)
+    for _ in range(1100):  # 2.0 ** 1024 is an error
+        coordinator.on_silence("a", "is offline", 0.0)
+    assert coordinator.sites["a"].next_call == STATUS
+
+
 def test_a_cancelled_training_is_withdrawn() -> None:
     coordinator, sites = make(put("a"), 2), {"a": Site("a", 2), "b": Site("b", 2)}
     settle(coordinator, sites, 0.0)
