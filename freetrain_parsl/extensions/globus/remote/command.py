@@ -18,11 +18,10 @@ from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.campaign_view import print_trainings
 from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
+from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign, RunRecords
 from freetrain_parsl.extensions.globus.remote.compute import HUNG, ComputeEndpoint, call_within, poll_delays
 from freetrain_parsl.extensions.globus.remote.messages import Versions, field_of
 from freetrain_parsl.extensions.globus.remote.preparation import prepare
-from freetrain_parsl.extensions.globus.remote.records import RunRecords
 from freetrain_parsl.screen import say, say_json, say_text
 
 if TYPE_CHECKING:

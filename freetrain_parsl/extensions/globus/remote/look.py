@@ -18,7 +18,7 @@ from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.errors import DamagedCheckpoint, InvalidInput
 from freetrain_parsl.extensions.globus.storage.home import GlobusHome
-from freetrain_parsl.extensions.globus.storage.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverState
 from freetrain_parsl.interpreters import FREETRAIN, script_command
 from freetrain_parsl.storage.posix import CheckpointDirectory
 

@@ -14,8 +14,7 @@ from freetrain_parsl.extensions.globus.storage.collections import CollectionPath
 from freetrain_parsl.extensions.globus.storage.home_search import difference_at_home, list_home, newest_claims
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_SECRET, logged_in, make_app
 from freetrain_parsl.extensions.globus.storage.mover import Mover
-from freetrain_parsl.extensions.globus.storage.mover_directory import EXCHANGE, MoverDirectory
-from freetrain_parsl.extensions.globus.storage.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import EXCHANGE, MoverDirectory, MoverState
 from freetrain_parsl.extensions.globus.storage.names import CHECKPOINTS, OWNERS, claim_name
 from freetrain_parsl.storage.entry import MANIFEST
 from freetrain_parsl.storage.posix import CheckpointDirectory, directory_name

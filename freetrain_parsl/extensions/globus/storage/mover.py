@@ -28,8 +28,14 @@ from freetrain_parsl.extensions.globus.storage.carrier import (
     progress_line,
 )
 from freetrain_parsl.extensions.globus.storage.home_search import TOGETHER, HomeSearch, difference_at_home
-from freetrain_parsl.extensions.globus.storage.mover_directory import MoverDirectory, copy_task
-from freetrain_parsl.extensions.globus.storage.mover_state import MOST_MEASURED, MeasuredCopy, MoverPace, MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import (
+    MOST_MEASURED,
+    MeasuredCopy,
+    MoverDirectory,
+    MoverPace,
+    MoverState,
+    copy_task,
+)
 from freetrain_parsl.extensions.globus.storage.names import OWNERS
 from freetrain_parsl.extensions.globus.storage.ownership import SETTLE, ListOwners, MakeEntry, Ownership, RequestOutcome
 from freetrain_parsl.storage.home import ResultStatus

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.campaign.environment import KEEP, scrubbed
 from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.extensions.globus.remote.campaign import RunRecords
 from freetrain_parsl.extensions.globus.remote.compute import RequestBudget, poll_delays
 from freetrain_parsl.extensions.globus.remote.messages import (
     FUNCTION,
@@ -19,7 +20,6 @@ from freetrain_parsl.extensions.globus.remote.messages import (
     check_run_name,
     parse_status,
 )
-from freetrain_parsl.extensions.globus.remote.records import RunRecords
 
 SECRET = "s3cret-of-the-client"
 

@@ -15,7 +15,7 @@ from freetrain_parsl.extensions.globus.storage.collections import CollectionPath
 from freetrain_parsl.extensions.globus.storage.home import check_places
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET, logged_in, make_app
 from freetrain_parsl.extensions.globus.storage.mover import Mover
-from freetrain_parsl.extensions.globus.storage.mover_state import MoverPace
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverPace
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from tests.conftest import REQUIRED
 from tests.support.globus.transfer_service import LoopbackCollections, TransferService

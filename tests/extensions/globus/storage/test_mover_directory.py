@@ -11,8 +11,7 @@ import pytest
 
 from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint
 from freetrain_parsl.extensions.globus.storage.carrier import Parcel
-from freetrain_parsl.extensions.globus.storage.mover_directory import MoverDirectory
-from freetrain_parsl.extensions.globus.storage.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverDirectory, MoverState
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 if TYPE_CHECKING:
