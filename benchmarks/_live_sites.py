@@ -25,7 +25,7 @@ from freetrain_parsl.campaign.lock import DriverState, driver_state
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverState
 from freetrain_parsl.report.projection.run import RunState
 
 if TYPE_CHECKING:

@@ -21,16 +21,21 @@ from _report import report
 from freetrain_parsl.planning.objectives.base import resolve_objective, value_table
 from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.testing.exact import best_value
-from freetrain_parsl.testing.instances import Instance, measured_like_instance
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from freetrain_parsl.testing.instances import Instance
 
 try:
     from _published import solve_published
 except ImportError:  # python-mip is of the extra cbc; without it its columns are empty
     solve_published = None  # type: ignore[assignment] # the baseline is missing
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' exact models
+
+from tests.support.exact import best_value
+from tests.support.instances import measured_like_instance
 
 HORIZON = 120.0
 SIZES = [(10, 40), (10, 160), (30, 512), (30, 1024), (100, 4608)]

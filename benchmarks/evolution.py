@@ -23,12 +23,16 @@ from freetrain_parsl.extensions.goodput.ones import OnesPolicy, PlacedValues
 from freetrain_parsl.planning.objectives.base import Moment, resolve_objective
 from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies import MilpPolicy
-from freetrain_parsl.testing.instances import Instance, measured_like_instance, shared_hosts_instance
+from freetrain_parsl.testing.instances import Instance, shared_hosts_instance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from freetrain_parsl.planning.policies import Policy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' instances
+
+from tests.support.instances import measured_like_instance
 
 _OBJECTIVE = "speedup"
 _GENERATIONS = 15  # of the search without a warm start

@@ -23,7 +23,6 @@ from _report import report
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.resources.instances import (
     ResourceInstance,
-    generate_instance,
     parse_instance,
     read_instance,
 )
@@ -37,6 +36,10 @@ from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' random instances
+
+from tests.support.resource_instances import generate_instance
 
 BASELINES = {"two_stage": SmdTwoStagePolicy, "esw": EqualServersPolicy, "optimus": MarginalGainPolicy}
 TOLERATED = 1e-3  # difference from the expected utility, relative

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Decision, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
-    from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
+    from freetrain_parsl.planning.policies.baselines import EqualSharePolicy
     from freetrain_parsl.planning.policies.milp import MilpPolicy
     from freetrain_parsl.planning.policies.window import WindowPolicy
     from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
@@ -64,7 +64,7 @@ _HOMES = {
     "Decision": "freetrain_parsl.planning.model",
     "EmbeddedCluster": "freetrain_parsl.cluster.client",
     "EmbeddedClusterProvider": "freetrain_parsl.cluster.provider",
-    "EqualSharePolicy": "freetrain_parsl.planning.policies.equal_share",
+    "EqualSharePolicy": "freetrain_parsl.planning.policies.baselines",
     "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
     "Manners": "freetrain_parsl.settings",

@@ -94,13 +94,7 @@ class _Shunned:
 
 
 class Holdings:
-    """Windows as last seen, and our blocks; times in seconds.
-
-    Parameters
-    ----------
-    settings
-        Assumptions about the site.
-    """
+    """Windows as last seen, and our blocks; times in seconds."""
 
     def __init__(self, settings: SettingsInSeconds) -> None:
         self.settings = settings
@@ -298,23 +292,9 @@ class Holdings:
                 block.unwanted_since = None
 
     def release(self, node_kind: str, surplus: int, used: frozenset[str], now: float) -> tuple[ev.Actions, list[str]]:
-        """Release blocks with unused nodes, earliest-closing first, after `idle_timeout` without use.
+        """Release blocks with unused nodes of a kind, earliest-closing first, after `idle_timeout` without use.
 
-        Parameters
-        ----------
-        node_kind
-            The kind of their nodes.
-        surplus
-            How many nodes may be released.
-        used
-            Nodes that must not be released.
-        now
-            Seconds.
-
-        Returns
-        -------
-        tuple
-            The actions, and the nodes that they release.
+        At most `surplus` nodes are released, and none of those that are used. Return the actions, and the nodes.
         """
         actions: ev.Actions = []
         nodes: list[str] = []

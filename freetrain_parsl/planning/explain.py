@@ -173,20 +173,9 @@ def explain_windows(
     pending: int = 0,
     terms_by_kind: Mapping[str, BlockTerms] = MappingProxyType({}),
 ) -> Explanation:
-    """Explain what a planner would do with each window if it were started now.
+    """Explain what a planner would do with each window if it were started now, for trainings that hold no nodes.
 
-    Parameters
-    ----------
-    windows, terms, terms_by_kind
-        From the survey of the batch system.
-    trainers
-        The waiting trainings; they hold no nodes.
-    policy, settings
-        Of the planner.
-    now
-        Seconds, on the windows' clock.
-    pending
-        Our blocks that are already pending.
+    Windows and terms are those of a survey of the batch system; `pending` of our blocks are already pending.
 
     Raises
     ------

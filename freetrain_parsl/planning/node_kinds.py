@@ -38,6 +38,7 @@ from freetrain_parsl.planning.objectives.base import (
     value_table,
 )
 from freetrain_parsl.planning.placement import current_counts
+from freetrain_parsl.planning.solvers.highs import is_proven
 from freetrain_parsl.planning.solvers.multiple_choice import NOTHING, ChoiceSolution, maximise_choices
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["allocate_over_kinds", "kinds_of"]
 
 _TIME_LIMIT = 1.0  # seconds
-_PROVEN = 1e-9  # relative distance from the bound that counts as zero
 
 
 def kinds_of(nodes: Iterable[PoolNode]) -> list[str]:
@@ -84,7 +84,7 @@ def allocate_over_kinds(
     ]
     # A policy does not see that trainers leave another kind.
     left = math.fsum(choices.cost_of_leaving(trainer, kinds.get(trainer.name)) for trainer in ranked)
-    exact = solution is None or (choices.are_those_of_policy and _is_proven(solution))
+    exact = solution is None or (choices.are_those_of_policy and is_proven(solution.objective, solution.bound))
     return Decision(
         {name: nodes for decision in decisions for name, nodes in decision.allocation.items()},
         math.fsum(decision.objective for decision in decisions) - left,
@@ -94,21 +94,9 @@ def allocate_over_kinds(
     )
 
 
-def _is_proven(solution: ChoiceSolution) -> bool:
-    return solution.bound - solution.objective <= _PROVEN * abs(solution.bound)
-
-
 @dataclass
 class _Choices:
-    """The kinds and counts of all trainers, with their values.
-
-    Parameters
-    ----------
-    policy, pools, current, now
-        As for `allocate_over_kinds`; the pools by kind.
-    ranked
-        The trainers, first come first.
-    """
+    """The kinds and counts of all trainers, first come first, with their values; see `allocate_over_kinds`."""
 
     policy: Policy
     pools: Mapping[str, Pool]

@@ -127,14 +127,8 @@ def _place_on_hosts(
 def keep_to_whole_hosts(values: npt.NDArray[np.float64], nodes_per_host: int) -> None:
     """Disallow counts that need a part of a host besides whole ones: such trainers would share hosts and slow down.
 
-    A trainer that could then have no count at all keeps those that it has.
-
-    Parameters
-    ----------
-    values
-        Value of each trainer on 0, 1, …, N nodes, shape (J, N + 1); becomes minus infinity for these counts.
-    nodes_per_host
-        Nodes of a host.
+    A trainer that could then have no count at all keeps those that it has. `values`, of each trainer on 0, 1, …, N
+    nodes, shape (J, N + 1), become minus infinity for these counts.
     """
     if nodes_per_host == 1:
         return

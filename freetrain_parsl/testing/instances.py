@@ -9,7 +9,7 @@ import numpy as np
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Pool, PoolNode, Trainer
 
-__all__ = ["Instance", "SpreadRate", "measured_like_instance", "random_instance", "shared_hosts_instance"]
+__all__ = ["Instance", "SpreadRate", "random_instance", "shared_hosts_instance"]
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,11 @@ def random_instance(seed: int, *, max_trainers: int = 8, max_nodes: int = 24) ->
     trainers = [_odd_trainer(rng, index, max_nodes) for index in range(int(rng.integers(0, max_trainers + 1)))]
     lost = [f"lost{index}" for index in range(4)]
     return Instance(
-        _pool(rng, nodes, closing=0.5),
+        pool(rng, nodes, closing=0.5),
         tuple(trainers),
-        _running(rng, trainers, [*_names(nodes), *lost]),
+        running(rng, trainers, [*node_names(nodes), *lost]),
         now=float(rng.uniform(0, 1000)),
     )
-
-
-def measured_like_instance(seed: int, *, trainers: int, nodes: int) -> Instance:
-    """Make a problem of a given size with curves similar to real trainings.
-
-    A rate of 1000-7000 samples per second on one node; each doubling gains a factor 1.55-2.03, as in the
-    measurements of seven ImageNet models on Summit in BFTrainer (arXiv 2106.12091), and one point in ten
-    falls short by up to 40 %, so that few curves are concave and some are not monotone. Rescaling costs 17-19
-    seconds up and 11-13 down, as there. About two thirds of the trainers are already running.
-    """
-    rng = np.random.default_rng(seed)
-    made = [_real_trainer(rng, index, nodes) for index in range(trainers)]
-    return Instance(_pool(rng, nodes, closing=0.5), tuple(made), _running(rng, made, _names(nodes)))
 
 
 @dataclass(frozen=True)
@@ -92,7 +79,7 @@ def shared_hosts_instance(seed: int, *, hosts: int = 4, nodes_per_host: int = 4,
         if rng.random() > 0.1
     ]
     made = [_elastic_trainer(rng, index, hosts * nodes_per_host, nodes_per_host) for index in range(trainers)]
-    return Instance(Pool(nodes), tuple(made), _running(rng, made, [node.name for node in nodes]), now=0.0)
+    return Instance(Pool(nodes), tuple(made), running(rng, made, [node.name for node in nodes]), now=0.0)
 
 
 def _elastic_trainer(rng: np.random.Generator, index: int, nodes: int, nodes_per_host: int) -> Trainer:
@@ -115,14 +102,16 @@ def _elastic_trainer(rng: np.random.Generator, index: int, nodes: int, nodes_per
     )
 
 
-def _names(nodes: int) -> list[str]:
+def node_names(nodes: int) -> list[str]:
     return [f"node{index:04d}" for index in range(nodes)]
 
 
-def _pool(rng: np.random.Generator, nodes: int, *, closing: float) -> Pool:
+def pool(rng: np.random.Generator, nodes: int, *, closing: float) -> Pool:
     """Make nodes; the fraction `closing` of them closes at one of a few known times."""
     times = rng.uniform(1000, 5000, size=4)
-    return Pool(PoolNode(name, float(rng.choice(times)) if rng.random() < closing else None) for name in _names(nodes))
+    return Pool(
+        PoolNode(name, float(rng.choice(times)) if rng.random() < closing else None) for name in node_names(nodes)
+    )
 
 
 def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Trainer:
@@ -142,26 +131,7 @@ def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Traine
     )
 
 
-def _real_trainer(rng: np.random.Generator, index: int, nodes: int) -> Trainer:
-    low = int(rng.choice([1, 1, 1, 2, 4]))
-    high = max(low, int(rng.choice([nodes // 8, nodes // 4, nodes // 2, nodes])))
-    points, rate, count = {}, float(rng.uniform(1000, 7000)), 1
-    while count <= high:
-        points[count] = rate * (rng.uniform(0.6, 1.0) if rng.random() < 0.1 else 1.0)
-        rate, count = rate * rng.uniform(1.55, 2.03), 2 * count
-    return Trainer(
-        name=f"trainer{index:03d}",
-        min_nodes=low,
-        max_nodes=high,
-        curve=ScalingCurve(points),
-        costs=CostsInSeconds(
-            up=float(rng.uniform(17, 19)), down=float(rng.uniform(11, 13)), start=float(rng.uniform(5, 20))
-        ),
-        submitted=float(index),
-    )
-
-
-def _running(rng: np.random.Generator, trainers: list[Trainer], names: list[str]) -> Allocation:
+def running(rng: np.random.Generator, trainers: list[Trainer], names: list[str]) -> Allocation:
     """Give most trainers a random allowed number of nodes, while nodes are left."""
     free = rng.permutation(names).tolist()
     current = {}

@@ -21,7 +21,7 @@ from freetrain_parsl.campaign.stored_run import StoredRun
 from freetrain_parsl.cli.commands import app as command_line
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
 from freetrain_parsl.executor.run_directory import check_new_run_directory
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import STATE_FILE, MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import STATE_FILE, MoverState
 from freetrain_parsl.extensions.notebook import Campaign
 from freetrain_parsl.extensions.notebook.control import take_control
 from tests.foreign_runs import BOB, add_driver, add_hot_journal, as_two_users, change, give, plant

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
-from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
+from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
 from freetrain_parsl.planning.placement import place, place_emptiest_first

@@ -7,10 +7,9 @@ from datetime import timedelta
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings, PlanningError
+from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy
 from freetrain_parsl.extensions.goodput.ones import OnesPolicy
 from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
-from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
-from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.planning.model import Decision
 from freetrain_parsl.planning.policies import (
     POLICIES,

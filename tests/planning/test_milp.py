@@ -18,8 +18,9 @@ from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Train
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import MilpPolicy, milp
 from freetrain_parsl.planning.solvers.counts import maximise_counts
-from freetrain_parsl.testing.exact import best_value, value
-from freetrain_parsl.testing.instances import Instance, measured_like_instance, random_instance
+from freetrain_parsl.testing.instances import Instance, random_instance
+from tests.support.exact import best_value, value
+from tests.support.instances import measured_like_instance
 
 T = 120.0
 PATIENT = {"horizon": timedelta(seconds=T), "time_limit": timedelta(minutes=2)}

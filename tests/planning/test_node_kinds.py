@@ -21,8 +21,8 @@ from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies import POLICIES, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.testing.exact import value
 from freetrain_parsl.testing.instances import random_instance
+from tests.support.exact import value
 
 GPU, CPU = "gpu", "cpu"
 HORIZON = 120.0

@@ -27,9 +27,9 @@ from freetrain_parsl.planning.objectives.base import (
 from freetrain_parsl.planning.objectives.deadlines import DueWork, rates_now
 from freetrain_parsl.planning.objectives.fairness import Claim, fair_levels, seated
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy
-from freetrain_parsl.testing.exact import best_value, value
 from freetrain_parsl.testing.instances import random_instance
 from freetrain_parsl.testing.policy_suite import PolicyConformance
+from tests.support.exact import best_value, value
 
 PLAIN = ("priority", "speedup", "throughput")
 TRAINER = Trainer("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), CostsInSeconds(10, 5, 3), priority=3.0)

@@ -14,7 +14,7 @@ from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning.solvers.column_generation import maximise_windows
 from freetrain_parsl.planning.solvers.pricing import Pricing
 from freetrain_parsl.planning.solvers.window_model import WindowInstance, evaluate, trainer_values
-from freetrain_parsl.testing.exact import best_value, best_window_value, trainer_value
+from tests.support.exact import best_value, best_window_value, trainer_value
 
 seconds = st.sampled_from([0.0, 1.0, 7.0, 40.0])
 

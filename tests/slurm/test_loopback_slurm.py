@@ -10,8 +10,8 @@ import time
 import pytest
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
-from freetrain_parsl.testing import sweeper
 from tests.support.slurm import loopback as loopback_slurm
+from tests.support.slurm import sweeper
 from tests.support.slurm.loopback import LoopbackPartition, LoopbackSlurm
 from tests.support.slurm.slurm_config import node_names
 

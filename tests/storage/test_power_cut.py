@@ -10,9 +10,8 @@ import pytest
 
 from freetrain_parsl.campaign.owned_trainings import Assignment
 from freetrain_parsl.campaign.store import DATABASE, RunStore
-from freetrain_parsl.extensions.globus.sites.coordinator_file import CoordinatorFile
-from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
+from freetrain_parsl.extensions.globus.sites.state import CoordinatorFile
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverDirectory, MoverState
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from tests.storage.power_cut import PowerCut
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.extensions.checking.comparisons import StateDifference, first_difference, gradient_gap, place_text
-from freetrain_parsl.extensions.checking.losses import reason_for_gap
+from freetrain_parsl.extensions.checking.comparisons import (
+    StateDifference,
+    first_difference,
+    gradient_gap,
+    place_text,
+)
 from freetrain_parsl.extensions.checking.records import CRASHED, Kind
 from freetrain_parsl.extensions.checking.report import Comparison, Finding, percent, short_place
 from freetrain_parsl.extensions.checking.variables import VariableCauses, base_of, shown_path, suspects_between
@@ -36,16 +40,8 @@ _BY_SHARE = (Kind.STATISTICS, Kind.OWN)  # differ between processes by design
 class Judge:
     """Compares records and writes what it finds into a report.
 
-    Parameters
-    ----------
-    report
-        Of the check.
-    plain
-        What one process recorded that was neither stopped nor joined.
-    file
-        Of the training function.
-    at
-        Steps after which processes are stopped, join or fail.
+    `plain` is what one process recorded that was neither stopped nor joined, `file` that of the training function, and
+    `at` the steps after which processes are stopped, join or fail.
     """
 
     def __init__(self, report: CheckReport, plain: ProcessRecord, file: str, at: int) -> None:
@@ -134,8 +130,8 @@ class Judge:
             self._row(name, f"the same steps, but {begins_anew} begins anew", holds=False)
         else:
             self._row(name, "same", holds=True)
-        self._add(causes)
-        self._add(self._variables.unchanged(plain, {cause.name for cause in causes}))
+        self.add(causes)
+        self.add(self._variables.unchanged(plain, {cause.name for cause in causes}))
         if effect is not None and not self._has("variable", "buffer"):
             self._find(
                 "resume",
@@ -283,17 +279,6 @@ class Judge:
             return False
         return not (gap.number and self._has("variable"))
 
-    def loss(
-        self,
-        gap: GradientGap,
-        reference: ProcessRecord,
-        group: Sequence[ProcessRecord],
-        alone: ProcessRecord,
-        again: Sequence[ProcessRecord],
-    ) -> None:
-        """Tell why the gradient of a group is not that of one process; see `reason_for_gap`."""
-        self._add([reason_for_gap(gap, reference, group, alone, again)])
-
     # ── changes of the group ──────────────────────────────────────────────────────────────────────
 
     def joined(self, pair: Sequence[ProcessRecord], two: Sequence[ProcessRecord]) -> None:
@@ -321,7 +306,7 @@ class Judge:
         own = {
             base: suspect for base, suspect in suspects.items() if base not in by_share and suspect.name not in known
         }
-        self._add(self._variables.findings(own, None, self._at, known=known))
+        self.add(self._variables.findings(own, None, self._at, known=known))
         if difference is not None and not explained and not self._report.causes:
             self._find(
                 "members",
@@ -342,7 +327,7 @@ class Judge:
             return
         known = {finding.name for finding in self._report.findings}
         repeated = [each for each in self._counted_twice(survivor, reference) if each.name not in known]
-        self._add(repeated)
+        self.add(repeated)
         if effect is not None and not self._report.causes:
             self._find(
                 "repeated",
@@ -478,9 +463,10 @@ class Judge:
     def _find(
         self, kind: str, text: str, name: str = "", where: str = "", *, details: tuple[str, ...] = (), mend: str = ""
     ) -> None:
-        self._add([Finding(kind, text, name, where, details, mend)])
+        self.add([Finding(kind, text, name, where, details, mend)])
 
-    def _add(self, findings: Sequence[Finding]) -> None:
+    def add(self, findings: Sequence[Finding]) -> None:
+        """Add findings to the report that are not there yet."""
         texts = {finding.text for finding in self._report.findings}
         self._report.findings.extend(finding for finding in findings if finding.text not in texts)
 

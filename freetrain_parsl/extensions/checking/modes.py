@@ -73,13 +73,7 @@ class SteadyNorm(TorchFunctionMode):
 
 
 class Scalars(TorchFunctionMode):
-    """Records each scalar with a graph, and the user's line that computed it.
-
-    Parameters
-    ----------
-    line
-        Returns that line as ``file:line``.
-    """
+    """Records each scalar with a graph, and the user's line that computed it: what `line` returns, as ``file:line``."""
 
     def __init__(self, line: Callable[[], str]) -> None:
         super().__init__()

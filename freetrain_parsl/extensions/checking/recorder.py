@@ -63,16 +63,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 class TrainingRecorder:
     """Records what one process of a check sees; a `freetrain_parsl.training.recorder.Recorder`.
 
-    Parameters
-    ----------
-    variant
-        How this process runs.
-    function
-        The user's.
-    mailbox
-        Of this process: the recorder posts the commands of the variant.
-    ready
-        Where a process that joins says that it is ready to.
+    It posts the commands of its variant to the mailbox. At `ready`, a process that joins says that it is ready to.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
@@ -270,7 +270,3 @@ class ProcessRecord:
     def failed(self, error: str, trace: str, *, refused: bool = False) -> None:
         """Note how the function failed."""
         self.error, self.trace, self.refused = error, trace, refused
-
-    def of(self, **changes: object) -> ProcessRecord:
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]  # the caller's

@@ -13,9 +13,9 @@ import torch
 import torch._dynamo  # torch's optimizers import it: once here, not in each process
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.extensions.checking.comparisons import reason_for_gap
 from freetrain_parsl.extensions.checking.findings import Judge
-from freetrain_parsl.extensions.checking.member import Call
-from freetrain_parsl.extensions.checking.processes import Processes
+from freetrain_parsl.extensions.checking.processes import Call, Processes
 from freetrain_parsl.extensions.checking.recorder import BATCHES
 from freetrain_parsl.extensions.checking.records import ProcessRecord, Variant
 from freetrain_parsl.extensions.checking.report import CheckReport, short_place
@@ -196,7 +196,7 @@ class Checker:
             if gap is not None and judge.needs_reason(gap):
                 options = {"steady": judge.depends_on_share, "scalars": True, "leave_at": gap.number + 1}
                 (alone,) = self._run(options)
-                judge.loss(gap, reference, steady, alone, self._group(size, **options))
+                judge.add([reason_for_gap(gap, reference, steady, alone, self._group(size, **options))])
             if judge.hangs:
                 return None
         return two

@@ -92,13 +92,7 @@ def line_of(where: str) -> str:
 
 
 class Source:
-    """The source of one function of the user.
-
-    Parameters
-    ----------
-    frame
-        The function.
-    """
+    """The source of one function of the user."""
 
     def __init__(self, frame: Frame) -> None:
         name = frame.name.rpartition(".")[2]

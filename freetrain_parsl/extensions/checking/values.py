@@ -332,12 +332,7 @@ def flat(value: object, path: str) -> dict[str, Leaf]:
 def globals_of(code: types.CodeType, scope: Mapping[str, Any], visited: set[object]) -> dict[str, Any]:
     """Return the globals that a function, and the functions of the user that it calls, refer to.
 
-    Parameters
-    ----------
-    code, scope
-        The function's code and globals.
-    visited
-        Code that has been looked at already; more is added.
+    `visited` is the code that has been looked at already; more is added.
     """
     found: dict[str, Any] = {}
     waiting = [(code, scope)]

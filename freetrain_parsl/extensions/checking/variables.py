@@ -64,14 +64,8 @@ def suspects_between(
 ) -> dict[str, Suspect]:
     """Return what differs between the frames of two processes, the first difference of each variable.
 
-    Parameters
-    ----------
-    one, other
-        The process that went on, and the one that began anew.
-    after
-        Where the other one began: the loop's own variables are not bound there yet.
-    without
-        Paths that differ between two runs in any case, such as clocks.
+    One has gone on, the other began anew `after` this place, where the loop's own variables are not bound yet. Paths in
+    `without` differ between two runs in any case, such as clocks.
     """
     found: dict[str, Suspect] = {}
     for place in sorted(one.held.keys() & other.held.keys()):
@@ -85,15 +79,7 @@ def suspects_between(
 
 
 class VariableCauses:
-    """Tells which of the suspects are causes, and what to do about them.
-
-    Parameters
-    ----------
-    frames
-        The user's functions that were running.
-    file
-        Of the training function.
-    """
+    """Tells which of the suspects are causes, and what to do about them; `file` is that of the training function."""
 
     def __init__(self, frames: Iterable[Frame], file: str) -> None:
         self._frames = {frame.name: frame for frame in frames}
@@ -151,16 +137,10 @@ class VariableCauses:
         ]
 
     def unchanged(self, plain: ProcessRecord, known: Collection[str]) -> list[Finding]:
-        """Return notes of variables that are carried from round to round, and had one value in all steps.
+        """Return notes of variables that are carried from round to round, and had one value in all steps of `plain`.
 
-        A patience counter, while each epoch is better than the one before, differs in no comparison.
-
-        Parameters
-        ----------
-        plain
-            The process that was not disturbed.
-        known
-            Names of variables that are explained otherwise.
+        A patience counter, while each epoch is better than the one before, differs in no comparison. Names in
+        `known` are explained otherwise.
         """
         values: dict[str, set[bytes]] = {}
         for held in plain.held.values():

@@ -181,24 +181,10 @@ def evolve(
     patience: int,
     seed: int,
 ) -> Genome:
-    """Return the best genome found; never worse than the best start.
+    """Return the best genome found; never worse than the best start, and the same for the same arguments.
 
-    Parameters
-    ----------
-    starts
-        The first population, at least one genome.
-    breed
-        (population, best first, source of randomness) -> children.
-    score
-        Value of a genome, to be maximised.
-    size
-        Genomes that survive a generation.
-    generations
-        How often to breed at most.
-    patience
-        Stop after so many generations without a better genome.
-    seed
-        Seed of the randomness: the same arguments have the same result.
+    `breed` makes children of a population, best first, and a source of randomness. `size` genomes survive a generation;
+    it ends after so many generations, or `patience` of them without a better genome.
     """
     draw = Random(seed)
     population = _fittest(starts, score, size)
@@ -221,14 +207,8 @@ def _fittest(genomes: Iterable[Genome], score: Callable[[Genome], float], size: 
 def contiguous_starts(counts: Sequence[int], held: npt.NDArray[np.bool_]) -> list[int]:
     """Return the first node of each trainer, such that together they keep as many of their nodes as possible.
 
-    A dynamic programme over trainers, in the given order, and the nodes used so far.
-
-    Parameters
-    ----------
-    counts
-        Nodes of each trainer, in the order in which they are placed; no more in total than there are.
-    held
-        Which trainer has which node now, shape (trainers, nodes).
+    A dynamic programme over trainers, in the order in which they are placed, and the nodes used so far. `held` says
+    which trainer has which node now, shape (trainers, nodes).
     """
     nodes = held.shape[1]
     kept = np.concatenate([np.zeros((len(counts), 1)), np.cumsum(held, axis=1)], axis=1)

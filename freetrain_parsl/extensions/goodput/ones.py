@@ -26,15 +26,14 @@ from freetrain_parsl.planning.objectives.base import (
 )
 from freetrain_parsl.planning.placement import current_counts, keep_to_whole_hosts, place
 from freetrain_parsl.planning.policies.base import Policy
-from freetrain_parsl.planning.solvers.counts import CountSolution, maximise_counts
+from freetrain_parsl.planning.solvers.counts import maximise_counts
+from freetrain_parsl.planning.solvers.highs import Solution, is_proven
 from freetrain_parsl.settings_checks import check_count, check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 __all__ = ["OnesPolicy", "PlacedValues", "placement_of"]
-
-_PROVEN = 1e-9  # relative distance from the bound that counts as zero
 
 
 def placement_of(nodes: Iterable[str], pool: Pool) -> tuple[int, ...]:
@@ -77,16 +76,9 @@ class PlacedValues:
         return self._tables[key]
 
     def value(self, number: int, placement: tuple[int, ...], *, moved: bool) -> float:
-        """Return the value of a trainer.
+        """Return the value of a trainer with so many nodes on each host, largest first.
 
-        Parameters
-        ----------
-        number
-            Index of the trainer in the moment.
-        placement
-            Its nodes on each host, largest first.
-        moved
-            Whether it has other nodes than now, but as many.
+        `moved`: it has other nodes than now, but as many.
         """
         nodes = sum(placement)
         trainer = self._moment.trainers[number]
@@ -191,7 +183,7 @@ class OnesPolicy(Policy):
             starts = starts[:1]
         best = max(starts, key=problem.breeder.score)
         bound = exact.bound
-        if problem.breeder.score(best) < bound - _PROVEN * abs(bound):
+        if not is_proven(problem.breeder.score(best), bound):
             best = evolve(
                 starts,
                 problem.breeder.breed,
@@ -205,7 +197,7 @@ class OnesPolicy(Policy):
         return Decision(
             problem.allocation(best),
             value,
-            proven_optimal=abs(bound - value) <= _PROVEN * abs(bound),
+            proven_optimal=is_proven(value, bound) and is_proven(bound, value),  # a layout may exceed the bound
             bound=max(bound, value),
             solve_seconds=time.perf_counter() - started,
         )
@@ -232,7 +224,7 @@ class _Problem:
         bounds = [(trainer.min_nodes, min(trainer.max_nodes, len(pool))) for trainer in moment.trainers]
         self.breeder = LayoutBreeder(sizes, bounds, self._value)
 
-    def exact(self, time_limit: float) -> tuple[CountSolution, list[Layout]]:
+    def exact(self, time_limit: float) -> tuple[Solution, list[Layout]]:
         """Return the optimum of the counts, and layouts to start with: the current one, and those of exact counts."""
         tables = np.stack([self._values.table(number) for number in range(len(self._moment.trainers))])
         keeping = tuple(
@@ -282,7 +274,7 @@ class _Problem:
             self._known[key] = self._values.value(number, placement, moved=moved)
         return self._known[key]
 
-    def _placed(self, solution: CountSolution) -> Layout:
+    def _placed(self, solution: Solution) -> Layout:
         counts = {t.name: int(count) for t, count in zip(self._moment.trainers, solution.counts, strict=True)}
         return self._layout(place(counts, self._pool, self._current))
 

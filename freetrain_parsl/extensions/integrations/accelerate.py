@@ -117,21 +117,7 @@ class Accelerator:
         prepared = [self._prepared(thing) for thing in things]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        """See `prepare`."""
-        return self._prepared(model)  # type: ignore[no-any-return]
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See `prepare`."""
-        return self._prepared(optimizer)  # type: ignore[no-any-return]
-
-    def prepare_data_loader(self, data_loader: DataLoader[Any]) -> Any:
-        """See `prepare`."""
-        return self._prepared(data_loader)
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
-        """See `prepare`."""
-        return self._prepared(scheduler)  # type: ignore[no-any-return]
+    prepare_model = prepare_optimizer = prepare_data_loader = prepare_scheduler = prepare
 
     def register_for_checkpointing(self, *things: Any) -> None:
         """Include more objects with ``state_dict`` and ``load_state_dict`` in the training's state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from freetrain_parsl.cli.options import check_targets, known_name, split_names
 from freetrain_parsl.cli.windows import format_duration
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.extensions.resources.demands import ResourceProblem
-from freetrain_parsl.extensions.resources.instances import generate_instance, read_instance
+from freetrain_parsl.extensions.resources.instances import read_instance
 from freetrain_parsl.extensions.resources.policies import (
     RESOURCE_POLICIES,
     KnapsackPolicy,
@@ -50,7 +51,7 @@ def allocate(
     """Divide several kinds of resources among jobs, and show what each gets, or why it gets nothing."""
     if example is not None:
         check_targets([], {"--example": example})
-        _write(example, generate_instance(6, load=3.0, seed=1))
+        _write(example, (files("freetrain_parsl.extensions.resources") / "example.json").read_text(encoding="utf-8"))
         say(str(example))
         return
     if instance is None:
@@ -60,7 +61,8 @@ def allocate(
     problem = read_instance(instance).problem
     decisions = {one.name: one.allocate(problem) for one in policies}
     if json is not None:
-        _write(json, allocation_figures(instance, problem, decisions))
+        figures = allocation_figures(instance, problem, decisions)
+        _write(json, json_format.dumps(figures, indent=2, allow_nan=False) + "\n")
     print_allocation(Screen(highlight=False), instance, problem, decisions)
 
 
@@ -177,8 +179,8 @@ def _shares(problem: ResourceProblem, used: Sequence[float]) -> list[str]:
     return [f"{amount / there:.0%}" if there > 0 else "-" for amount, there in zip(used, problem.capacity, strict=True)]
 
 
-def _write(file: Path, figures: Mapping[str, Any]) -> None:
+def _write(file: Path, text: str) -> None:
     try:
-        write_output(file, json_format.dumps(figures, indent=2, allow_nan=False) + "\n")
+        write_output(file, text)
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error.strerror}") from error

@@ -10,12 +10,10 @@ import numpy as np
 
 from freetrain_parsl import __version__
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
-from freetrain_parsl.extensions.goodput.completion_time import CompletionTime, Urgency
-from freetrain_parsl.extensions.goodput.completion_utility import CompletionUtility
+from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy
+from freetrain_parsl.extensions.goodput.completion import CompletionTime, CompletionUtility, Urgency
 from freetrain_parsl.extensions.goodput.ones import OnesPolicy
 from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
-from freetrain_parsl.extensions.goodput.optimus import OptimusPolicy
-from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
 from freetrain_parsl.extensions.replay.series import Bins
 from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.simulation import DEFAULT_INTERVAL, simulate

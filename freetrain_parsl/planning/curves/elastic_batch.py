@@ -175,13 +175,7 @@ def _non_negative_least_squares(
 
 
 class ElasticProfile:
-    """What is known of a training with elastic batches.
-
-    Parameters
-    ----------
-    limits
-        Its batch sizes.
-    """
+    """What is known of a training with elastic batches."""
 
     def __init__(self, limits: BatchRange) -> None:
         self.limits = limits

@@ -162,12 +162,7 @@ def as_learned(trainer: Trainer, profile: Profile, rate_per_node: float) -> Trai
 def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> list[Trainer]:
     """Return the trainers as `as_learned` does, the unknown ones relative to the fastest.
 
-    Parameters
-    ----------
-    trainers
-        As specified by their users.
-    profiles
-        Trainer -> its measurements; several may share a profile. Absent trainers are returned unchanged.
+    Several trainers may share a profile; those without one are returned unchanged.
     """
     trainers = list(trainers)
     unit = best_rate_per_node(profiles[t.name].curve if t.name in profiles else t.curve for t in trainers)
@@ -179,12 +174,7 @@ def relative_speeds(
 ) -> dict[tuple[str, str], float]:
     """Return (kind, other kind) -> how many times as fast a node of the first is.
 
-    Parameters
-    ----------
-    stated
-        Kind -> its speed, in any unit.
-    profiles
-        For each trainer, kind -> its measurements there.
+    From the stated speed of each kind, in any unit, and, for each trainer, its measurements on each kind.
     """
     ratios: dict[tuple[str, str], list[float]] = {}
     for trainer in profiles:
@@ -205,16 +195,8 @@ def learned_on_kinds(
 ) -> Trainer:
     """Return a trainer with its curves on all kinds, as far as known; see `learning.as_learned`.
 
-    Parameters
-    ----------
-    trainer
-        As specified by its user.
-    profiles
-        Kind -> its measurements there; at least one.
-    speeds
-        See `relative_speeds`.
-    rate_per_node
-        As for `learning.as_learned`, on the fastest kind.
+    From its measurements on each kind, at least one, and `relative_speeds`; the assumed rate is that on the fastest
+    kind.
     """
     known = {
         kind: as_learned(trainer, one, rate_per_node)

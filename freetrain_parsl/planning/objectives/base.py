@@ -98,13 +98,7 @@ class Tabulated(ABC):
 
 @dataclass(frozen=True)
 class WeightedRate(Tabulated):
-    """Throughput times a weight of the trainer.
-
-    Parameters
-    ----------
-    weight
-        Trainer -> factor.
-    """
+    """Throughput times a weight of the trainer."""
 
     weight: Callable[[Trainer], float]
 

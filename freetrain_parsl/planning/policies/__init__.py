@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.policies.base import Policy
-from freetrain_parsl.planning.policies.equal_share import EqualSharePolicy
-from freetrain_parsl.planning.policies.fcfs import FirstComeFirstServedPolicy
+from freetrain_parsl.planning.policies.baselines import EqualSharePolicy, FirstComeFirstServedPolicy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.policies.window import WindowPolicy
 

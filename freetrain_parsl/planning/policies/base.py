@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import (
     SPEEDUP,
@@ -17,14 +18,14 @@ from freetrain_parsl.planning.objectives.base import (
     resolve_objective,
     value_table,
 )
-from freetrain_parsl.planning.placement import current_counts, place
+from freetrain_parsl.planning.placement import current_counts, place, place_emptiest_first
 from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
-__all__ = ["BaselinePolicy", "Policy"]
+__all__ = ["BaselinePolicy", "ObjectivePolicy", "Policy"]
 
 
 class Policy(ABC):
@@ -61,6 +62,30 @@ class Policy(ABC):
         """
 
 
+class ObjectivePolicy(Policy):
+    """A policy that maximises an objective, within a time limit; `MilpPolicy` describes the parameters."""
+
+    def __init__(self, objective: ObjectiveLike, horizon: timedelta | None, time_limit: timedelta, gap: float) -> None:
+        if horizon is not None:
+            check_duration(f"policy {self.name!r}: horizon", horizon)
+        check_duration(f"policy {self.name!r}: time_limit", time_limit)
+        if not 0 <= gap < 1:
+            raise InvalidSettings(f"policy {self.name!r}: gap must lie in [0, 1), got {gap!r}")
+        self._objective = resolve_objective(objective)
+        self._horizon = None if horizon is None else horizon.total_seconds()
+        self._time_limit = time_limit.total_seconds()
+        self._gap = gap
+
+    @property
+    def objective(self) -> Objective | Contextual:
+        """What it maximises."""
+        return self._objective
+
+    def seconds_of_use(self, pool: Pool, now: float) -> float:  # noqa: ARG002 - signature of a policy
+        """Return the horizon; see `Policy.seconds_of_use`."""
+        return self._horizon or pool.horizon
+
+
 class BaselinePolicy(Policy):
     """A policy that decides by a rule.
 
@@ -72,6 +97,9 @@ class BaselinePolicy(Policy):
     objective, horizon
         The value model, as in `MilpPolicy`; they do not affect the allocation.
     """
+
+    emptiest_first: ClassVar[bool] = False
+    """Whether trainers take the hosts with the most free nodes; see `place_emptiest_first`."""
 
     def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta | None = None) -> None:
         if horizon is not None:
@@ -93,7 +121,7 @@ class BaselinePolicy(Policy):
 
     def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
         """Choose the nodes, in the order of `counts` where the order matters."""
-        return place(counts, pool, current)
+        return (place_emptiest_first if self.emptiest_first else place)(counts, pool, current)
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""

@@ -10,32 +10,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
 from freetrain_parsl.planning.objectives.base import (
-    Contextual,
     Moment,
-    Objective,
     ObjectiveLike,
     at_moment,
-    resolve_objective,
     value_table,
 )
 from freetrain_parsl.planning.placement import current_counts, keep_to_whole_hosts, place
-from freetrain_parsl.planning.policies.base import Policy
-from freetrain_parsl.planning.solvers.counts import Counts, CountSolution, Table, maximise_counts
-from freetrain_parsl.settings_checks import check_duration
+from freetrain_parsl.planning.policies.base import ObjectivePolicy
+from freetrain_parsl.planning.solvers.counts import maximise_counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from freetrain_parsl.planning.solvers.highs import Counts, Solution, Table
+
 __all__ = ["MilpPolicy"]
 
-_PROVEN = 1e-9  # relative distance from the bound that counts as zero
 _REMEMBERED = 16  # solves: the planner alternates between the nodes that it has and those that it could have
 
 
-class MilpPolicy(Policy):
+class MilpPolicy(ObjectivePolicy):
     """Maximises the value over the next `horizon` less the costs of changing now.
 
     Nodes are interchangeable, so it decides counts; `place` then chooses nodes without moving trainers. The allocation
@@ -68,25 +64,8 @@ class MilpPolicy(Policy):
         time_limit: timedelta = timedelta(seconds=1),
         gap: float = 0.0,
     ) -> None:
-        if horizon is not None:
-            check_duration("policy 'milp': horizon", horizon)
-        check_duration("policy 'milp': time_limit", time_limit)
-        if not 0 <= gap < 1:
-            raise InvalidSettings(f"policy 'milp': gap must lie in [0, 1), got {gap!r}")
-        self._objective = resolve_objective(objective)
-        self._horizon = None if horizon is None else horizon.total_seconds()
-        self._time_limit = time_limit.total_seconds()
-        self._gap = gap
-        self._solved: deque[tuple[bytes, CountSolution]] = deque(maxlen=_REMEMBERED)
-
-    @property
-    def objective(self) -> Objective | Contextual:
-        """What it maximises."""
-        return self._objective
-
-    def seconds_of_use(self, pool: Pool, now: float) -> float:  # noqa: ARG002 - signature of a policy
-        """Return the horizon; see `Policy.seconds_of_use`."""
-        return self._horizon or pool.horizon
+        super().__init__(objective, horizon, time_limit, gap)
+        self._solved: deque[tuple[bytes, Solution]] = deque(maxlen=_REMEMBERED)
 
     def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
@@ -104,25 +83,21 @@ class MilpPolicy(Policy):
         return Decision(
             place(counts, pool, current),
             solution.objective,
-            proven_optimal=_is_proven(solution),
+            proven_optimal=solution.is_proven,
             bound=solution.bound,
             solve_seconds=time.perf_counter() - started,
         )
 
-    def _solve(self, values: Table, incumbent: Counts) -> CountSolution:
+    def _solve(self, values: Table, incumbent: Counts) -> Solution:
         """Solve, unless this is one of the latest problems again: decisions recur while nothing changes."""
         problem = blake2b(repr(values.shape).encode() + values.tobytes() + incumbent.tobytes()).digest()
         for known, solution in self._solved:
             if known == problem:
                 return solution
         solution = maximise_counts(values, incumbent, time_limit=self._time_limit, gap=self._gap)
-        if _is_proven(solution):  # otherwise another attempt may find more
+        if solution.is_proven:  # otherwise another attempt may find more
             self._solved.append((problem, solution))
         return solution
-
-
-def _is_proven(solution: CountSolution) -> bool:
-    return solution.bound - solution.objective <= _PROVEN * abs(solution.bound)
 
 
 def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[Trainer]) -> Counts:

@@ -14,33 +14,29 @@ import numpy as np
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives.base import (
-    Contextual,
     Moment,
     Objective,
     ObjectiveLike,
     at_moment,
     charged,
     objective_table,
-    resolve_objective,
     without_own_costs,
 )
 from freetrain_parsl.planning.placement import current_counts
-from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.policies.base import ObjectivePolicy
 from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.solvers.column_generation import maximise_windows
 from freetrain_parsl.planning.solvers.window_model import Counts, Table, WindowInstance
-from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = ["WindowPolicy"]
 
-_PROVEN = 1e-9  # relative distance from the bound that counts as zero
 _AT_ONCE = 1e-3  # seconds: the minimum time that a due node is assumed to last
 
 
-class WindowPolicy(Policy):
+class WindowPolicy(ObjectivePolicy):
     """Maximises the value of a decision over its expected duration, including the closings during that time.
 
     A decision lasts until something unforeseen invalidates it. That time is assumed to be exponentially distributed
@@ -79,23 +75,10 @@ class WindowPolicy(Policy):
         gap: float = 0.003,
         max_classes: int = 12,
     ) -> None:
-        if horizon is not None:
-            check_duration("policy 'window': horizon", horizon)
-        check_duration("policy 'window': time_limit", time_limit)
-        if not 0 <= gap < 1:
-            raise InvalidSettings(f"policy 'window': gap must lie in [0, 1), got {gap!r}")
+        super().__init__(objective, horizon, time_limit, gap)
         if max_classes < 1:
             raise InvalidSettings(f"policy 'window': max_classes must be at least 1, got {max_classes!r}")
-        self._objective = resolve_objective(objective)
-        self._horizon = None if horizon is None else horizon.total_seconds()
-        self._time_limit = time_limit.total_seconds()
-        self._gap = gap
         self._max_classes = max_classes
-
-    @property
-    def objective(self) -> Objective | Contextual:
-        """What it maximises."""
-        return self._objective
 
     def seconds_of_use(self, pool: Pool, now: float) -> float:
         """Return the mean of the weighted seconds that the nodes last."""
@@ -126,7 +109,7 @@ class WindowPolicy(Policy):
         return Decision(
             _nodes(solution.counts, classes, ranked, current),
             solution.objective,
-            proven_optimal=solution.bound - solution.objective <= _PROVEN * abs(solution.bound),
+            proven_optimal=solution.is_proven,
             bound=solution.bound,
             solve_seconds=time.perf_counter() - started,
         )

@@ -26,17 +26,18 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning.solvers.counts import maximise_counts
+from freetrain_parsl.planning.solvers.highs import Solution
 from freetrain_parsl.planning.solvers.pricing import Pricing
 from freetrain_parsl.planning.solvers.restricted_master import Columns, Master, choose_greedily, choose_optimally
 from freetrain_parsl.planning.solvers.window_model import Counts, Table, WindowInstance, evaluate, trainer_values
 
-__all__ = ["WindowSolution", "maximise_windows"]
+__all__ = ["maximise_windows"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,28 +50,9 @@ _FIRST_STEPS = (0.0, 0.3, 0.5, 0.7, 0.85, 1.0)  # where the first columns are ge
 _STEPS = (0.15, 0.4, 0.7, 1.0)  # where columns are generated, from the best known prices towards the master's
 
 
-@dataclass(frozen=True)
-class WindowSolution:
-    """Counts and their quality.
-
-    Parameters
-    ----------
-    counts
-        Nodes of each trainer and class, shape (J, K).
-    objective
-        Their value.
-    bound
-        Upper bound on the value of any counts.
-    """
-
-    counts: Counts
-    objective: float
-    bound: float
-
-
 def maximise_windows(
     instance: WindowInstance, incumbent: Counts | None = None, *, time_limit: float = 1.0, gap: float = 0.005
-) -> WindowSolution:
+) -> Solution:
     """Find counts of high value; deterministic unless the time limit is reached.
 
     Parameters
@@ -97,7 +79,7 @@ def maximise_windows(
     small, number = instance.merged()
     merge = (number[:, None] == np.arange(len(small.sizes))).astype(np.int64)
     if not small.capacities.any() or not len(best):
-        solution = WindowSolution(best @ merge, evaluate(instance, best), evaluate(instance, best))
+        solution = Solution(best @ merge, evaluate(instance, best), evaluate(instance, best))
     elif len(small.sizes) == 1 and small.blocks == np.count_nonzero(small.is_offered):
         solution = _one_class(small, best @ merge, time_limit, gap)
     else:
@@ -105,14 +87,14 @@ def maximise_windows(
     return replace(solution, counts=instance.divided(solution.counts, number))
 
 
-def _one_class(instance: WindowInstance, incumbent: Counts, time_limit: float, gap: float) -> WindowSolution:
+def _one_class(instance: WindowInstance, incumbent: Counts, time_limit: float, gap: float) -> Solution:
     """Solve an instance with a single class, which is the count model."""
     size = int(instance.capacities[0])
     rows = np.repeat(np.arange(len(incumbent)), size + 1)
     choices = np.tile(np.arange(size + 1), len(incumbent))[:, None]
     values = trainer_values(instance, rows, choices).reshape(-1, size + 1)
     found = maximise_counts(values, incumbent[:, 0], time_limit=time_limit, gap=gap)
-    return WindowSolution(found.counts[:, None], found.objective, found.bound)
+    return Solution(found.counts[:, None], found.objective, found.bound)
 
 
 class _Search:
@@ -140,7 +122,7 @@ class _Search:
             self._counts, self._objective = counts.copy(), objective
         self._pool.add(self._trainers, counts, self._values(counts))
 
-    def run(self) -> WindowSolution:
+    def run(self) -> Solution:
         instance = self._instance
         guess = _first_prices(instance)
         self._price(np.array(_FIRST_STEPS)[:, None] * guess)
@@ -150,7 +132,7 @@ class _Search:
         except PlanningError as error:
             # Counts and bound are valid, even if not the best possible: a decision is needed in any case.
             logger.warning("%s; using the best counts so far", error)
-        return WindowSolution(self._counts, self._objective, max(self._bound, self._objective))
+        return Solution(self._counts, self._objective, max(self._bound, self._objective))
 
     def _improve(self) -> None:
         if self._done():

@@ -22,50 +22,27 @@ and cores.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise, repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import highspy
 import numpy as np
-import numpy.typing as npt
 
-from freetrain_parsl.planning.solvers.highs import make_solver, solve
+from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, Table, make_solver
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-__all__ = ["CountSolution", "maximise_counts"]
-
-Table = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
+__all__ = ["ConcavePiece", "alike", "fill", "maximise_counts", "pieces_of"]
 
 _ROUNDING = 1e-13  # of the largest value: smaller differences are rounding errors of the tables, not kinks
 _CLOSED = 1e-12  # of the sum of largest values: a smaller gap counts as zero
 _UNITS = 1000.0  # the gap, in units of the core's objective
 
 
-@dataclass(frozen=True)
-class CountSolution:
-    """Counts and their quality.
-
-    Parameters
-    ----------
-    counts
-        Nodes of each trainer, shape (J,).
-    objective
-        Their total value.
-    bound
-        Upper bound on the value of any counts.
-    """
-
-    counts: Counts
-    objective: float
-    bound: float
-
-
-def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0, gap: float = 0.0) -> CountSolution:
+def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0, gap: float = 0.0) -> Solution:
     """Find counts of the highest total value; among trainers with equal v_j, the earlier get no fewer.
 
     Parameters
@@ -86,12 +63,12 @@ def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0
     """
     solution = _maximise(values, incumbent, time_limit, gap)
     counts = solution.counts.copy()
-    for rows in _alike(values):
+    for rows in alike(table.tobytes() for table in values):
         counts[rows] = -np.sort(-counts[rows])
     return replace(solution, counts=counts)
 
 
-def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -> CountSolution:
+def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -> Solution:
     deadline = time.perf_counter() + time_limit
     rows, nodes = len(values), values.shape[1] - 1
     best, objective = incumbent, _total(values, incumbent)
@@ -100,7 +77,7 @@ def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -
     if peaks.sum() <= nodes:
         # There are enough nodes for all: the relaxation without the shared row is the optimum.
         free = _total(values, peaks)
-        return CountSolution(peaks if free > objective else best, max(free, objective), max(free, objective))
+        return Solution(peaks if free > objective else best, max(free, objective), max(free, objective))
     price, start = _relax(values)
     reduced = values - price * np.arange(nodes + 1)
     tops = reduced.max(axis=1)
@@ -109,13 +86,13 @@ def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -
     if (total := _total(values, rounded)) > objective:
         best, objective = rounded, total
     if bound - objective <= max(gap * abs(bound), _CLOSED * scale):
-        return CountSolution(best, objective, max(bound, objective))
+        return Solution(best, objective, max(bound, objective))
 
     core = _Core(values, tops[:, None] - reduced, price, bound - objective, _ROUNDING * scale / rows)
     counts, loss = core.solve(best, max(deadline - time.perf_counter(), 0.0), gap * abs(bound))
     if (total := _total(values, counts)) > objective:
         best, objective = counts, total
-    return CountSolution(best, objective, max(bound - loss, objective))
+    return Solution(best, objective, max(bound - loss, objective))
 
 
 def _total(values: Table, counts: Counts) -> float:
@@ -211,62 +188,47 @@ def _fill(values: Table, counts: Counts) -> Counts:
 
 
 @dataclass
-class _Piece:
-    """A range of counts on which a value is concave, offered to each trainer of a group."""
+class ConcavePiece:
+    """A range of counts on which a value is concave, offered to each trainer of a group.
+
+    Parameters
+    ----------
+    corners, losses
+        Counts between which the loss, which is to be minimised, is linear, and the loss there.
+    column
+        Variable: how many trainers are on it; -1 if they have no choice.
+    """
 
     corners: Counts
     losses: Table
-    column: int = -1  # how many trainers are on it; -1 if they have no choice
-    first_segment: int = -1  # column of the nodes above the first corner
+    column: int = -1
 
+    def add_to(
+        self, model: Programme, many: int, here: Counts, scale: float, *, choice: bool = True
+    ) -> tuple[list[float], list[tuple[int, float]]]:
+        """Add its variables for `many` trainers to a programme, of which those with the counts `here` begin on it.
 
-@dataclass
-class _Model:
-    """A linear or mixed-integer programme under construction, row-wise, minimising."""
-
-    costs: list[Table] = field(default_factory=list)
-    upper: list[Table] = field(default_factory=list)
-    integer: list[Counts] = field(default_factory=list)
-    columns: int = 0
-    offset: float = 0.0
-    rows: list[tuple[Counts, Table, float, float]] = field(default_factory=list)
-
-    def add_columns(self, costs: Table, upper: npt.NDArray[Any], *, integer: bool = False) -> int:
-        """Add variables from 0 to `upper`; return the index of the first."""
-        first = self.columns
-        self.costs.append(costs)
-        self.upper.append(np.asarray(upper, dtype=float))
-        self.integer.append(np.full(len(costs), int(integer)))
-        self.columns += len(costs)
-        return first
-
-    def add_row(self, columns: Counts, coefficients: Table, lower: float, upper: float) -> None:
-        self.rows.append((columns, coefficients, lower, upper))
-
-    def run(self, solver: highspy.Highs, start: Table | None = None) -> highspy.HighsModelStatus:
-        starts = np.cumsum([0, *(len(row[0]) for row in self.rows)])
-        solver.passModel(
-            self.columns,
-            len(self.rows),
-            int(starts[-1]),
-            int(highspy.MatrixFormat.kRowwise),
-            int(highspy.ObjSense.kMinimize),
-            self.offset,
-            np.concatenate(self.costs),
-            np.zeros(self.columns),
-            np.concatenate(self.upper),
-            np.array([row[2] for row in self.rows], dtype=float),
-            np.array([row[3] for row in self.rows], dtype=float),
-            starts.astype(np.int32),
-            np.concatenate([row[0] for row in self.rows]).astype(np.int32),
-            np.concatenate([row[1] for row in self.rows]).astype(float),
-            np.concatenate(self.integer).astype(np.int32),
-        )
-        if start is not None:
-            solution = highspy.HighsSolution()
-            solution.col_value = list(start)
-            solver.setSolution(solution)
-        return solve(solver)
+        Returns
+        -------
+        tuple
+            Where the variables begin, and pairs of a variable and the nodes that it stands for.
+        """
+        start: list[float] = []
+        used: list[tuple[int, float]] = []
+        lengths = np.diff(self.corners)
+        if choice:
+            self.column = model.add_columns(self.losses[:1] * scale, np.array([many]), integer=True)
+            start.append(len(here))
+            used.append((self.column, float(self.corners[0])))
+        if len(lengths):
+            slopes = np.diff(self.losses) / lengths
+            first = model.add_columns(slopes * scale, many * lengths)
+            start.extend(np.clip(here[:, None] - self.corners[:-1], 0, lengths).sum(axis=0))
+            segments = range(first, first + len(lengths))
+            used.extend((column, 1.0) for column in segments)
+            for column, length in zip(segments, lengths, strict=True) if choice else ():
+                model.add_row(np.array([column, self.column]), np.array([1.0, -length]), -np.inf, 0.0)
+        return start, used
 
 
 class _Core:
@@ -291,9 +253,9 @@ class _Core:
         self.values = values
         self.nodes = values.shape[1] - 1
         self.price, self.gap = price, gap
-        self.groups = _alike(values)
+        self.groups = alike(table.tobytes() for table in values)
         self.pieces = [
-            _pieces(np.flatnonzero(losses[rows[0]] <= gap * (1 + 1e-9) + noise), losses[rows[0]])
+            pieces_of(np.flatnonzero(losses[rows[0]] <= gap * (1 + 1e-9) + noise), losses[rows[0]])
             for rows in self.groups
         ]
 
@@ -313,9 +275,9 @@ class _Core:
         counts = self._polish(np.asarray(solver.getSolution().col_value))
         return counts, float(np.clip(bound / scale, 0.0, self.gap))
 
-    def _build(self, incumbent: Counts, scale: float) -> tuple[_Model, Table]:
+    def _build(self, incumbent: Counts, scale: float) -> tuple[Programme, Table]:
         """Write the programme, and the incumbent as its start."""
-        model = _Model()
+        model = Programme()
         start: list[float] = []
         used: list[tuple[int, float]] = []  # (column, nodes) of the shared row
         fixed = 0
@@ -323,25 +285,13 @@ class _Core:
             many, choice = len(rows), len(pieces) > 1
             homes = [next(k for k, p in enumerate(pieces) if n <= p.corners[-1]) for n in incumbent[rows]]
             for k, piece in enumerate(pieces):
-                first, lengths = int(piece.corners[0]), np.diff(piece.corners)
                 here = np.array([n for n, home in zip(incumbent[rows], homes, strict=True) if home == k])
-                if choice:
-                    piece.column = model.add_columns(piece.losses[:1] * scale, np.array([many]), integer=True)
-                    start.append(len(here))
-                    used.append((piece.column, first))
-                else:
-                    fixed += many * first
+                begins, uses = piece.add_to(model, many, here, scale, choice=choice)
+                start += begins
+                used += uses
+                if not choice:
+                    fixed += many * int(piece.corners[0])
                     model.offset += many * float(piece.losses[0]) * scale
-                if not len(lengths):
-                    continue
-                slopes = np.diff(piece.losses) / lengths
-                piece.first_segment = model.add_columns(slopes * scale, many * lengths)
-                start.extend(np.clip(here[:, None] - piece.corners[:-1], 0, lengths).sum(axis=0))
-                segments = range(piece.first_segment, piece.first_segment + len(lengths))
-                used.extend((column, 1.0) for column in segments)
-                if choice:
-                    for column, length in zip(segments, lengths, strict=True):
-                        model.add_row(np.array([column, piece.column]), np.array([1.0, -length]), -np.inf, 0.0)
             if choice:
                 model.add_row(np.array([p.column for p in pieces]), np.ones(len(pieces)), many, many)
         # Idle nodes cost their price, so a number of them whose cost exceeds the gap is in no better solution than the
@@ -357,7 +307,7 @@ class _Core:
 
     def _polish(self, solution: Table) -> Counts:
         """Fill the chosen pieces exactly: they are concave, so the steepest segments come first."""
-        chosen: dict[int, _Piece] = {}
+        chosen: dict[int, ConcavePiece] = {}
         for rows, pieces in zip(self.groups, self.pieces, strict=True):
             many = [len(rows)] if len(pieces) == 1 else [round(solution[piece.column]) for piece in pieces]
             chosen.update(zip(rows.tolist(), chain.from_iterable(map(repeat, pieces, many)), strict=True))
@@ -368,27 +318,31 @@ class _Core:
             lengths = np.diff(piece.corners)
             gains = np.diff(self.values[row, piece.corners]) / lengths
             segments.extend(zip((-gains).tolist(), repeat(row), lengths.tolist()))
-        left = self.nodes - int(counts.sum())
-        for loss, row, length in sorted(segments):
-            if loss >= 0 or left <= 0:
-                break
-            take = min(left, length)
-            counts[row] += take
-            left -= take
+        fill(counts, segments, [0] * len(counts), [self.nodes - int(counts.sum())])
         return counts
 
 
-def _alike(values: Table) -> list[Counts]:
-    """Group the rows that are equal, in order."""
-    groups: dict[bytes, list[int]] = {}
-    for row, table in enumerate(values):
-        groups.setdefault(table.tobytes(), []).append(row)
+def fill(counts: Counts, segments: list[tuple[float, int, int]], pools: Sequence[int], left: list[int]) -> None:
+    """Add the steepest segments (loss per node, row, nodes) to the counts while nodes are left in the rows' pools."""
+    for loss, row, length in sorted(segments):
+        if loss >= 0:
+            break
+        take = min(max(left[pools[row]], 0), length)
+        counts[row] += take
+        left[pools[row]] -= take
+
+
+def alike(keys: Iterable[Hashable]) -> list[Counts]:
+    """Group the rows whose keys are equal, in order."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        groups.setdefault(key, []).append(row)
     return [np.array(rows) for rows in groups.values()]
 
 
-def _pieces(inside: Counts, losses: Table) -> list[_Piece]:
-    """Split the counts of the core into ranges without gaps on which the regret is convex."""
-    pieces: list[_Piece] = []
+def pieces_of(inside: Counts, losses: Table) -> list[ConcavePiece]:
+    """Split counts into ranges without gaps on which the loss is convex."""
+    pieces: list[ConcavePiece] = []
     for run in np.split(inside, np.flatnonzero(np.diff(inside) > 1) + 1):
         corners = run[_kinks(run, losses[run])]
         slopes = np.diff(losses[corners]) / np.diff(corners)
@@ -397,5 +351,5 @@ def _pieces(inside: Counts, losses: Table) -> list[_Piece]:
         edges = [0, *falls.tolist(), len(corners) - 1] if len(corners) > 1 else [0, 0]
         for first, last in pairwise(edges):
             part = corners[first : last + 1]
-            pieces.append(_Piece(part, losses[part]))
+            pieces.append(ConcavePiece(part, losses[part]))
     return pieces

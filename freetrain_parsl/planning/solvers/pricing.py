@@ -80,13 +80,7 @@ class _Step:
 
 
 class Pricing:
-    """Best responses of the trainers of a problem to prices.
-
-    Parameters
-    ----------
-    instance
-        The problem.
-    """
+    """Best responses of the trainers of a problem to prices."""
 
     def __init__(self, instance: WindowInstance) -> None:
         self._instance = instance

@@ -20,13 +20,7 @@ _UNITS = 1000.0  # the objective's scale, for the solver's absolute tolerances
 
 
 class Columns:
-    """Choices of trainers without duplicates.
-
-    Parameters
-    ----------
-    classes
-        Number of classes of nodes.
-    """
+    """Choices of trainers without duplicates, for a number of classes of nodes."""
 
     def __init__(self, classes: int) -> None:
         self.rows: Counts = np.empty(0, dtype=np.int64)
@@ -66,12 +60,7 @@ class Columns:
 class Master:
     """The linear programme: fractions of columns that add up to one for each trainer.
 
-    Parameters
-    ----------
-    instance
-        The problem.
-    scale
-        Approximate size of its optimum.
+    `scale` is the approximate size of its optimum.
     """
 
     def __init__(self, instance: WindowInstance, scale: float) -> None:
@@ -147,27 +136,9 @@ def choose_optimally(
 ) -> Counts:
     """Choose one column per trainer, of the highest total value, among those with a regret of at most `room`.
 
-    Parameters
-    ----------
-    instance
-        The problem.
-    columns
-        The known columns, including those of the incumbent.
-    losses
-        Regrets of the columns at the best prices.
-    room
-        Difference of the bound and the incumbent's value.
-    incumbent
-        Counts to start from.
-    time_limit
-        Seconds.
-    target
-        Stop at this value.
-
-    Returns
-    -------
-    numpy.ndarray
-        Counts, shape (J, K); the incumbent if no better ones were found.
+    `losses` are the columns' regrets at the best prices, and `room` is the difference of the bound and the value of the
+    incumbent, whose columns are known. The solver stops at the value `target`. Without better counts, the incumbent is
+    returned.
     """
     kept = np.flatnonzero(losses <= room * (1 + 1e-9))
     tops = np.full(len(incumbent), -np.inf)

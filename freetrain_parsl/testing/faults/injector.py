@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from freetrain_parsl.errors import UsageError, did_you_mean
 from freetrain_parsl.testing.faults.connections import cut, partition
 from freetrain_parsl.testing.faults.files import corrupt_checkpoint, fill_disk
-from freetrain_parsl.testing.faults.processes import kill, kill_all, slow, stopped
-from freetrain_parsl.testing.sweeper import is_alive
+from freetrain_parsl.testing.faults.processes import is_alive, kill, kill_all, slow, stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -7,6 +7,7 @@ import signal
 import threading
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import UsageError
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _PERIOD = timedelta(milliseconds=100)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists; zombies do not count."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def kill(pid: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from freetrain_parsl.extensions.checking.comparisons import first_difference, gradient_gap
+from freetrain_parsl.extensions.checking.comparisons import first_difference, gradient_gap, reason_for_gap
 from freetrain_parsl.extensions.checking.findings import Judge
 from freetrain_parsl.extensions.checking.records import CRASHED, Frame, Graph, Kind, Leaf, Scalar, Value, Variant
 from freetrain_parsl.extensions.checking.report import CheckReport, CheckVerdict
@@ -193,7 +193,7 @@ def test_a_gradient_that_differs_has_a_reason(
     gap = judge.members(2, pair, one, pair)
     assert gap is not None
     assert judge.needs_reason(gap)
-    judge.loss(gap, one, pair, one, pair)
+    judge.add([reason_for_gap(gap, one, pair, one, pair)])
     (found,) = report.causes
     assert (found.kind, found.where) == ("loss", where)
     assert text in found.text

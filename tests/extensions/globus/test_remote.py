@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from freetrain_parsl.cli.commands import app
 from freetrain_parsl.errors import InvalidInput, RemoteError
+from freetrain_parsl.extensions.globus.remote.campaign import RunRecords
 from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
-from freetrain_parsl.extensions.globus.remote.records import RunRecords
-from freetrain_parsl.extensions.globus.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote.messages import Versions
 
 ENDPOINT = "0e843812-9a83-4451-bef3-f1522edcb031"
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from io import StringIO
 
 from freetrain_parsl.cli.console import Screen
-from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
 from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
+from freetrain_parsl.extensions.globus.sites.planning.model import SiteRates
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
-from freetrain_parsl.extensions.globus.sites.planning.rates import SiteRates
-from freetrain_parsl.extensions.globus.sites.state import CallPace
+from freetrain_parsl.extensions.globus.sites.state import CallPace, SiteAnswer, SiteFacts, TrainingAtSite
 from freetrain_parsl.extensions.globus.sites.view import SitesView
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Trainer

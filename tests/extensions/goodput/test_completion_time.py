@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.goodput.completion_time import CompletionTime, Urgency
+from freetrain_parsl.extensions.goodput.completion import CompletionTime, Urgency
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, at_moment, value_table, without_own_costs

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.goodput.completion_utility import CompletionUtility
+from freetrain_parsl.extensions.goodput.completion import CompletionUtility
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
 from freetrain_parsl.planning.objectives.base import Moment, at_moment, objective_table, resolve_objective

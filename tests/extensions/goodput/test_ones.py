@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.goodput.completion_time import CompletionTime
+from freetrain_parsl.extensions.goodput.completion import CompletionTime
 from freetrain_parsl.extensions.goodput.evolution import LayoutBreeder, contiguous_starts, evolve
 from freetrain_parsl.extensions.goodput.ones import OnesPolicy, PlacedValues, placement_of
 from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy

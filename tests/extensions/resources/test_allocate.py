@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from freetrain_parsl.cli import main
-from freetrain_parsl.extensions.resources.instances import generate_instance
 from freetrain_parsl.extensions.resources.policies import RESOURCE_POLICIES
+from tests.support.resource_instances import generate_instance
 
 ALL = ",".join(RESOURCE_POLICIES)
 

@@ -11,7 +11,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
 from freetrain_parsl.extensions.resources.demands import MOST_OF_EACH, ResourceJob, ResourceProblem, SigmoidUtility
-from freetrain_parsl.extensions.resources.instances import generate_instance, parse_instance
+from freetrain_parsl.extensions.resources.instances import parse_instance
 from freetrain_parsl.extensions.resources.policies import (
     RESOURCE_POLICIES,
     ResourceDecision,
@@ -19,6 +19,7 @@ from freetrain_parsl.extensions.resources.policies import (
     reasons_for_nothing,
 )
 from freetrain_parsl.planning.solvers.multiple_choice import fits, undominated
+from tests.support.resource_instances import generate_instance
 
 EVERY_POLICY = pytest.mark.parametrize("name", sorted(RESOURCE_POLICIES))
 

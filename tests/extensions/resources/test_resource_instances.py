@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
-from freetrain_parsl.extensions.resources.instances import generate_instance, parse_instance, read_instance
+from freetrain_parsl.extensions.resources.instances import parse_instance, read_instance
 from freetrain_parsl.extensions.resources.policies import RESOURCE_POLICIES
+from tests.support.resource_instances import generate_instance
 
 TEN_JOBS = Path(__file__).parent / "data" / "ten-jobs.json"
 GOOD = {

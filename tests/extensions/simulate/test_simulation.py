@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.goodput.completion_time import CompletionTime
-from freetrain_parsl.extensions.goodput.tiresias import TiresiasPolicy
+from freetrain_parsl.extensions.goodput.baselines import TiresiasPolicy
+from freetrain_parsl.extensions.goodput.completion import CompletionTime
 from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest

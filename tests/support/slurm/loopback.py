@@ -8,7 +8,7 @@
 
 The daemons are Slurm's own (Debian: ``slurmctld slurmd slurm-client munge``); nothing is installed here, and
 `LoopbackSlurm.missing` returns what is missing. Nodes have the hardware given in the settings; their jobs are real
-processes of this machine. Everything ends with the context, and also if this process is killed: see `testing.sweeper`.
+processes of this machine. Everything ends with the context, and also if this process is killed: see `sweeper`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
-from freetrain_parsl.testing import sweeper
 from tests.support.daemons import PERIOD, Daemons, wait_until
+from tests.support.slurm import sweeper
 from tests.support.slurm.slurm_config import (
     PARTITIONS,
     ClusterPlan,

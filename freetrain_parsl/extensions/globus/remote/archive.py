@@ -66,14 +66,7 @@ class Archive:
 
 
 def pack(files: Mapping[str, Path], campaign: str) -> Archive:
-    """Pack files.
-
-    Parameters
-    ----------
-    files
-        Name in the archive, relative with ``/`` -> file to read.
-    campaign
-        Name of the campaign file, one of them.
+    """Pack files, by their names in the archive, relative with ``/``; `campaign` is that of the campaign file.
 
     Raises
     ------
@@ -112,21 +105,9 @@ def pack(files: Mapping[str, Path], campaign: str) -> Archive:
 
 
 def unpack(data: bytes, sha256: str, destination: Path) -> str:
-    """Verify an archive and write its files into a new directory, private to the user.
+    """Verify an archive of this hash, and write its files into a new directory, private to the user.
 
-    Parameters
-    ----------
-    data
-        The zip file.
-    sha256
-        Expected hash of `data`.
-    destination
-        The directory; must not exist.
-
-    Returns
-    -------
-    str
-        Name of the campaign file, relative to `destination`.
+    Return the name of the campaign file, relative to it.
 
     Raises
     ------

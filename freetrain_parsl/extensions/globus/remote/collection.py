@@ -53,16 +53,7 @@ class Collection:
 
 
 def collect(campaign: Path, variables: Variables, include: Sequence[Path] = ()) -> Collection:
-    """Find the files of a campaign.
-
-    Parameters
-    ----------
-    campaign
-        The campaign file.
-    variables
-        Values of ``${NAME}`` in it.
-    include
-        Further files.
+    """Find the files of a campaign, and further ones to `include`; `variables` are values of ``${NAME}`` in its file.
 
     Raises
     ------

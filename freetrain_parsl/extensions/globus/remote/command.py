@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -18,13 +18,10 @@ from freetrain_parsl.campaign.summary import ago
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.campaign_view import print_trainings
 from freetrain_parsl.errors import FreeTrainError, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
-from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
-from freetrain_parsl.extensions.globus.remote.messages import field_of
-from freetrain_parsl.extensions.globus.remote.pacing import HUNG, call_within, poll_delays
+from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign, RunRecords
+from freetrain_parsl.extensions.globus.remote.compute import HUNG, ComputeEndpoint, call_within, poll_delays
+from freetrain_parsl.extensions.globus.remote.messages import Versions, field_of
 from freetrain_parsl.extensions.globus.remote.preparation import prepare
-from freetrain_parsl.extensions.globus.remote.records import RunRecords
-from freetrain_parsl.extensions.globus.remote.versions import Versions
 from freetrain_parsl.screen import say, say_json, say_text
 
 if TYPE_CHECKING:
@@ -67,10 +64,11 @@ def start(
         preparation = prepare(campaign, config, settings=settings, include=include, any_versions=any_versions)
         started = RemoteCampaign.of(preparation, campaign, place, RunRecords())
         if not json:
-            size = f"{preparation.archive.files} files, {len(preparation.archive.data) / 1e3:.1f} kB"
-            say(f"{started.run}: {preparation.trainings} trainings, {size}, to endpoint {place.id}")
-            if preparation.left_out:
-                say(f"left out, as their names look like secrets: {', '.join(preparation.left_out)}")
+            packed = preparation.packed
+            size = f"{packed.archive.files} files, {len(packed.archive.data) / 1e3:.1f} kB"
+            say(f"{started.run}: {len(packed.campaign.trainings)} trainings, {size}, to endpoint {place.id}")
+            if packed.left_out:
+                say(f"left out, as their names look like secrets: {', '.join(packed.left_out)}")
         _show(_answer(started.submit(preparation), json), json)
 
 
@@ -190,15 +188,10 @@ def _errors(verb: str) -> Iterator[None]:
 def _answer(future: Future[T], quiet: bool = False) -> T:
     """Wait for an answer; Ctrl-C ends the wait, not the run."""
     console = Screen(stderr=True)
-    with console.status("waiting for the site") if not quiet and console.is_terminal else _nothing():
+    with console.status("waiting for the site") if not quiet and console.is_terminal else nullcontext():
         while not wait([future], _LOOK).done:  # a wait without a timeout would not notice Ctrl-C
             pass
     return future.result()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _show(status: RunStatus, json: bool) -> None:

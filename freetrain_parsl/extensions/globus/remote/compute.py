@@ -11,13 +11,15 @@ import contextlib
 import json
 import logging
 import os
+import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, RemoteError, UsageError
-from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, plain_text
-from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget, poll_delays
+from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, checked_answer
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, LOGIN, make_app
 
 if TYPE_CHECKING:
@@ -27,7 +29,94 @@ if TYPE_CHECKING:
     from globus_compute_sdk import Client
     from globus_sdk import GlobusApp
 
-__all__ = ["REQUESTS_PER_MINUTE", "ComputeEndpoint", "compute_app", "make_client"]
+__all__ = [
+    "HUNG",
+    "REQUESTS_PER_MINUTE",
+    "ComputeEndpoint",
+    "RequestBudget",
+    "call_within",
+    "compute_app",
+    "make_client",
+    "poll_delays",
+]
+
+HUNG = 300.0
+"""Seconds after which a call to a site is given up; its own timeout does not cover a connection that hangs."""
+
+_MINUTE = 60.0
+
+T = TypeVar("T")
+
+
+class RequestBudget:
+    """At most so many requests in any period of one minute.
+
+    Parameters
+    ----------
+    per_minute
+        Number of requests.
+
+    Attributes
+    ----------
+    taken : int
+        All requests so far.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self._most = per_minute
+        self._times: deque[float] = deque()
+        self.taken = 0
+
+    def take(self, now: float) -> float:
+        """Return the seconds to wait, from a monotonic time, before the next request, which is then counted."""
+        while self._times and self._times[0] <= now - _MINUTE:
+            self._times.popleft()
+        start = now if len(self._times) < self._most else self._times[-self._most] + _MINUTE
+        self._times.append(start)
+        self.taken += 1
+        return start - now
+
+
+def poll_delays(first: float = 0.5, growth: float = 1.25, longest: float = 15.0) -> Iterator[float]:
+    """Yield the seconds between looks for an answer: growing, up to the longest.
+
+    An answer is noticed late by `growth` less one of the time that it took, at most.
+    """
+    delay = first
+    while True:
+        yield delay
+        delay = min(longest, delay * growth)
+
+
+def call_within(seconds: float, call: Callable[[], T], give_up: Callable[[], None] = lambda: None) -> T:
+    """Call in a thread that does not keep the process alive, and return what the call returns or raises.
+
+    Raises
+    ------
+    RemoteError
+        The call has not returned in time, and `give_up` was called. Its thread may go on; what it returns is dropped.
+    """
+    outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((call(), None))
+        # Passed on to the thread that waits.
+        except BaseException as error:  # noqa: BLE001 - see above
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="freetrain-call", daemon=True).start()
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except Empty:
+        give_up()
+        raise RemoteError(
+            f"no answer within {seconds:.0f} s: a connection hangs; the site may still do what was asked"
+        ) from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]  # the call has returned it
+
 
 REQUESTS_PER_MINUTE = 30
 """Of ours to the web service; it permits 20 in ten seconds."""
@@ -182,11 +271,7 @@ class ComputeEndpoint:
             _logger.info("the result of %s has expired; attempt %d", request.get("verb"), attempt + 1)
         else:
             raise RemoteError("the result expired before it was fetched, twice; the verb may have been carried out")
-        if not isinstance(document, dict):
-            raise RemoteError("the site sent an unexpected answer; is another version of freetrain-parsl there?")
-        if isinstance(error := document.get("error"), str):
-            raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
-        return document
+        return checked_answer(document)
 
     def forget_client(self) -> None:
         """Make another client, with connections of its own, for the next call."""

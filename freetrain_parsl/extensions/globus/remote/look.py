@@ -18,7 +18,7 @@ from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import journal_state_of
 from freetrain_parsl.errors import DamagedCheckpoint, InvalidInput
 from freetrain_parsl.extensions.globus.storage.home import GlobusHome
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverState
 from freetrain_parsl.interpreters import FREETRAIN, script_command
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
@@ -32,12 +32,7 @@ _LONGEST = 500  # characters of an error
 
 
 def site_facts(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the site of a request: its home and its lease.
-
-    Parameters
-    ----------
-    stored
-        ``config`` and ``settings``, as for ``freetrain run``.
+    """Describe the site of a request (``config`` and ``settings``, as for ``freetrain run``): its home and its lease.
 
     Raises
     ------

@@ -15,7 +15,7 @@ from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.globus.remote.archive import Archive, pack
 from freetrain_parsl.extensions.globus.remote.collection import collect
-from freetrain_parsl.extensions.globus.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote.messages import Versions
 from freetrain_parsl.strict_yaml import read_text
 
 if TYPE_CHECKING:
@@ -26,31 +26,6 @@ __all__ = ["PackedCampaign", "Preparation", "UnknownVariables", "pack_campaign",
 _NO_WORD = re.compile(r"[^A-Za-z0-9]+")
 _LONGEST_NAME = 60
 _NO_FILE_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """A campaign that is ready to be sent.
-
-    Parameters
-    ----------
-    run
-        Name of the run.
-    trainings
-        Number of trainings.
-    archive
-        Its files.
-    left_out
-        Python files that stay here because their names look like secrets.
-    request
-        The call that starts it.
-    """
-
-    run: str
-    trainings: int
-    archive: Archive
-    left_out: tuple[str, ...]
-    request: Mapping[str, Any] = field(repr=False)
 
 
 class UnknownVariables(Variables):
@@ -107,8 +82,17 @@ class PackedCampaign:
         return _by_name(self.settings)
 
 
+@dataclass(frozen=True)
+class Preparation:
+    """A campaign that is ready to be sent to a site: the name of the run, and the call that starts it."""
+
+    run: str
+    packed: PackedCampaign
+    request: Mapping[str, Any] = field(repr=False)
+
+
 def pack_campaign(campaign: Path, *, settings: Sequence[str] = (), include: Sequence[Path] = ()) -> PackedCampaign:
-    """Check a campaign, and pack it; the parameters are those of `prepare`.
+    """Check a campaign, and pack it; see `prepare`.
 
     Raises
     ------
@@ -136,25 +120,12 @@ def prepare(
     settings: Sequence[str] = (),
     include: Sequence[Path] = (),
     any_versions: bool = False,
-    run: str | None = None,
 ) -> Preparation:
-    """Check a campaign and a site file, and pack the campaign.
+    """Check a campaign and a site file, and pack the campaign; the parameters are those of `RemoteCampaign.start`.
 
-    Parameters
-    ----------
-    campaign
-        The campaign file.
-    site
-        A site file, or the name of a shipped one.
-    settings
-        Values of ``${NAME}`` in the files, each ``name=value``. The campaign's variables all need one here; those of
-        the site file that have none are looked up in the environment of the endpoint.
-    include
-        Further files that travel.
-    any_versions
-        Whether other versions of Python, freetrain-parsl and torch at the site are accepted.
-    run
-        Name of the run; default: the campaign's with a random end.
+    The campaign's variables all need a value in `settings`, each ``name=value``; those of the site file that have none
+    are looked up in the environment of the endpoint. The name of the run is the campaign's with a random end by
+    default.
 
     Raises
     ------
@@ -162,13 +133,13 @@ def prepare(
         A file is invalid, or cannot travel.
     """
     packed = pack_campaign(campaign, settings=settings, include=include)
-    return prepare_packed(packed, site, any_versions=any_versions, run=run)
+    return prepare_packed(packed, site, any_versions=any_versions)
 
 
 def prepare_packed(
     packed: PackedCampaign, site: str, *, any_versions: bool = False, run: str | None = None
 ) -> Preparation:
-    """Check a site file, and make the request for a packed campaign; the parameters are those of `prepare`.
+    """Check a site file, and make the request for a packed campaign, and a run of this name; see `prepare`.
 
     Raises
     ------
@@ -192,7 +163,7 @@ def prepare_packed(
         "sha256": packed.archive.sha256,
         "archive": packed.encoded,
     }
-    return Preparation(name, len(loaded.trainings), packed.archive, packed.left_out, request)
+    return Preparation(name, packed, request)
 
 
 def _site(site: str, given: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:

@@ -33,9 +33,8 @@ from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.errors import FreeTrainError, InvalidInput, UsageError
 from freetrain_parsl.extensions.globus.remote.archive import unpack
 from freetrain_parsl.extensions.globus.remote.look import planned_blocks, run_facts, site_facts
-from freetrain_parsl.extensions.globus.remote.messages import LOG_BYTES, check_run_name, parse_status
-from freetrain_parsl.extensions.globus.remote.retries import failed_before, retried, take_retries
-from freetrain_parsl.extensions.globus.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote.messages import LOG_BYTES, Versions, check_run_name, parse_status
+from freetrain_parsl.extensions.globus.storage.carrier import backoff
 from freetrain_parsl.report.output import write_output
 from freetrain_parsl.storage.owned_files import require_own_directory
 
@@ -44,7 +43,39 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.detached import RunStatus
 
-__all__ = ["DIRECTORY", "answer"]
+__all__ = ["DIRECTORY", "answer", "failed_before", "retried", "take_retries"]
+
+_RETRIES = "retries.json"
+_UNSUCCESSFUL = ("failed", "cancelled")
+
+
+def retried(root: Path) -> dict[str, int]:
+    """Return training -> number of its last retry that was taken in, of a run's directory."""
+    return read_document(root / _RETRIES) or {}
+
+
+def failed_before(root: Path, run_dir: Path, attempts: Mapping[str, int]) -> list[str]:
+    """Return the trainings of a run that have failed or were cancelled here before the given attempts."""
+    done = retried(root)
+    states = {item.name: item.state for item in StoredRun(run_dir).trainings()}
+    return [
+        name for name, attempt in attempts.items() if attempt > done.get(name, 0) and states.get(name) in _UNSUCCESSFUL
+    ]
+
+
+def take_retries(root: Path, run_dir: Path | None, attempts: Mapping[str, int]) -> None:
+    """Set trainings that have failed to waiting, and note the attempts; no driver may run.
+
+    The run directory is ``None`` if it has not been created.
+    """
+    if run_dir is not None:
+        for name in failed_before(root, run_dir, attempts):
+            RunStore(run_dir).retry(name)
+    done = retried(root)
+    later = {name: max(attempt, done.get(name, 0)) for name, attempt in attempts.items()}
+    if later != {name: done.get(name, 0) for name in later}:
+        write_output(root / _RETRIES, json.dumps({**done, **later}))
+
 
 DIRECTORY = "FREETRAIN_REMOTE_DIR"
 """Variable of the endpoint: where runs are, instead of ``~/.freetrain/remote``."""
@@ -168,7 +199,7 @@ def _may_start(file: Path, order: int, now: float) -> bool:
     count = 0
     if last is not None and last["order"] == order:
         count = last["count"]
-        if 0 <= now - last["at"] < min(_FIRST_PAUSE * 2.0 ** min(count - 1, 9), _LONGEST_PAUSE):
+        if 0 <= now - last["at"] < backoff(count - 1, _FIRST_PAUSE, _LONGEST_PAUSE):
             return False
     write_output(file, json.dumps({"order": order, "count": count + 1, "at": now}))
     return True

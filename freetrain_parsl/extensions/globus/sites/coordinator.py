@@ -20,22 +20,36 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.sites.answers import SiteFacts, TrainingAtSite
-from freetrain_parsl.extensions.globus.sites.planning.model import SitesQuestion, SiteTraining, SiteView
-from freetrain_parsl.extensions.globus.sites.planning.rates import HOME, rates_between
-from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteCall, SiteState, TrainingPlace
+from freetrain_parsl.extensions.globus.sites.planning.model import (
+    HOME,
+    SitesQuestion,
+    SiteTraining,
+    SiteView,
+    rates_between,
+)
+from freetrain_parsl.extensions.globus.sites.state import (
+    Ask,
+    CallPace,
+    SiteCall,
+    SiteFacts,
+    SiteState,
+    TrainingAtSite,
+    TrainingPlace,
+)
+from freetrain_parsl.extensions.globus.storage.carrier import backoff
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer
-    from freetrain_parsl.extensions.globus.sites.planning.model import SiteChoice, SitesPlanner
-    from freetrain_parsl.extensions.globus.sites.planning.rates import SiteRates
+    from freetrain_parsl.extensions.globus.sites.planning.model import SiteChoice, SiteRates, SitesPlanner
+    from freetrain_parsl.extensions.globus.sites.state import SiteAnswer
     from freetrain_parsl.planning.model import Trainer
 
 __all__ = ["Coordinator"]
 
 _FORMAT = 2
+_KEPT_OF_SITES = ("order", "wanted", "confirmed", "seen", "starts")
+_KEPT_OF_TRAININGS = ("site", "reason", "size", "samples_left", "moves", "arrives", "starting", "attempt", "ended_at")
 _FIRST_RETRY = 5.0  # seconds until a silent site is asked again; doubled each time, up to the status period
 _STOP_ATTEMPTS = 3
 _LONGEST_START = 900.0  # seconds; what takes longer waits for nodes
@@ -207,7 +221,7 @@ class Coordinator:
         site.silent, site.failures, site.owes_look = reason, site.failures + 1, False
         if stopping:
             site.stopped, site.next_stop = site.failures >= _STOP_ATTEMPTS, now + _FIRST_RETRY
-        site.next_call = now + min(self._pace.status, _FIRST_RETRY * 2.0 ** (site.failures - 1))
+        site.next_call = now + backoff(site.failures - 1, _FIRST_RETRY, self._pace.status)
         self._settle(now)
 
     def _heard(self, site: SiteState) -> None:
@@ -374,42 +388,23 @@ class Coordinator:
             "format": _FORMAT,
             "sites": {
                 site.name: {
-                    "order": site.order,
-                    "wanted": list(site.wanted),
+                    **{key: getattr(site, key) for key in _KEPT_OF_SITES},
                     "possible": sorted(site.possible),
-                    "confirmed": site.confirmed,
-                    "seen": site.seen,
                     "facts": None if site.facts is None else vars(site.facts),
-                    "starts": list(site.starts),
                 }
                 for site in self.sites.values()
             },
             "trainings": {
                 name: {
-                    "site": item.site,
-                    "reason": item.reason,
-                    "size": item.size,
-                    "samples_left": item.samples_left,
-                    "moves": item.moves,
-                    "arrives": item.arrives,
-                    "starting": item.starting,
-                    "attempt": item.attempt,
+                    **{key: getattr(item, key) for key in _KEPT_OF_TRAININGS},
                     "ended": None if item.ended is None else item.ended.state,
-                    "ended_at": item.ended_at,
                 }
                 for name, item in self.trainings.items()
             },
         }
 
     def restore(self, document: Mapping[str, Any], ended: Mapping[str, TrainingAtSite]) -> None:
-        """Take over the state of an earlier coordinator.
-
-        Parameters
-        ----------
-        document
-            What `as_json` returned.
-        ended
-            Trainings that have ended, with their results.
+        """Take over what `as_json` of an earlier coordinator returned, and the trainings that have ended, with results.
 
         Raises
         ------
@@ -420,20 +415,15 @@ class Coordinator:
             raise ValueError(f"it has format {document['format']!r}, not {_FORMAT}")
         for name, item in document["sites"].items():
             site = self.sites[name]
-            site.order, site.confirmed = int(item["order"]), int(item["confirmed"])
-            site.wanted, site.possible = tuple(item["wanted"]), set(item["possible"])
-            site.seen = None if item["seen"] is None else float(item["seen"])
+            for key in _KEPT_OF_SITES:
+                setattr(site, key, item[key])
+            site.wanted, site.starts, site.possible = tuple(site.wanted), tuple(site.starts), set(item["possible"])
             site.facts = None if item["facts"] is None else SiteFacts(**item["facts"])
-            site.starts = tuple(map(float, item["starts"]))
         for name, item in document["trainings"].items():
-            training = self.trainings[name]
             if item["site"] is not None and item["site"] not in self.sites:
                 raise ValueError(f"unknown site {item['site']!r}")
-            training.site, training.reason, training.moves = item["site"], str(item["reason"]), int(item["moves"])
-            training.size, training.samples_left = float(item["size"]), item["samples_left"]
-            training.ended_at, training.arrives = str(item["ended_at"]), float(item["arrives"])
-            training.starting = None if item["starting"] is None else float(item["starting"])
-            training.attempt = int(item["attempt"])
+            for key in _KEPT_OF_TRAININGS:
+                setattr(self.trainings[name], key, item[key])
         for name, at_site in ended.items():
             self.trainings[name].ended = at_site
             if at_site.state == "cancelled":  # perhaps while there was no coordinator

@@ -8,7 +8,6 @@ from freetrain_parsl.campaign.directories import RunKind
 from freetrain_parsl.campaign.summary import driver_line
 from freetrain_parsl.cli.sources import errors_in_one_line
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ class SitesKind(RunKind):
         as_json: bool,
     ) -> None:
         """Create the run and coordinate the sites of the list `file`; exits."""
-        # Imported here, as below: status and explain need nothing of it.
+        # Imported here, as below: most commands are about other runs.
         from freetrain_parsl.extensions.globus.sites.run import SitesRun
         from freetrain_parsl.extensions.globus.sites.view import coordinate_and_report
 
@@ -67,6 +66,8 @@ class SitesKind(RunKind):
 
     def lines(self, store: StoredRun) -> list[str]:
         """Describe the sites of a run, as its coordinator has seen them last."""
+        from freetrain_parsl.extensions.globus.sites.state import site_lines
+
         return site_lines(store.directory)
 
     def explain(self, store: StoredRun) -> dict[str, Any]:
@@ -83,26 +84,28 @@ class SitesKind(RunKind):
         InvalidInput
             Its state is damaged.
         """
-        kept = CoordinatorFile.read(store.directory)
+        from freetrain_parsl.extensions.globus.sites.state import COORDINATOR, CoordinatorFile
+
+        kept = CoordinatorFile.read(store.directory) or CoordinatorFile({"trainings": {}, "sites": {}}, ())
+        nowhere = {"ended_at": "", "site": None, "reason": "", "moves": 0}
         try:
-            placed = {} if kept is None else kept.document["trainings"]
-            states = {item.name: item.state for item in store.trainings()}
+            trainings = []
+            for item in store.trainings():
+                placed = kept.document["trainings"].get(item.name, nowhere)
+                trainings.append(
+                    {
+                        "name": item.name,
+                        "state": item.state,
+                        "site": placed["ended_at"] or placed["site"],
+                        "reason": placed["reason"] if item.state in ("waiting", "running") else "",
+                        "moves": placed["moves"],
+                    }
+                )
             return {
                 "coordinator": driver_line(store),
-                "sites": [] if kept is None else list(kept.lines),
-                "trainings": [
-                    {
-                        "name": name,
-                        "state": state,
-                        "site": placed[name]["ended_at"] or placed[name]["site"] if name in placed else None,
-                        "reason": placed[name]["reason"] if name in placed and state in ("waiting", "running") else "",
-                        "moves": placed[name]["moves"] if name in placed else 0,
-                    }
-                    for name, state in states.items()
-                ],
-                "starts": {}
-                if kept is None
-                else {name: list(map(float, one["starts"])) for name, one in kept.document["sites"].items()},
+                "sites": list(kept.lines),
+                "trainings": trainings,
+                "starts": {name: list(map(float, one["starts"])) for name, one in kept.document["sites"].items()},
             }
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidInput(f"{store.directory / COORDINATOR} is damaged: {error!r}") from None

@@ -8,8 +8,8 @@ import subprocess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from freetrain_parsl.campaign.launch import KEEP
-from freetrain_parsl.errors import InvalidInput, RemoteError
-from freetrain_parsl.extensions.globus.remote.messages import plain_text
+from freetrain_parsl.errors import RemoteError
+from freetrain_parsl.extensions.globus.remote.messages import checked_answer
 from freetrain_parsl.extensions.globus.remote.verbs import DIRECTORY
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_SECRET
 from freetrain_parsl.interpreters import script_command
@@ -43,13 +43,7 @@ class SitePlace(Protocol):
 
 
 class LocalPlace:
-    """A site on this machine: each call is a short process of its own, as at an endpoint.
-
-    Parameters
-    ----------
-    directory
-        Where its runs are.
-    """
+    """A site on this machine, with runs in a directory: each call is a short process of its own, as at an endpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -82,6 +76,4 @@ class LocalPlace:
         except ValueError:
             lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode}"]
             raise RemoteError(f"the call failed on this machine: {lines[-1][:500]}") from None
-        if isinstance(error := document.get("error"), str):
-            raise (InvalidInput if document.get("usage") else RemoteError)(plain_text(error))
-        return dict(document)
+        return checked_answer(document)

@@ -12,32 +12,40 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import signal
 import sqlite3
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.directories import make_run_directory
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
-from freetrain_parsl.campaign.lock import driver_lock, own_identity
+from freetrain_parsl.campaign.lock import BEAT, driver_lock, own_identity
 from freetrain_parsl.campaign.run import contained, refuse_living_driver, run_signals
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
-from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget
+from freetrain_parsl.errors import FreeTrainError, InvalidInput, PlanningError, RemoteError, UsageError
+from freetrain_parsl.extensions.globus.remote.compute import HUNG, ComputeEndpoint, RequestBudget
+from freetrain_parsl.extensions.globus.remote.messages import parse_status
 from freetrain_parsl.extensions.globus.remote.preparation import pack_campaign, prepare_packed
-from freetrain_parsl.extensions.globus.sites.answers import TrainingAtSite
 from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
-from freetrain_parsl.extensions.globus.sites.coordinator_file import COORDINATOR, CoordinatorFile
-from freetrain_parsl.extensions.globus.sites.loop import CalledSite, SitesLoop
 from freetrain_parsl.extensions.globus.sites.places import LocalPlace
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
 from freetrain_parsl.extensions.globus.sites.sites_file import SitesFile
-from freetrain_parsl.extensions.globus.sites.state import CallPace
+from freetrain_parsl.extensions.globus.sites.state import (
+    COORDINATOR,
+    Ask,
+    CallPace,
+    CoordinatorFile,
+    SiteAnswer,
+    SiteFacts,
+    TrainingAtSite,
+)
 from freetrain_parsl.planning.settings import DEFAULT_COSTS
 from freetrain_parsl.storage.atomic_files import sync_directory, write_text
 
@@ -46,16 +54,21 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.globus.sites.places import SitePlace
     from freetrain_parsl.extensions.globus.sites.planning.model import SitePlan, SitesQuestion
+    from freetrain_parsl.extensions.globus.sites.sites_file import SiteEntry
+    from freetrain_parsl.extensions.globus.sites.state import SiteCall
     from freetrain_parsl.planning.model import Trainer
 
     Show = Callable[[Coordinator, float], None]
 
-__all__ = ["SitesRun"]
+__all__ = ["SitesLoop", "SitesRun"]
 
 _REQUESTS = "requests"
 _LOCAL_SITES = "sites"
 _REQUESTS_PER_MINUTE = 100  # of ours to Globus Compute, at all endpoints; it permits 20 in ten seconds
 _LEAST_REQUESTS = 6
+_PERIOD = 0.25  # seconds between polls of answers and signals
+_CALL_TIMEOUT = 120.0  # seconds
+_STOP_WAIT = 45.0  # seconds for which a site waits for its driver to end
 
 
 @dataclass
@@ -85,7 +98,7 @@ class SitesRun:
     sites: SitesFile
     requests: Mapping[str, Mapping[str, Any]]
     left_out: tuple[str, ...] = ()
-    unstopped: Mapping[str, str] = field(default_factory=dict)
+    unstopped: dict[str, str] = field(default_factory=dict)
     place_of: Callable[[SitesRun, str], SitePlace] = field(default=lambda run, name: run.make_place(name))
     clock: Callable[[], float] = time.time
     budgets: dict[str, RequestBudget] = field(default_factory=dict)
@@ -103,18 +116,8 @@ class SitesRun:
     ) -> SitesRun:
         """Check all files, pack the campaign, and create the run directory, private to the user; send nothing.
 
-        Parameters
-        ----------
-        campaign, sites
-            The campaign file and the list of sites.
-        directory
-            The run directory; default: a new one in the current directory.
-        settings
-            Values of ``${NAME}`` in the files, each ``name=value``.
-        include
-            Further files that travel.
-        any_versions
-            Whether other versions of the software at the sites are accepted.
+        The parameters are those of `RemoteCampaign.start`, with the list of sites, and the run directory; default: a
+        new one in the current directory.
 
         Raises
         ------
@@ -183,9 +186,13 @@ class SitesRun:
         """The run directory, absolute."""
         return self.store.directory
 
+    def entry(self, name: str) -> SiteEntry:
+        """Return a site of the list."""
+        return next(entry for entry in self.sites.sites if entry.name == name)
+
     def make_place(self, name: str) -> SitePlace:
         """Return where a site's calls go."""
-        entry = next(entry for entry in self.sites.sites if entry.name == name)
+        entry = self.entry(name)
         if not entry.endpoint:
             return LocalPlace(self.directory / _LOCAL_SITES / name)
         shared = sum(bool(one.endpoint) for one in self.sites.sites)
@@ -252,18 +259,10 @@ class SitesRun:
             how = "failed"
             try:
                 with run_signals() as caught:
-                    loop = SitesLoop(self.store, self._called(), coordinator, driver, caught, report, show, self.clock)
-                    how = loop.run(stop=stop)
-                    self.unstopped = loop.unstopped
+                    how = SitesLoop(self, coordinator, driver, caught, report, show).drive(stop=stop)
             finally:
                 self.store.end_driver(driver, how)
         return how
-
-    def _called(self) -> dict[str, CalledSite]:
-        return {
-            entry.name: CalledSite(self.requests[entry.name], entry.where, partial(self.place_of, self, entry.name))
-            for entry in self.sites.sites
-        }
 
     def _coordinator(self) -> Coordinator:
         def planner(question: SitesQuestion) -> SitePlan:
@@ -301,3 +300,218 @@ def _read_request(directory: Path, name: str) -> dict[str, Any]:
         return {**document, "run": str(document["run"])}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InvalidInput(f"{path} cannot be read: {error}") from None
+
+
+@dataclass
+class SitesLoop:
+    """One process's loop over a run at several sites.
+
+    `driver` is the number of this process in the store, and `caught` has signals, as they arrive; see `SitesRun.drive`.
+    """
+
+    run: SitesRun
+    coordinator: Coordinator
+    driver: int
+    caught: list[int]
+    report: Callable[[str], None]
+    show: Show
+
+    def __post_init__(self) -> None:
+        self._outcomes: SimpleQueue[tuple[SiteCall, Mapping[str, Any] | FreeTrainError]] = SimpleQueue()
+        self._places = {name: self.run.place_of(self.run, name) for name in self.coordinator.sites}
+        self._busy: dict[str, tuple[SiteCall, float]] = {}  # site -> the call that it answers, and since when
+        self._calls: list[SiteCall] = []  # to be made once the state is stored
+        self._unwritable = False
+        self._saved: tuple[dict[str, Any], list[tuple[str, bool]]] = ({}, [])
+        self._stored: set[str] = {name for name, item in self.coordinator.trainings.items() if item.ended is not None}
+
+    def drive(self, *, stop: bool) -> str:
+        """Coordinate until all has ended; see `SitesRun.drive`."""
+        coordinator, store = self.coordinator, self.run.store
+        begin = time.monotonic()
+        next_beat, how, heard = begin, "finished", 0
+        if stop:
+            how = "stopped"
+            coordinator.stop()
+        while True:
+            self._take_outcomes()
+            self._calls += coordinator.due(self.run.clock())
+            with self._writing():
+                self._save()
+                for call in self._calls:
+                    self._submit(call)
+                self._calls.clear()
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + BEAT
+                    self._beat()
+                    for name in store.cancellations():
+                        coordinator.cancel(name)
+                    if store.stop_requested() and not coordinator.stopping:
+                        how = "stopped"
+                        self._stop()
+            self.show(coordinator, time.monotonic() - begin)
+            if coordinator.is_done and not self._unwritable:
+                self._report_not_stopped()
+                with self._writing():
+                    self._save()
+                    self._beat()
+                if not self._unwritable:
+                    return how
+            if len(self.caught) > heard:
+                if signal.SIGHUP in self.caught or coordinator.stopping:
+                    return "detached"
+                heard, how = len(self.caught), "interrupted"
+                self._stop()
+            time.sleep(_PERIOD)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Go on if the run directory cannot be written for now, e.g. because the disk is full; nothing is sent then."""
+        try:
+            yield
+        except (OSError, sqlite3.OperationalError) as error:
+            if not self._unwritable:
+                self.report(f"the state of the run cannot be written to {self.run.store.directory}: {error}; retrying")
+            self._unwritable = True
+        else:
+            self._unwritable = False
+
+    def _stop(self) -> None:
+        self.report(
+            "stopping: the sites save their trainings and end their drivers; Ctrl-C again leaves them as they are"
+        )
+        self.coordinator.stop()
+
+    def _report_not_stopped(self) -> None:
+        for site in self.coordinator.sites.values():
+            if self.coordinator.stopping and site.silent and site.facts is not None:
+                self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
+                self.run.unstopped[site.name] = "it does not answer, and its trainings may go on"
+
+    # Calls.
+
+    def _request(self, call: SiteCall) -> Mapping[str, Any]:
+        prepared = self.run.requests[call.site]
+        match call.ask:
+            case Ask.PREPARE:
+                return prepared
+            case Ask.STOP:
+                return {"verb": "stop", "run": prepared["run"], "wait": _STOP_WAIT}
+        return {
+            "verb": "look",
+            "run": prepared["run"],
+            "order": call.order,
+            "trainings": list(call.trainings),
+            "plan": call.ask is Ask.LOOK,
+            "start": call.start,
+            "retry": self.coordinator.attempts,
+        }
+
+    def _submit(self, call: SiteCall) -> None:
+        """Make a call in a thread that does not keep the process alive."""
+        place, request = self._places[call.site], self._request(call)
+
+        def carry_out() -> None:
+            try:
+                self._outcomes.put((call, place.call(request, _CALL_TIMEOUT)))
+            except FreeTrainError as error:
+                self._outcomes.put((call, error))
+            # The SDK's errors of tokens and sockets are many; none of them may end the campaign.
+            except Exception as error:  # noqa: BLE001 - see above
+                self._outcomes.put((call, RemoteError(f"{type(error).__name__}: {error}")))
+
+        self._busy[call.site] = call, time.monotonic()
+        threading.Thread(target=carry_out, name=f"freetrain-site-{call.site}", daemon=True).start()
+
+    def _take_outcomes(self) -> None:
+        while True:
+            try:
+                call, outcome = self._outcomes.get_nowait()
+            except Empty:
+                break
+            if call.site in self._busy and self._busy[call.site][0] is call:  # otherwise it was given up
+                del self._busy[call.site]
+                self._take(call, outcome)
+        for name, (_, since) in list(self._busy.items()):
+            if time.monotonic() - since > HUNG:
+                del self._busy[name]
+                self._places[name] = self.run.place_of(self.run, name)
+                self.coordinator.on_silence(name, f"no answer within {HUNG:.0f} s", self.run.clock())
+
+    def _take(self, call: SiteCall, outcome: Mapping[str, Any] | FreeTrainError) -> None:
+        coordinator, now = self.coordinator, self.run.clock()
+        try:
+            if isinstance(outcome, FreeTrainError):
+                raise outcome
+            match call.ask:
+                case Ask.PREPARE:
+                    coordinator.on_prepared(call.site, SiteFacts.parse(outcome), now)
+                case Ask.STOP:
+                    status = parse_status(outcome)
+                    if status.state == "died":
+                        self.report(
+                            f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
+                            "batch jobs may be left until the run continues"
+                        )
+                        self.run.unstopped[call.site] = "its driver had died, and its jobs may be left"
+                    coordinator.on_stopped(call.site, over=status.over, now=now)
+                case _:
+                    coordinator.on_answer(call.site, self._checked(call, SiteAnswer.parse(outcome)), now)
+        except UsageError as error:
+            if call.ask is Ask.PREPARE and not any(item.site for item in coordinator.trainings.values()):
+                raise type(error)(f"{self.run.entry(call.site).where}: site {call.site}: {error}") from None
+            coordinator.on_silence(call.site, str(error), now)
+        except PlanningError as error:
+            self.report(f"no decision this time: {error}")
+        except FreeTrainError as error:  # whatever a call raises, the other sites go on
+            coordinator.on_silence(call.site, str(error), now)
+
+    def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:
+        """Return an answer if it is about this run, with the home and the lease as before."""
+        run, facts = self.run.requests[call.site]["run"], self.coordinator.sites[call.site].facts
+        if answer.run != run:
+            raise RemoteError(f"the site sent an answer about another run, {answer.run[:100]!r} instead of {run!r}")
+        if facts is not None and answer.facts != facts:
+            raise RemoteError(
+                f"its home is now {answer.facts.home} with a lease of {answer.facts.lease:.0f} s, it was {facts.home} "
+                f"with {facts.lease:.0f} s; undo that at the site: all sites need the same"
+            )
+        return answer
+
+    # State.
+
+    def _save(self) -> None:
+        """Store what a later coordinator must know, and the results; before it is acted upon."""
+        store, coordinator = self.run.store, self.coordinator
+        for name, item in coordinator.trainings.items():
+            if item.ended is None or name in self._stored:
+                continue
+            match item.ended.state:
+                case "finished":
+                    remark = "; ".join(filter(None, [f"at {item.ended_at}", item.ended.remark]))
+                    store.finish(name, item.ended.result, remark)
+                case "failed":
+                    store.fail(name, f"at {item.ended_at}: {item.ended.error}", final=True)
+                case _:
+                    store.cancel(name)
+            self._stored.add(name)
+        document = coordinator.as_json()
+        shown = [(site.silent, site.answer is None) for site in coordinator.sites.values()]
+        if (document, shown) != self._saved:
+            lines = list(coordinator.lines(self.run.clock()))
+            CoordinatorFile(document, lines).write(self.run.store.directory)
+            self._saved = (document, shown)
+
+    def _beat(self) -> None:
+        states: dict[str, tuple[str, float | None, Sequence[str]]] = {}
+        remarks = {}
+        for name, item in self.coordinator.trainings.items():
+            if item.ended is not None:
+                continue
+            site = None if item.site is None else self.coordinator.sites[item.site]
+            at_site = None if site is None else site.trainings.get(name)
+            states[name] = ("waiting", None, ()) if at_site is None else (at_site.state, at_site.share, at_site.nodes)
+            remarks[name] = "; ".join(
+                filter(None, [f"at {item.site}" if item.site else "", at_site.remark if at_site else "", item.reason])
+            )
+        self.run.store.beat(self.driver, states, remarks)

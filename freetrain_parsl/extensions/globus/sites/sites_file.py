@@ -11,8 +11,7 @@ from freetrain_parsl.campaign.site.site import Site, shipped_sites
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
 from freetrain_parsl.extensions.globus.remote.preparation import UnknownVariables
-from freetrain_parsl.extensions.globus.sites.planning.model import SitesSettings, TransferRate
-from freetrain_parsl.extensions.globus.sites.planning.rates import ASSUMED, HOME, SiteRates
+from freetrain_parsl.extensions.globus.sites.planning.model import ASSUMED, HOME, SiteRates, SitesSettings, TransferRate
 from freetrain_parsl.extensions.globus.storage.home import GlobusHome
 from freetrain_parsl.strict_yaml import read_text
 

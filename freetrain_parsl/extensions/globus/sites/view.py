@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Group, RenderableType
@@ -16,19 +16,18 @@ from freetrain_parsl.campaign.summary import summary
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.cli.runs.campaign_view import ProgressView, print_trainings
 from freetrain_parsl.errors import FreeTrainError
-from freetrain_parsl.extensions.globus.sites.coordinator_file import site_lines
+from freetrain_parsl.extensions.globus.sites.state import site_lines
 from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.texts import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.campaign.stored_run import StoredRun
     from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
     from freetrain_parsl.extensions.globus.sites.run import SitesRun
     from freetrain_parsl.extensions.globus.sites.state import TrainingPlace
 
-__all__ = ["coordinate_and_report", "sites_summary"]
+__all__ = ["coordinate_and_report"]
 
 _SECONDS = re.compile(r"\d+ s\b")
 _EXIT = {"interrupted": 130, "detached": 130}
@@ -78,11 +77,6 @@ def _table(coordinator: Coordinator) -> Table:
     return table
 
 
-def sites_summary(store: StoredRun) -> dict[str, Any]:
-    """Describe a run at several sites for ``--json``."""
-    return {**summary(store), "sites": site_lines(store.directory)}
-
-
 def coordinate_and_report(
     run: SitesRun, *, verb: str, as_json: bool, stop: bool = False, retry: Sequence[str] = ()
 ) -> None:
@@ -100,7 +94,7 @@ def coordinate_and_report(
         raise typer.Exit(2) from None
     trainings = run.store.trainings()
     if as_json:
-        say_json(sites_summary(run.store))
+        say_json({**summary(run.store), "sites": site_lines(run.directory)})
     else:
         print_trainings(console, trainings)
     if how in ("interrupted", "stopped"):

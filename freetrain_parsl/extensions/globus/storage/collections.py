@@ -1,13 +1,16 @@
-"""Requests to Globus Transfer, with its errors converted: what helps, retrying or a command of the user."""
+"""Places on Globus collections, and requests to Globus Transfer, with its errors converted."""
 
 from __future__ import annotations
 
 import math
 import re
+import uuid
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from freetrain_parsl.errors import CollectionUnavailable, GlobusRefused
+from freetrain_parsl.errors import CollectionUnavailable, GlobusRefused, InvalidSettings
 from freetrain_parsl.extensions.globus.storage.login import LOGIN
 from freetrain_parsl.texts import printable
 
@@ -16,14 +19,91 @@ if TYPE_CHECKING:
 
     import globus_sdk
 
-__all__ = ["Collections", "CopyItem", "TaskState"]
+__all__ = ["CollectionPath", "Collections", "CopyItem", "GlobusSettings", "TaskState"]
+
+_LEAST_LEASE = timedelta(seconds=2)
+
+
+@dataclass(frozen=True)
+class CollectionPath:
+    """A directory on a collection.
+
+    Parameters
+    ----------
+    collection
+        Its UUID.
+    path
+        Absolute path on the collection, or a path below the user's home directory there, such as ``/~/freetrain``.
+
+    Raises
+    ------
+    InvalidSettings
+        The UUID or the path is invalid.
+    """
+
+    collection: str
+    path: str
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "collection", str(uuid.UUID(self.collection)))
+        except ValueError:
+            raise InvalidSettings(f"{self.collection[:80]!r} is not the UUID of a collection") from None
+        parts = PurePosixPath(self.path).parts
+        if parts[:1] != ("/",) or len(parts) < 2 or ".." in parts:
+            raise InvalidSettings(
+                f"{self.path[:80]!r} is not a directory on a collection; give an absolute path, such as /~/freetrain"
+            )
+        object.__setattr__(self, "path", str(PurePosixPath(*parts)))
+
+    def __str__(self) -> str:
+        return f"{self.collection}:{self.path}"
+
+    def join(self, *names: str) -> str:
+        """Return the path of an entry below this directory."""
+        return str(PurePosixPath(self.path, *names))
+
+
+@dataclass(frozen=True)
+class GlobusSettings:
+    """Where a site's checkpoint directory is on Globus, and where checkpoints are carried to.
+
+    Parameters
+    ----------
+    local
+        The checkpoint directory, as its collection shows it.
+    home
+        Where the checkpoints of all sites meet.
+    lease
+        A site whose driver has not renewed its claims for so long loses its trainings to other sites. A driver that
+        cannot reach `home` stops its trainings earlier.
+
+    Raises
+    ------
+    InvalidSettings
+        Both places overlap, or the lease is too short.
+    """
+
+    local: CollectionPath
+    home: CollectionPath
+    lease: timedelta = timedelta(minutes=15)
+
+    def __post_init__(self) -> None:
+        if self.lease < _LEAST_LEASE:
+            raise InvalidSettings(f"a lease must be at least {_LEAST_LEASE.total_seconds():.0f} s")
+        one, other = PurePosixPath(self.local.path), PurePosixPath(self.home.path)
+        if self.local.collection == self.home.collection and (one in (other, *other.parents) or other in one.parents):
+            raise InvalidSettings(f"home {self.home} and the checkpoint directory {self.local} overlap")
+
 
 _TIMEOUT = 30.0  # seconds for an answer
 _LONGEST_WAIT = 3600.0  # seconds for which the service may ask
 _SECONDS = re.compile(r"\d{1,15}(\.\d+)?", re.ASCII)
 _MOST_ENTRIES = 100_000  # in a listing; the service gives no more
 _MOST_BYTES = 2**63  # copied by a task
-_LABEL = "freetrain"
+_TASK: dict[str, Any] = {"label": "freetrain"} | dict.fromkeys(
+    ("notify_on_succeeded", "notify_on_failed", "notify_on_inactive"), False
+)
 
 _REMEDIES = {
     "EndpointNotFound": "there is no such collection; correct its UUID in the site file",
@@ -69,12 +149,10 @@ class TaskState:
 
 
 class Collections:
-    """Collections as this user sees them. Used by one thread.
+    """Collections as this user, who is logged in, sees them. Used by one thread.
 
-    Parameters
-    ----------
-    app
-        Logged in (`freetrain_parsl.extensions.globus.storage.login`).
+    Requests raise `CollectionUnavailable` if they cannot be carried out now, and `GlobusRefused` if not at all. One
+    that changes something may have been carried out if it is unavailable, or may still be.
     """
 
     def __init__(self, app: globus_sdk.GlobusApp) -> None:
@@ -92,33 +170,14 @@ class Collections:
         )
 
     def names(self, collection: str, path: str, *, directories: bool = False) -> list[str] | None:
-        """List a directory; ``None`` if it does not exist.
-
-        Parameters
-        ----------
-        collection, path
-            The directory.
-        directories
-            List only the directories in it; ``None``, too, if it is a file.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It cannot be listed now, or at all.
-        """
+        """List a directory, or only the directories in it; ``None`` if it does not exist, or then is a file."""
         entries = self._entries(collection, path, {"NotDirectory": None} if directories else {})
         if entries is None:
             return None
         return [name for name, kind, _ in entries if kind != "file" or not directories]
 
     def sizes(self, collection: str, path: str) -> dict[str, int | None] | None:
-        """List the sizes of the files in a directory, ``None`` if one is not given; ``None`` if it does not exist.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It cannot be listed now, or at all.
-        """
+        """List the sizes of the files in a directory, ``None`` if one is not given; ``None`` if it does not exist."""
         entries = self._entries(collection, path, {"NotDirectory": None})
         return None if entries is None else {name: size for name, kind, size in entries if kind != "dir"}
 
@@ -137,13 +196,7 @@ class Collections:
         return entries
 
     def make_directory(self, collection: str, path: str) -> bool:
-        """Create a directory; return false if it exists.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It could not be created. If unavailable, it may have been, or may still be.
-        """
+        """Create a directory; return false if it exists."""
         return bool(
             self._call(
                 lambda: self._client.operation_mkdir(collection, path)["code"] is not None,
@@ -153,13 +206,7 @@ class Collections:
         )
 
     def rename(self, collection: str, path: str, to: str) -> bool:
-        """Rename an entry; return false if it does not exist, or `to` does.
-
-        Raises
-        ------
-        CollectionUnavailable, GlobusRefused
-            It could not be renamed. If unavailable, it may have been, or may still be.
-        """
+        """Rename an entry; return false if it does not exist, or `to` does."""
         return bool(
             self._call(
                 lambda: self._client.operation_rename(collection, path, to)["code"] is not None,
@@ -177,14 +224,11 @@ class Collections:
         data = self._sdk.TransferData(
             source,
             destination,
-            label=_LABEL,
             submission_id=submission,
             verify_checksum=True,
             encrypt_data=True,
             fail_on_quota_errors=True,
-            notify_on_succeeded=False,
-            notify_on_failed=False,
-            notify_on_inactive=False,
+            **_TASK,
         )
         for item in items:
             data.add_item(item.source, item.destination, recursive=item.recursive)
@@ -195,13 +239,10 @@ class Collections:
         """Submit a task that removes directories with all they contain; return the id of the task."""
         data = self._sdk.DeleteData(
             collection,
-            label=_LABEL,
             submission_id=submission,
             recursive=True,
             ignore_missing=True,
-            notify_on_succeeded=False,
-            notify_on_failed=False,
-            notify_on_inactive=False,
+            **_TASK,
         )
         for path in paths:
             data.add_item(path)

@@ -9,15 +9,13 @@ from urllib.parse import unquote
 
 from freetrain_parsl.campaign.site.home import HomeKind
 from freetrain_parsl.errors import CheckpointError, GlobusRefused
-from freetrain_parsl.extensions.globus.storage.collections import Collections
-from freetrain_parsl.extensions.globus.storage.home_listing import difference_at_home, list_home, newest_claims
+from freetrain_parsl.extensions.globus.storage.carrier import CopyKind
+from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, Collections, GlobusSettings
+from freetrain_parsl.extensions.globus.storage.home_search import difference_at_home, list_home, newest_claims
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_SECRET, logged_in, make_app
-from freetrain_parsl.extensions.globus.storage.mover.carrier import CopyKind
-from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
-from freetrain_parsl.extensions.globus.storage.mover.mover_directory import EXCHANGE, MoverDirectory
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover import Mover
+from freetrain_parsl.extensions.globus.storage.mover_directory import EXCHANGE, MoverDirectory, MoverState
 from freetrain_parsl.extensions.globus.storage.names import CHECKPOINTS, OWNERS, claim_name
-from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
 from freetrain_parsl.storage.entry import MANIFEST
 from freetrain_parsl.storage.posix import CheckpointDirectory, directory_name
 from freetrain_parsl.windows.system import given_values
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.files.yaml_file import Section
     from freetrain_parsl.campaign.store import RunStore
-    from freetrain_parsl.extensions.globus.storage.mover.carrier import Parcel
+    from freetrain_parsl.extensions.globus.storage.carrier import Parcel
 
 __all__ = ["GlobusHome", "check_places"]
 
@@ -188,15 +186,7 @@ class GlobusHome(HomeKind):
 
 
 def check_places(collections: Collections, settings: GlobusSettings, root: Path) -> None:
-    """Check that both collections can be used, and that the site's one shows the checkpoint directory.
-
-    Raises
-    ------
-    GlobusRefused
-        They cannot; the message gives the reason and the remedy.
-    CollectionUnavailable
-        Globus, or a collection, does not answer at present.
-    """
+    """Check that both collections can be used, and that the site's one shows the checkpoint directory."""
     local, home = settings.local, settings.home
     exchange = MoverDirectory(root)
     probe = exchange.probe()

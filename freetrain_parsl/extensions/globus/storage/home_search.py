@@ -7,23 +7,132 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, GlobusRefused
-from freetrain_parsl.extensions.globus.storage.home_listing import HomeCheckpoints, search_home
-from freetrain_parsl.extensions.globus.storage.mover.carried_training import CarriedStage, CarriedTraining
+from freetrain_parsl.extensions.globus.storage.carried_training import CarriedStage, CarriedTraining
+from freetrain_parsl.extensions.globus.storage.carrier import HomeCheckpoints, Parcel
+from freetrain_parsl.extensions.globus.storage.names import (
+    CHECKPOINTS,
+    OWNERS,
+    OwnersListing,
+    generation_name,
+    generation_of,
+)
+from freetrain_parsl.storage.entry import MANIFEST
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
-    from freetrain_parsl.extensions.globus.storage.collections import Collections
-    from freetrain_parsl.extensions.globus.storage.mover.carrier import Carrier, Parcel
-    from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory
+    from freetrain_parsl.extensions.globus.storage.carried_training import SeenCheckpoints
+    from freetrain_parsl.extensions.globus.storage.carrier import Carrier
+    from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, Collections
+    from freetrain_parsl.extensions.globus.storage.mover_directory import MoverDirectory
+    from freetrain_parsl.extensions.globus.storage.names import OwnerClaim
     from freetrain_parsl.extensions.globus.storage.ownership import Ownership
-    from freetrain_parsl.extensions.globus.storage.places import CollectionPath
-    from freetrain_parsl.extensions.globus.storage.seen_checkpoints import SeenCheckpoints
+
+__all__ = [
+    "TOGETHER",
+    "HomeSearch",
+    "difference_at_home",
+    "list_home",
+    "newest_claims",
+    "search_home",
+]
+
+_ENOUGH = 8
+"""Whole checkpoints after which a search ends: more damaged ones in a row are not expected."""
+_LATER = 20
+"""Generations after the owned one that are looked at: nobody should have made any."""
+
+
+def newest_claims(collections: Collections, home: CollectionPath) -> Mapping[str, OwnerClaim]:
+    """Return the newest claim of each training, by its directory name."""
+    return OwnersListing.parse(collections.names(home.collection, home.join(OWNERS)) or []).claims
+
+
+def list_home(collections: Collections, home: CollectionPath, training: str) -> HomeCheckpoints:
+    """List the checkpoints of a training at home, all of them."""
+    found = HomeCheckpoints()
+    for _ in _search(collections, home, training, found, _generations(collections, home, training)):
+        pass
+    return found
+
+
+def search_home(
+    collections: Collections, home: CollectionPath, training: str, generation: int, found: HomeCheckpoints
+) -> Iterator[None]:
+    """Look for the newest checkpoints of a training at home, one request at a time, and add them to `found`.
+
+    A few generations later than the owned one, `generation`, are looked at, and earlier ones until enough whole
+    checkpoints are found. A hostile home can list any number of entries, so the caller does other things between two
+    requests: this yields after each.
+
+    Raises
+    ------
+    CollectionUnavailable, GlobusRefused
+        A directory cannot be listed.
+    """
+    numbers = _generations(collections, home, training)
+    yield
+    later = sorted(number for number in numbers if number > generation)[:_LATER]
+    earlier = [number for number in numbers if number <= generation]
+    yield from _search(collections, home, training, found, later)
+    if not found.whole:
+        yield from _search(collections, home, training, found, earlier, _ENOUGH)
+
+
+def _generations(collections: Collections, home: CollectionPath, training: str) -> list[int]:
+    """Return the generations that have a directory, newest first."""
+    names = collections.names(home.collection, home.join(CHECKPOINTS, training), directories=True) or []
+    return sorted({number for name in names if (number := generation_of(name)) is not None}, reverse=True)
+
+
+def _search(
+    collections: Collections,
+    home: CollectionPath,
+    training: str,
+    found: HomeCheckpoints,
+    generations: list[int],
+    enough: int | None = None,
+) -> Iterator[None]:
+    for generation in generations:
+        place = home.join(CHECKPOINTS, training, generation_name(generation))
+        names = collections.names(home.collection, place, directories=True) or []
+        yield
+        parcels = {parcel for name in names if (parcel := Parcel(training, generation, name)).is_checkpoint}
+        for parcel in sorted(parcels, key=lambda parcel: parcel.order, reverse=True):
+            files = collections.names(home.collection, home.join(CHECKPOINTS, *parcel.path)) or []
+            (found.whole if MANIFEST in files else found.partial).add(parcel)
+            yield
+            if enough is not None and len(found.whole) >= enough:
+                return
+
+
+def difference_at_home(collections: Collections, home: CollectionPath, parcel: Parcel, sizes: Mapping[str, int]) -> str:
+    """Compare a checkpoint that was sent, with these bytes in each file, with what home lists.
+
+    Returns
+    -------
+    fault
+        The first difference; empty if all files are listed with their sizes.
+    """
+    folders: dict[str, dict[str, int | None]] = {}
+    for name in sizes:
+        folder, _, _ = name.rpartition("/")
+        if folder not in folders:
+            place = home.join(CHECKPOINTS, *parcel.path, *filter(None, [folder]))
+            folders[folder] = collections.sizes(home.collection, place) or {}
+    for name, size in sizes.items():
+        folder, _, file = name.rpartition("/")
+        if file not in folders[folder]:
+            return f"home does not list {file} of {parcel.name}, which was sent"
+        shown = folders[folder][file]
+        if shown != size:
+            return f"home lists {file} of {parcel.name} with {shown} bytes instead of {size}"
+    return ""
+
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["TOGETHER", "HomeSearch"]
 
 TOGETHER = 10
 """Requests of a search, or looks for what was sent, in one pass: renewals come between."""
@@ -35,24 +144,7 @@ _ATTEMPTS = 2  # copies of a checkpoint from home that must be damaged before an
 class HomeSearch:
     """The part of the mover that takes claimed trainings from the search to their start; called by its thread.
 
-    Parameters
-    ----------
-    home, collections
-        Where to search, and the requests.
-    exchange
-        The checkpoints of this site.
-    ownership, carrier, seen, carried
-        Of the mover; `carried` by directory name.
-    lock
-        Guards them.
-    clock
-        Seconds, never stepped.
-    longest
-        Seconds between requests to home at most, after failures.
-    spare
-        Called after each request, to keep requests apart.
-    arrivals
-        Checkpoints that were copied here and are not verified yet.
+    What it works on is the mover's; `lock` guards it, and `spare` keeps requests apart.
     """
 
     home: CollectionPath
@@ -67,6 +159,7 @@ class HomeSearch:
     longest: float
     spare: Callable[[], None]
     arrivals: list[Parcel] = field(default_factory=list)
+    """Checkpoints that were copied here and are not verified yet."""
 
     def search(self) -> None:
         """Go on with the search that has waited longest; one in a pass, so that renewals come between."""

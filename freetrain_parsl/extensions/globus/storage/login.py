@@ -85,14 +85,7 @@ def make_app(environment: Mapping[str, str] = os.environ, *, compute: bool = Fal
 
 
 def log_in(app: GlobusApp, scopes: Sequence[str] = ()) -> None:
-    """Get tokens; a user is shown a URL, and asked for the code that the page shows.
-
-    Parameters
-    ----------
-    app
-        From `make_app`.
-    scopes
-        Consents that are missing. Default: log in if necessary.
+    """Get tokens, and missing consents; a user is shown a URL, and asked for the code that the page shows.
 
     Raises
     ------

@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.extensions.globus.storage.names import LAST_NUMBER, OwnersListing, beat_name, claim_name
-from freetrain_parsl.extensions.globus.storage.owners_memory import OwnersMemory
+from freetrain_parsl.extensions.globus.storage.names import (
+    LAST_NUMBER,
+    OwnersListing,
+    OwnersMemory,
+    beat_name,
+    claim_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -400,16 +405,8 @@ class Ownership:
     ) -> None:
         """Confirm a claim, or find out that it was lost; a listing may be older than the claim.
 
-        Parameters
-        ----------
-        name, item
-            The training.
-        shown
-            The newest claim in this listing, which may leave something out.
-        known
-            The newest one of the listings of the last lease.
-        asked, now
-            When the listing was requested, and has arrived.
+        `shown` is the newest claim in this listing, requested at `asked`, which may leave something out; `known` is the
+        newest one of the listings of the last lease.
         """
         newest = 0 if known is None else known.generation
         others = set() if known is None else known.drivers - {self._driver}

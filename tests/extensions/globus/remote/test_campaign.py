@@ -11,11 +11,10 @@ import pytest
 from freetrain_parsl.campaign.detached import RunStatus
 from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
 from freetrain_parsl.extensions.globus.remote import campaign as campaign_module
-from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
+from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign, RunRecords
 from freetrain_parsl.extensions.globus.remote.compute import ComputeEndpoint
 from freetrain_parsl.extensions.globus.remote.messages import check_run_name
 from freetrain_parsl.extensions.globus.remote.preparation import prepare
-from freetrain_parsl.extensions.globus.remote.records import RunRecords
 
 ENDPOINT = "0e843812-9a83-4451-bef3-f1522edcb031"
 APP = """\

@@ -9,8 +9,8 @@ import uuid
 import pytest
 
 from freetrain_parsl.errors import InvalidInput, RemoteError, UsageError
+from freetrain_parsl.extensions.globus.remote.compute import RequestBudget
 from freetrain_parsl.extensions.globus.remote.messages import FUNCTION
-from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget
 from tests.support.globus.loopback_service import LOOPBACK_USER, Cut, LoopbackService, Reply
 
 pytestmark = pytest.mark.globus

@@ -16,10 +16,10 @@ from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.globus.remote import look, verbs
 from freetrain_parsl.extensions.globus.remote.archive import pack
+from freetrain_parsl.extensions.globus.remote.messages import Versions
 from freetrain_parsl.extensions.globus.remote.verbs import answer
-from freetrain_parsl.extensions.globus.remote.versions import Versions
-from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts
 from freetrain_parsl.extensions.globus.sites.places import LocalPlace
+from freetrain_parsl.extensions.globus.sites.state import SiteAnswer, SiteFacts
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.campaign.launch import KEEP, scrubbed
 from freetrain_parsl.errors import InvalidInput, RemoteError
-from freetrain_parsl.extensions.globus.remote.messages import FUNCTION, FUNCTION_SOURCE, check_run_name, parse_status
-from freetrain_parsl.extensions.globus.remote.pacing import RequestBudget, poll_delays
-from freetrain_parsl.extensions.globus.remote.records import RunRecords
-from freetrain_parsl.extensions.globus.remote.versions import Versions
+from freetrain_parsl.extensions.globus.remote.campaign import RunRecords
+from freetrain_parsl.extensions.globus.remote.compute import RequestBudget, poll_delays
+from freetrain_parsl.extensions.globus.remote.messages import (
+    FUNCTION,
+    FUNCTION_SOURCE,
+    Versions,
+    check_run_name,
+    parse_status,
+)
 
 SECRET = "s3cret-of-the-client"
 

@@ -14,8 +14,8 @@ from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.extensions.globus.remote import verbs
 from freetrain_parsl.extensions.globus.remote.archive import pack
+from freetrain_parsl.extensions.globus.remote.messages import Versions
 from freetrain_parsl.extensions.globus.remote.verbs import answer
-from freetrain_parsl.extensions.globus.remote.versions import Versions
 
 
 @pytest.fixture

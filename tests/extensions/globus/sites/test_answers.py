@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import RemoteError
-from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer
 from freetrain_parsl.extensions.globus.sites.planning.model import Offer
+from freetrain_parsl.extensions.globus.sites.state import SiteAnswer
 
 ANSWER: dict[str, Any] = {
     "home": "c:/home/ft",

@@ -11,19 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.globus.sites.answers import SiteAnswer, SiteFacts, TrainingAtSite
 from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
 from freetrain_parsl.extensions.globus.sites.planning.model import (
     Offer,
     SiteChoice,
     SitePlan,
+    SiteRates,
     SitesQuestion,
     SitesSettings,
     Verb,
 )
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
-from freetrain_parsl.extensions.globus.sites.planning.rates import SiteRates
-from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteCall
+from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteAnswer, SiteCall, SiteFacts, TrainingAtSite
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 
@@ -279,6 +278,13 @@ def test_calls_are_bounded_by_the_periods() -> None:
     hour = [call for second in range(1, 3601) for call in settle(coordinator, sites, float(second))]
     for site in "ab":
         assert sum(call.site == site for call in hour) <= 3600 / LOOK + 3600 / STATUS + 2
+
+
+def test_a_site_that_is_silent_for_days_is_asked_once_in_a_period() -> None:
+    coordinator = make(planner)
+    for _ in range(1100):  # 2.0 ** 1024 is an error
+        coordinator.on_silence("a", "is offline", 0.0)
+    assert coordinator.sites["a"].next_call == STATUS
 
 
 def test_a_cancelled_training_is_withdrawn() -> None:

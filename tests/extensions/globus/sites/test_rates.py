@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.extensions.globus.sites.planning.model import TransferRate
-from freetrain_parsl.extensions.globus.sites.planning.rates import ASSUMED, HOME, SiteRates, fit_rate, rates_between
+from freetrain_parsl.extensions.globus.sites.planning.model import (
+    ASSUMED,
+    HOME,
+    SiteRates,
+    TransferRate,
+    fit_rate,
+    rates_between,
+)
 
 
 def test_without_copies_the_assumed_rate_holds() -> None:

@@ -15,10 +15,10 @@ from freetrain_parsl.cli.verbs import app_of
 from freetrain_parsl.errors import CollectionUnavailable, InvalidInput, RemoteError
 from freetrain_parsl.extensions.globus.remote import archive, preparation
 from freetrain_parsl.extensions.globus.sites import coordinator as coordinator_module
-from freetrain_parsl.extensions.globus.sites import loop as loop_module
-from freetrain_parsl.extensions.globus.sites.coordinator_file import COORDINATOR, CoordinatorFile, site_lines
+from freetrain_parsl.extensions.globus.sites import run as run_module
 from freetrain_parsl.extensions.globus.sites.places import LocalPlace
 from freetrain_parsl.extensions.globus.sites.run import SitesRun
+from freetrain_parsl.extensions.globus.sites.state import COORDINATOR, CoordinatorFile, site_lines
 from freetrain_parsl.extensions.globus.sites.view import SitesView, coordinate_and_report
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "b.yaml").write_text(SITE.replace("path: /ft", "path: /ft-b"))
     (tmp_path / "sites.yaml").write_text(SITES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop_module, "_PERIOD", 0.01)
+    monkeypatch.setattr(run_module, "_PERIOD", 0.01)
     return tmp_path
 
 
@@ -248,7 +248,7 @@ def test_a_site_may_have_the_name_of_a_file_of_the_coordinator(project: Path) ->
 
 
 def test_a_site_that_hangs_delays_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "HUNG", 0.3)
+    monkeypatch.setattr(run_module, "HUNG", 0.3)
     sites = {"a": ScriptedSite(), "b": ScriptedSite()}
     sites["b"].hangs = threading.Event()
     run = create(project, sites)

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings, PlanningError
-from freetrain_parsl.extensions.globus.sites.planning.instances import best_site_value, random_sites, site_value
 from freetrain_parsl.extensions.globus.sites.planning.model import (
     Offer,
     SitesPlanner,
@@ -25,10 +24,11 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
     offers_of_plan,
 )
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
-from freetrain_parsl.extensions.globus.sites.planning.suite import SitesConformance
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
+from tests.support.globus.random_sites import best_site_value, random_sites, site_value
+from tests.support.globus.sites_suite import SitesConformance
 
 
 class TestPlanSites(SitesConformance):

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, GlobusSettings
 from freetrain_parsl.extensions.globus.storage.home import check_places
 from freetrain_parsl.extensions.globus.storage.login import CLIENT_ID, CLIENT_SECRET, logged_in, make_app
-from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
-from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
-from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
+from freetrain_parsl.extensions.globus.storage.mover import Mover
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverPace
 from freetrain_parsl.storage.posix import CheckpointDirectory
 from tests.conftest import REQUIRED
 from tests.support.globus.transfer_service import LoopbackCollections, TransferService

@@ -14,11 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from freetrain_parsl.errors import CollectionUnavailable, GlobusRefused
-from freetrain_parsl.extensions.globus.storage.collections import CopyItem, TaskState
-from freetrain_parsl.extensions.globus.storage.mover.carrier import step_of
-from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
-from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
-from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
+from freetrain_parsl.extensions.globus.storage.carrier import step_of
+from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, CopyItem, GlobusSettings, TaskState
+from freetrain_parsl.extensions.globus.storage.mover import Mover
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverPace
 from freetrain_parsl.storage.entry import Entry
 from freetrain_parsl.storage.home import ResultStatus
 from freetrain_parsl.storage.posix import CheckpointDirectory

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.extensions.globus.storage.collections import TaskState
-from freetrain_parsl.extensions.globus.storage.mover.carrier import (
+from freetrain_parsl.extensions.globus.storage.carrier import (
     KEPT,
     MOST_ACTIVE,
     Carrier,
@@ -13,6 +12,7 @@ from freetrain_parsl.extensions.globus.storage.mover.carrier import (
     CopyKind,
     Parcel,
 )
+from freetrain_parsl.extensions.globus.storage.collections import TaskState
 
 DONE = TaskState("SUCCEEDED")
 

@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.extensions.globus.storage.collections import TaskState
-from freetrain_parsl.extensions.globus.storage.home_listing import (
+from freetrain_parsl.extensions.globus.storage.carrier import (
+    Carrier,
+    CopyJob,
+    CopyKind,
     HomeCheckpoints,
-    difference_at_home,
-    list_home,
-    search_home,
+    Parcel,
+    backoff,
 )
-from freetrain_parsl.extensions.globus.storage.mover.carrier import Carrier, CopyJob, CopyKind, Parcel, backoff
+from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, TaskState
+from freetrain_parsl.extensions.globus.storage.home_search import difference_at_home, list_home, search_home
 from freetrain_parsl.extensions.globus.storage.names import LAST_NUMBER, OwnersListing, generation_of
-from freetrain_parsl.extensions.globus.storage.places import CollectionPath
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.globus.storage.collections import Collections

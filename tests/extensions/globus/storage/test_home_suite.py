@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
+from freetrain_parsl.extensions.globus.storage.mover import Mover
 from freetrain_parsl.testing.home_suite import HomeConformance
 from tests.extensions.globus.storage.conftest import LEASE
 

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import CollectionUnavailable
-from freetrain_parsl.extensions.globus.storage.collections import CopyItem, TaskState
-from freetrain_parsl.extensions.globus.storage.mover.mover import Mover
-from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
-from freetrain_parsl.extensions.globus.storage.places import CollectionPath, GlobusSettings
+from freetrain_parsl.extensions.globus.storage.collections import CollectionPath, CopyItem, GlobusSettings, TaskState
+from freetrain_parsl.extensions.globus.storage.mover import Mover
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverPace
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 A, B, HOME = (f"{digit * 8}-0000-4000-8000-000000000000" for digit in "abc")

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from freetrain_parsl.errors import GlobusRefused
-from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverPace, MoverState
 from freetrain_parsl.storage.home import ResultStatus
 from tests.extensions.globus.storage.conftest import _PACE, HOME, LEASE, A
 from tests.support.globus.loopback_service import Cut, Reply

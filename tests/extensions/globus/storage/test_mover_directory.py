@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint
-from freetrain_parsl.extensions.globus.storage.mover.carrier import Parcel
-from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import MoverState
+from freetrain_parsl.extensions.globus.storage.carrier import Parcel
+from freetrain_parsl.extensions.globus.storage.mover_directory import MoverDirectory, MoverState
 from freetrain_parsl.storage.posix import CheckpointDirectory
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl.extensions.globus.storage.mover.carried_training import CarriedTraining
-from freetrain_parsl.extensions.globus.storage.mover.carrier import Parcel
-from freetrain_parsl.extensions.globus.storage.seen_checkpoints import SeenCheckpoints
+from freetrain_parsl.extensions.globus.storage.carried_training import CarriedTraining, SeenCheckpoints
+from freetrain_parsl.extensions.globus.storage.carrier import Parcel
 
 OLD, NEW = Parcel("net", 1, "step-0000000010"), Parcel("net", 1, "step-0000000020")
 

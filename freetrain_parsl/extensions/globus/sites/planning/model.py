@@ -10,6 +10,8 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from freetrain_parsl.errors import InvalidSettings, PlanningError
 from freetrain_parsl.settings_checks import check_duration
 
@@ -17,9 +19,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Trainer
 
 __all__ = [
+    "ASSUMED",
+    "HOME",
     "Offer",
     "SiteChoice",
     "SitePlan",
+    "SiteRates",
     "SiteTraining",
     "SiteView",
     "SitesPlanner",
@@ -27,7 +32,9 @@ __all__ = [
     "SitesSettings",
     "TransferRate",
     "Verb",
+    "fit_rate",
     "offers_of_plan",
+    "rates_between",
 ]
 
 
@@ -267,13 +274,9 @@ class SitePlan:
     proven_optimal: bool
     solve_seconds: float = 0.0
 
-    def at(self, site: str) -> tuple[str, ...]:
-        """Return the trainings of a site."""
-        return tuple(choice.training for choice in self.choices if choice.site == site)
-
 
 SitesPlanner = Callable[[SitesQuestion], SitePlan]
-"""Question -> plan; `freetrain_parsl.extensions.globus.sites.planning.suite` has its contract."""
+"""Question -> plan."""
 
 
 @dataclass(frozen=True)
@@ -331,3 +334,60 @@ def offers_of_plan(figures: Mapping[str, object]) -> tuple[Offer, ...]:
         except OverflowError:
             raise PlanningError(f"block {number} of the plan has more nodes or seconds than there can be") from None
     return tuple(offers)
+
+
+HOME = "home"
+"""Name of the home among the collections."""
+ASSUMED = TransferRate(100e6, 30.0)
+"""Until a copy is measured."""
+
+_LEAST_SPREAD = 2.0  # largest size over smallest: with less, latency and throughput cannot be told apart
+
+
+@dataclass(frozen=True)
+class SiteRates:
+    """The rates of one site.
+
+    Parameters
+    ----------
+    to_home, from_home
+        Of copies between its checkpoint directory and home.
+    """
+
+    to_home: TransferRate = ASSUMED
+    from_home: TransferRate = ASSUMED
+
+
+def fit_rate(copies: Sequence[tuple[float, float]], assumed: TransferRate = ASSUMED) -> TransferRate:
+    """Estimate latency and throughput from measured copies, by least squares.
+
+    Parameters
+    ----------
+    copies
+        Bytes and seconds of each.
+    assumed
+        Used without copies; its throughput also if all copies have about the same size, or larger ones were no slower.
+    """
+    if not copies:
+        return assumed
+    sizes, seconds = np.array(copies, dtype=float).T
+    per_byte = 1 / assumed.bytes_per_second
+    if sizes.max() > _LEAST_SPREAD * max(1.0, sizes.min()):
+        centred = sizes - sizes.mean()
+        slope = float(centred @ seconds / (centred @ centred))
+        per_byte = slope if slope > 0 else per_byte
+    latency = max(0.0, float(np.mean(seconds - per_byte * sizes)))
+    return TransferRate(1 / per_byte, latency)
+
+
+def rates_between(sites: Mapping[str, SiteRates]) -> dict[tuple[str, str], TransferRate]:
+    """Return (from collection, to site) -> rate: from home, and from each site to each other one through home."""
+    rates = {(HOME, name): one.from_home for name, one in sites.items()}
+    for source, one in sites.items():
+        for target, other in sites.items():
+            if source != target:
+                up, down = one.to_home, other.from_home
+                rates[source, target] = TransferRate(
+                    1 / (1 / up.bytes_per_second + 1 / down.bytes_per_second), up.latency + down.latency
+                )
+    return rates

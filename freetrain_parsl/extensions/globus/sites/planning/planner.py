@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.extensions.globus.sites.planning.assignment_solver import NOWHERE, Counts, Table, assign_sites
+from freetrain_parsl.extensions.globus.sites.planning.assignment_solver import NOWHERE, assign_sites
 from freetrain_parsl.extensions.globus.sites.planning.model import SiteChoice, SitePlan, SitesSettings, Verb
 from freetrain_parsl.planning.objectives.base import SPEEDUP, Objective, objective_table
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.globus.sites.planning.model import SitesQuestion, SiteTraining
     from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.solvers.highs import Counts, Table
 
 __all__ = ["plan_sites"]
 

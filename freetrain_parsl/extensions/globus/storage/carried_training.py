@@ -1,22 +1,89 @@
-"""The newest checkpoint of each training that home has listed: a later listing may leave it out. Pure."""
+"""A training whose checkpoints a driver's mover carries."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.extensions.globus.storage.ownership import WATCH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from freetrain_parsl.extensions.globus.storage.mover.carried_training import CarriedTraining
-    from freetrain_parsl.extensions.globus.storage.mover.carrier import Parcel
+    from freetrain_parsl.extensions.globus.storage.carrier import HomeCheckpoints, Parcel
+
+__all__ = ["CarriedStage", "CarriedTraining", "SeenCheckpoints"]
+
+
+class CarriedStage(Enum):
+    """Where a training is on its way; see `freetrain_parsl.extensions.globus.storage.mover`."""
+
+    CLAIMING = "claiming"
+    SEARCHING = "searching"
+    FETCHING = "fetching"
+    READY = "ready"
+    FINISHED = "finished"
+    OVER = "over"
+
+
+@dataclass
+class CarriedTraining:
+    """A training of this driver.
+
+    Parameters
+    ----------
+    name
+        Its directory name.
+    stage
+        Where it is on its way.
+    generation
+        The one that is owned.
+    lineage
+        Checkpoints of this and later generations at home continue those here.
+    search
+        The search of home under way: its steps, each a request, and what they have found.
+    search_at
+        When home is searched next.
+    waits_since
+        Since when a checkpoint that home has listed is neither listed nor fetched, or home lists none at all.
+    fetching
+        The candidate that was asked for.
+    damaged
+        Candidates that have arrived damaged, and how often.
+    candidates
+        Checkpoints at home that are later than those here, oldest first.
+    reason
+        Why it is not ready.
+    finished
+        When it finished.
+    confirmed
+        Whether its result counts.
+    scanned
+        Whether its last checkpoint has been looked for.
+    leaving
+        Whether it goes on at another site; its last checkpoint is then copied however often that fails.
+    """
+
+    name: str
+    stage: CarriedStage = CarriedStage.CLAIMING
+    generation: int = 0
+    lineage: int = 0
+    search: tuple[Iterator[None], HomeCheckpoints] | None = None
+    search_at: float = 0.0
+    waits_since: float | None = None
+    fetching: Parcel | None = None
+    damaged: dict[Parcel, int] = field(default_factory=dict)
+    candidates: list[Parcel] = field(default_factory=list)
+    reason: str = ""
+    finished: float = 0.0
+    confirmed: bool = False
+    scanned: bool = False
+    leaving: bool = False
+
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["SeenCheckpoints"]
 
 
 @dataclass
@@ -47,23 +114,10 @@ class SeenCheckpoints:
     def candidates(
         self, item: CarriedTraining, later: list[Parcel], best: tuple[int, int, int] | None, now: float
     ) -> list[Parcel] | None:
-        """Return the checkpoints to fetch after a search, oldest first.
+        """Return the checkpoints to fetch after a search, oldest first, possibly none; ``None``: search again later.
 
-        Parameters
-        ----------
-        item
-            The training. It is searched for again later if that is necessary, with the reason.
-        later
-            Those that home lists and that are later than those here, oldest first.
-        best
-            Order of the newest one here; ``None`` if there is none.
-        now
-            Seconds.
-
-        Returns
-        -------
-        candidates
-            Possibly none, so that those here are the newest; ``None``: search again.
+        `later` are those that home lists and that are later than those here, oldest first; `best` is the order of the
+        newest one here, if there is any. The item gets the reason to search again.
         """
         known = self.newest.get(item.name)
         last = later[-1].order if later else best

@@ -18,10 +18,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import CheckpointError, CollectionUnavailable, DamagedCheckpoint, GlobusRefused
-from freetrain_parsl.extensions.globus.storage.home_listing import difference_at_home
-from freetrain_parsl.extensions.globus.storage.home_search import TOGETHER, HomeSearch
-from freetrain_parsl.extensions.globus.storage.mover.carried_training import CarriedStage, CarriedTraining
-from freetrain_parsl.extensions.globus.storage.mover.carrier import (
+from freetrain_parsl.extensions.globus.storage.carried_training import CarriedStage, CarriedTraining, SeenCheckpoints
+from freetrain_parsl.extensions.globus.storage.carrier import (
     GIVE_UP,
     Carrier,
     CopyJob,
@@ -29,12 +27,17 @@ from freetrain_parsl.extensions.globus.storage.mover.carrier import (
     backoff,
     progress_line,
 )
-from freetrain_parsl.extensions.globus.storage.mover.mover_directory import MoverDirectory, copy_task
-from freetrain_parsl.extensions.globus.storage.mover.mover_pace import MoverPace
-from freetrain_parsl.extensions.globus.storage.mover.mover_state import MOST_MEASURED, MeasuredCopy, MoverState
+from freetrain_parsl.extensions.globus.storage.home_search import TOGETHER, HomeSearch, difference_at_home
+from freetrain_parsl.extensions.globus.storage.mover_directory import (
+    MOST_MEASURED,
+    MeasuredCopy,
+    MoverDirectory,
+    MoverPace,
+    MoverState,
+    copy_task,
+)
 from freetrain_parsl.extensions.globus.storage.names import OWNERS
 from freetrain_parsl.extensions.globus.storage.ownership import SETTLE, ListOwners, MakeEntry, Ownership, RequestOutcome
-from freetrain_parsl.extensions.globus.storage.seen_checkpoints import SeenCheckpoints
 from freetrain_parsl.storage.home import ResultStatus
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.problems import storage_error
@@ -43,9 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from freetrain_parsl.extensions.globus.storage.collections import Collections
+    from freetrain_parsl.extensions.globus.storage.collections import Collections, GlobusSettings
     from freetrain_parsl.extensions.globus.storage.ownership import OwnerRequest
-    from freetrain_parsl.extensions.globus.storage.places import GlobusSettings
 
 logger = logging.getLogger(__name__)
 

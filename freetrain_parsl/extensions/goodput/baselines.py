@@ -1,4 +1,4 @@
-"""Optimus (EuroSys 2018): one node after another to the trainer whose remaining time falls most."""
+"""Published policies to compare with: Optimus (EuroSys 2018) and Tiresias (NSDI 2019)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import heapq
 import math
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.planning.placement import place_emptiest_first
 from freetrain_parsl.planning.policies.base import BaselinePolicy
 
 if TYPE_CHECKING:
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Allocation, Pool, Trainer
 
-__all__ = ["OptimusPolicy"]
+__all__ = ["OptimusPolicy", "TiresiasPolicy"]
 
 
 class OptimusPolicy(BaselinePolicy):
@@ -26,6 +25,7 @@ class OptimusPolicy(BaselinePolicy):
 
     name = "optimus"
     needs_hosts = True
+    emptiest_first = True
 
     def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
         """Decide the counts, smallest first; see `BaselinePolicy.counts`."""
@@ -50,10 +50,6 @@ class OptimusPolicy(BaselinePolicy):
             heapq.heappush(gains, (-_gain(trainer, counts[trainer.name]), number))
         return dict(sorted(counts.items(), key=lambda item: item[1]))
 
-    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
-        """Choose the nodes, smallest trainer first; see `BaselinePolicy.place`."""
-        return place_emptiest_first(counts, pool, current)
-
 
 def _gain(trainer: Trainer, nodes: int) -> float:
     """Return by how many seconds another node reduces the remaining time."""
@@ -64,3 +60,28 @@ def _gain(trainer: Trainer, nodes: int) -> float:
         return 0.0
     work = trainer.work_left if math.isfinite(trainer.work_left) else 1.0
     return work / now - work / more if now > 0 else math.inf
+
+
+_DEMOTED_AT = 16 * 3600.0  # node-seconds, as in Pollux' evaluation
+
+
+class TiresiasPolicy(BaselinePolicy):
+    """Two queues by attained service: trainers that have had 16 node-hours come after those that have not.
+
+    Within a queue, first come, first served. A trainer gets all that it can use, or waits while smaller ones fill the
+    gap; one of the second queue is preempted for one of the first. It needs to know neither work nor scaling.
+    """
+
+    name = "tiresias"
+    needs_hosts = True
+    emptiest_first = True
+
+    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege
+        """Decide the counts; see `BaselinePolicy.counts`."""
+        counts, left = {}, len(pool)
+        for trainer in sorted(ranked, key=lambda t: t.service >= _DEMOTED_AT):  # stable: keeps the order of submission
+            count = min(trainer.max_nodes, left)
+            if count >= trainer.min_nodes:
+                counts[trainer.name] = count
+                left -= count
+        return counts

@@ -1,4 +1,4 @@
-"""The objective for the completion times of many users' jobs: fast progress of all, of those that end soon first."""
+"""Objectives for completion times: fast progress of all, soon-ending first; and what users say that a time is worth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.objectives.base import Moment
 
-__all__ = ["CompletionTime", "Urgency"]
+__all__ = ["CompletionTime", "CompletionUtility", "Urgency"]
 
 _YOUNG = 600.0  # node-seconds: jobs that have had less are equally likely to end soon
 _OLD = 10_000.0  # seconds since submission from which a job's weight rises with its age
@@ -135,14 +135,75 @@ class _Kept(Tabulated):
 
     def table(self, trainer: Trainer, last: int) -> npt.NDArray[np.float64]:
         """Tabulate; see `Tabulated.table`."""
-        held, costs = self.held.get(trainer.name, 0), trainer.costs
-        seconds = np.full(last + 1, costs.up if held else costs.start)
-        seconds[: held + 1] = costs.down
-        seconds[held : held + 1] = 0.0
+        seconds = _seconds_of_change(trainer, self.held.get(trainer.name, 0), last)
         left = np.maximum(1 - seconds / self.horizon, 0.0)
         return self.gross.table(trainer, last) * left ** (1 - self.gross.fairness)
+
+
+def _seconds_of_change(trainer: Trainer, held: int, last: int) -> npt.NDArray[np.float64]:
+    """Tabulate the seconds that a change from `held` to 0, 1, …, `last` nodes takes."""
+    seconds = np.full(last + 1, trainer.costs.up if held else trainer.costs.start)
+    seconds[: held + 1] = trainer.costs.down
+    seconds[held : held + 1] = 0.0
+    return seconds
 
 
 def _unit(trainer: Trainer) -> float:
     """Return the rate on ``min_nodes``; one if that is zero."""
     return trainer.rate(trainer.min_nodes) or 1.0
+
+
+_MOST_EXPONENT = 20.0  # late jobs are worth little, but more than idle nodes
+
+
+@dataclass(frozen=True)
+class CompletionUtility(Contextual):
+    """Maximise the sum of sigmoid utilities of completion times: 1 / (1 + exp(k (t / d - 1))).
+
+    t is the time from a trainer's submission to its end if it keeps its number of nodes, restart included, and d its
+    deadline, likewise from its submission. A trainer without a deadline, or of unknown work, is worth nothing.
+
+    SMD chooses workers and servers of every job, subject to several resources; with one kind of node and no servers,
+    its multiple-choice knapsack is the count model.
+
+    Parameters
+    ----------
+    steepness
+        k: how abruptly the value falls at the deadline. Large values are hard deadlines.
+    """
+
+    steepness: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.steepness) and self.steepness > 0):
+            raise InvalidSettings(f"objective 'completion-utility': steepness must be positive, got {self.steepness!r}")
+
+    def at_moment(self, moment: Moment) -> Objective:
+        """Make the objective; see `Contextual.at_moment`."""
+        return NetOfChanges(
+            _Utilities(self.steepness, moment.now, moment.held, charged=False),
+            _Utilities(self.steepness, moment.now, moment.held, charged=True),
+        )
+
+
+@dataclass(frozen=True)
+class _Utilities(Tabulated):
+    """Utilities by number of nodes, with or without the seconds that a change takes."""
+
+    steepness: float
+    now: float
+    held: Mapping[str, int]
+    charged: bool
+
+    def table(self, trainer: Trainer, last: int) -> npt.NDArray[np.float64]:
+        """Tabulate; see `Tabulated.table`."""
+        if trainer.deadline is None or not math.isfinite(trainer.work_left) or trainer.deadline <= trainer.submitted:
+            return np.zeros(last + 1)
+        change = _seconds_of_change(trainer, self.held.get(trainer.name, 0), last)
+        rates = trainer.curve.rates(last)
+        left = np.divide(trainer.work_left, rates, out=np.full(last + 1, np.inf), where=rates > 0)
+        taken = self.now - trainer.submitted + left + change * self.charged
+        exponents = self.steepness * (taken / (trainer.deadline - trainer.submitted) - 1)
+        utilities = 1 / (1 + np.exp(np.minimum(exponents, _MOST_EXPONENT)))
+        table: npt.NDArray[np.float64] = np.where(rates > 0, utilities, 0.0)
+        return table

@@ -2,7 +2,7 @@
 
 ::
 
-    from freetrain_parsl.extensions.globus.sites.planning.suite import SitesConformance
+    from tests.support.globus.sites_suite import SitesConformance
 
     class TestMyPlanner(SitesConformance):
         def make_planner(self):
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.extensions.globus.sites.planning.instances import random_sites
 from freetrain_parsl.extensions.globus.sites.planning.model import (
     Offer,
     SitesQuestion,
@@ -29,6 +28,7 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
 )
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from tests.support.globus.random_sites import random_sites
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.globus.sites.planning.model import SitePlan, SitesPlanner

@@ -99,7 +99,7 @@ def site_value(
 ) -> float:
     """Return the value of a training on `nodes` nodes of a site until the next look, term by term.
 
-    Minus infinity if that is not allowed. See the formula in `extensions.globus.sites.planning`; `nodes` may be zero.
+    Minus infinity if that is not allowed. The planner's module has the formula; `nodes` may be zero.
     """
     trainer, costs = training.trainer, training.trainer.costs
     answering = {view.name for view in question.sites if view.answers}

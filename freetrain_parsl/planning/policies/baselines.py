@@ -1,4 +1,4 @@
-"""The published baseline: equal shares, regardless of scaling and rescale costs."""
+"""Rules to compare with: equal shares, and first come, first served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Allocation, Pool, Trainer
 
-__all__ = ["EqualSharePolicy"]
+__all__ = ["EqualSharePolicy", "FirstComeFirstServedPolicy"]
 
 
 class EqualSharePolicy(BaselinePolicy):
@@ -35,4 +35,22 @@ class EqualSharePolicy(BaselinePolicy):
             if counts[trainer.name] + extra >= trainer.min_nodes:
                 counts[trainer.name] += extra
                 left -= extra
+        return counts
+
+
+class FirstComeFirstServedPolicy(BaselinePolicy):
+    """Each trainer gets all that it can use, in order of submission; nobody overtakes one that has to wait."""
+
+    name = "fcfs"
+    emptiest_first = True
+
+    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the order of submission decides
+        """Decide the counts; see `BaselinePolicy.counts`."""
+        counts, left = {}, len(pool)
+        for trainer in ranked:
+            count = min(trainer.max_nodes, left)
+            if count < trainer.min_nodes:
+                break
+            counts[trainer.name] = count
+            left -= count
         return counts

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.globus.storage.collections import TaskState
 
-__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "CopyJob", "CopyKind", "Parcel", "backoff"]
+__all__ = ["GIVE_UP", "MOST_ACTIVE", "Carrier", "CopyJob", "CopyKind", "HomeCheckpoints", "Parcel", "backoff"]
 
 MOST_ACTIVE = 2
 """Tasks of one driver at a time."""
@@ -97,6 +97,19 @@ def step_of(name: str) -> tuple[int, int]:
     """Return step and revision of a checkpoint's directory name; (-1, 0) for other names."""
     match = _STEP.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
+
+
+@dataclass
+class HomeCheckpoints:
+    """Checkpoints of a training that home lists: those with a manifest, and those without."""
+
+    whole: set[Parcel] = field(default_factory=set)
+    partial: set[Parcel] = field(default_factory=set)
+
+    @property
+    def ordered(self) -> list[Parcel]:
+        """The whole ones, oldest first."""
+        return sorted(self.whole, key=lambda parcel: parcel.order)
 
 
 @dataclass
@@ -196,14 +209,9 @@ class Carrier:
         self._partial[training] = set(partial)
 
     def wants(self, training: str, name: str, lineage: int) -> bool:
-        """Return whether a checkpoint is neither at home nor on its way.
+        """Return whether the newest checkpoint of a training is neither at home nor on its way.
 
-        Parameters
-        ----------
-        training, name
-            The newest checkpoint of a training.
-        lineage
-            Checkpoints of this and later generations at home are of the same course of training.
+        Checkpoints of the generation `lineage` and of later ones at home are of the same course of training.
         """
         known = self._home.get(training, set()) | self.leaving()
         return not any(
@@ -228,17 +236,7 @@ class Carrier:
         return [parcel for parcel, sent in self._sent.items() if now >= sent.look_at]
 
     def shown(self, parcel: Parcel, fault: str, now: float) -> None:
-        """Note whether home lists a checkpoint that was sent.
-
-        Parameters
-        ----------
-        parcel
-            The checkpoint.
-        fault
-            What home lists otherwise; empty: it lists what was sent.
-        now
-            Seconds.
-        """
+        """Note whether home lists a checkpoint that was sent; `fault` is what it lists otherwise, empty if nothing."""
         if (sent := self._sent.get(parcel)) is None:
             return
         if fault and now - sent.since < self.patience:  # a listing may be older than the task

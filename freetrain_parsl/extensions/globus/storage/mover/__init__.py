@@ -1,1 +1,0 @@
-"""The mover, which carries whole checkpoints between collections."""
