@@ -1,9 +1,12 @@
-"""Run the test suite in parts: ``python -m tests [arguments of pytest]``, which is ``make test``.
+"""Run the test suite in parts: ``python -m tests [--all] [arguments of pytest]``.
+
+Without ``--all``, which is ``make test``: all quick tests, and of the other parts those marked ``smoke``, which are at
+least one path through each layer. With it, ``make test-all``: everything.
 
 Those that use a GPU run alone and first, so that the last summary is never that of skipped tests only. Tests without
 daemons use all cores, the quick ones first. Tests with daemons wait most of the time, so two of them share a core.
 Those that measure delays are the last, two at a time.
-``python -m pytest`` runs the same tests one by one.
+``python -m pytest`` runs all tests one by one.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ def verdict(codes: list[int]) -> int:
 
 def main(arguments: list[str]) -> int:
     """Run the parts in sequence, even after a failed test, but not after an interruption or a usage error."""
+    everything = "--all" in arguments
+    arguments = [argument for argument in arguments if argument != "--all"] + ([] if everything else ["--smoke"])
     codes: list[int] = []
     for part in PARTS:
         begin = time.monotonic()

@@ -318,6 +318,13 @@ def test_licence_is_apache_2():
     assert "END OF TERMS AND CONDITIONS" in text
 
 
+def test_packages_of_tests_are_in_packages():
+    """Else the modules in them have the names of other top-level packages."""
+    packages = {file.parent for file in (ROOT / "tests").rglob("__init__.py")}
+    assert ROOT / "tests" in packages
+    assert {folder for folder in packages if folder.parent not in {*packages, ROOT}} == set()
+
+
 def test_ci_script_can_be_run():
     """`.ci/run` is executable and stops at the first failure."""
     script = ROOT / ".ci" / "run"
