@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import pytest
 import torch
-from earlier_lightning import check_version, run_with_it
 from held import resize
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning_trainings import Data, FollowingTheLoss, Net, fit, in_session, points
@@ -240,15 +239,3 @@ def test_another_version_is_refused_by_name(monkeypatch) -> None:
 
 def test_bfloat16_works(tmp_path) -> None:
     assert alone(tmp_path, precision="bf16-mixed", epochs=2).value["steps"] == 20
-
-
-def test_the_first_version_that_is_supported_trains_alike(tmp_path) -> None:
-    run_with_it(
-        tmp_path,
-        __file__,
-        "one_process or restart or leave_and_join or (killed and validation) or signals or installed",
-    )
-
-
-def test_the_version_is_the_installed_one() -> None:
-    check_version(lightning.__version__)
