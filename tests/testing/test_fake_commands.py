@@ -279,6 +279,7 @@ def test_a_walltime_that_is_over_is_told(fake):
     wait_for(lambda: state_of(source, job), BlockState.TIMED_OUT)
 
 
+@pytest.mark.smoke
 def test_parsls_providers_submit_to_them(fake, monkeypatch):
     """Each launcher starts the command once on every node of the block."""
     monkeypatch.chdir(fake.directory)  # the launchers write a list of the nodes there
@@ -383,6 +384,7 @@ def test_a_cluster_that_is_gone_is_a_batch_system_that_is_down(name, on_path, tm
             source.survey()
 
 
+@pytest.mark.smoke
 def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
     """Changes of the queries to the real ones are noticed."""
     for name in SLURM_COMMANDS if fake.kind == "slurm" else PBS_COMMANDS:

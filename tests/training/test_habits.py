@@ -74,6 +74,7 @@ def test_a_habit_has_the_same_result_when_a_process_is_lost_in_a_step(crew: Crew
     assert sizes == [(step, 2 if step <= 5 else 1) for step in range(1, metrics["steps"] + 1)]
 
 
+@pytest.mark.smoke
 def test_the_log_has_each_step_once_with_the_loss_of_the_whole_batch(crew: Crew, tmp_path: Path) -> None:
     finished(run_member(practise, {"habit": "logging"}, root=tmp_path / "alone", membership=Membership("net")))
     run = crew.start(2, tmp_path / "crew", practise, habit="logging", hold_at=5)

@@ -55,9 +55,7 @@ def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path:
     limit = 1200  # eight nodes start slowly on two cores shared with other tests
     options = ["--run-dir", "run", "--json", "figures.json", "--time-limit", str(limit), "--page"]
     command = [sys.executable, "-c", _SHORT, "demo", *options]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         address = next(line for line in running.stdout if line.startswith("live page: ")).split()[-1]
         with urllib.request.urlopen(address, timeout=60) as answer:

@@ -40,7 +40,16 @@ def test_an_earlier_version_trains_alike(tmp_path, packages, files, selection):
     if installed.returncode:
         pytest.skip(f"{packages[0]} cannot be installed: {installed.stderr.strip().splitlines()[-1]}")
     name, _, version = packages[0].partition("==")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(HERE / file for file in files), "-k", selection]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        *(HERE / file for file in files),
+        "-k",
+        selection,
+    ]
     environment = {**os.environ, "FREETRAIN_TESTS_PACKAGES": str(directory)}
     result = subprocess.run(
         command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300, check=False

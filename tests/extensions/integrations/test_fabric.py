@@ -68,6 +68,7 @@ def test_processes_leave_and_join_in_one_run(accumulate, expected, tmp_path, cre
         check(outcome, expected, within=1e-5)
 
 
+@pytest.mark.smoke
 def test_the_others_go_on_when_one_is_killed(accumulate, expected, tmp_path, crew: Crew) -> None:
     disturbances = {"die_at": 8}
     run = crew.start(2, tmp_path, in_session, accumulate=accumulate, disturbances=disturbances)

@@ -99,6 +99,7 @@ def test_a_newcomer_in_mid_epoch_has_the_others_counters(variant, plain, tmp_pat
         check(outcome.end.value, plain, within=1e-5)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("disturbances", [{"die_at": 8}, {"die_agreeing": 8}], ids=["in a step", "in validation"])
 def test_the_others_go_on_when_one_is_killed(variant, plain, tmp_path, crew: Crew, disturbances) -> None:
     outcome = crew.start(2, tmp_path, in_session, disturbances=disturbances, **variant).outcomes()[0]
