@@ -86,7 +86,11 @@ def test_the_smaller_set_has_all_quick_tests_and_of_the_others_those_marked(tmp_
     (tmp_path / "test_x.py").write_text("".join(f"@pytest.{'mark'}.{name}\n" for name in ("slow", "smoke", "gpu")))
     items = [marked(tmp_path, *marks) for marks in [(), ("slow",), ("slow", "smoke"), ("gpu",)]]
     deselected = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+
+    def pytest_deselected(items):
+        deselected.extend(items)
+
+    hook = SimpleNamespace(pytest_deselected=pytest_deselected)
     unwanted = items[1:2] if smoke else []
     options = {"--part": None, "--smoke": smoke}
     config = SimpleNamespace(getoption=options.get, hook=hook)

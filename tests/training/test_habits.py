@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,8 +37,7 @@ def finished(outcome: Outcome | None) -> tuple[dict[str, Any], list[tuple[int, i
     return metrics, sizes, {name: thing for name, thing in state["objects"].items() if not name.startswith("Stream")}
 
 
-@pytest.mark.parametrize("size", [3, 1])
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(("habit", "size"), zip(HABITS, cycle((3, 1))))
 def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_path: Path, habit: str, size: int) -> None:
     """Parameters, optimizers, schedulers, averages and history equal those of one process; each step is made once."""
     alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))

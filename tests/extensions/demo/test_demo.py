@@ -50,6 +50,7 @@ main()
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.cluster
 def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path: Path) -> None:
     limit = 1200  # eight nodes start slowly on two cores shared with other tests

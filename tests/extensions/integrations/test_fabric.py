@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import pytest
 import torch
 from fabric_trainings import in_session, plain

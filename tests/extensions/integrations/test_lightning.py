@@ -6,7 +6,6 @@ import re
 import signal
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import pytest
 import torch
 from held import resize
