@@ -58,11 +58,12 @@ def test_the_demo_completes_every_training_and_tells_the_truth_in_json(tmp_path:
     command = [sys.executable, "-c", _SHORT, "demo", *options]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
-        address = next(line for line in running.stdout if line.startswith("live page: ")).split()[-1]
-        with urllib.request.urlopen(address, timeout=60) as answer:
-            assert answer.status == 200
+        address = next((line.split()[-1] for line in running.stdout if line.startswith("live page: ")), "")
+        if address:
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                assert answer.status == 200
         stdout, stderr = running.communicate(timeout=limit + 60)
-    assert running.returncode == 0, stdout[-3000:] + stderr[-3000:]
+    assert (address[:7], running.returncode) == ("http://", 0), stdout[-3000:] + stderr[-3000:]
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(address, timeout=60)
     figures = json.loads((tmp_path / "figures.json").read_text())
