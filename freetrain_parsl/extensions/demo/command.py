@@ -26,6 +26,7 @@ from rich.live import Live
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.executor.run_directory import check_new_run_directory
+from freetrain_parsl.interpreters import FREETRAIN, script_command
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.screen import say
 
@@ -270,7 +271,7 @@ def _warm_start() -> Iterator[None]:
 @contextmanager
 def _live_page(console: Screen, directory: Path) -> Iterator[None]:
     """Serve the page of the run in another process, which ends with the block."""
-    command = [sys.executable, "-c", "from freetrain_parsl.cli import main; main()", "dashboard", str(directory)]
+    command = [*script_command(FREETRAIN), "dashboard", str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = next((line.strip() for line in server.stdout or () if "http://" in line), "not served")
