@@ -19,7 +19,7 @@ RESOLVE = $(BIN)/uv pip compile --quiet --no-python-downloads --python-version 3
 	--no-annotate --custom-compile-command "make constraints" $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-demo demo test test-pythons chaos check docs constraints clean
+.PHONY: help install install-demo demo test test-all test-pythons chaos check docs constraints clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,10 +47,13 @@ $(STAMP): $(DEMO_STAMP)
 demo: $(DEMO_STAMP)  ## Watch seven trainings on the idle nodes of a small busy cluster
 	@$(BIN)/freetrain demo $(ARGS)
 
-test: $(STAMP)  ## Run all tests; those that need a missing batch system or GPU are skipped
+test test-all: $(STAMP)
 	@# Once, instead of in each of hundreds of processes if they cannot write bytecode.
 	@$(BIN)/python -m compileall -q freetrain_parsl
-	@$(BIN)/python -m tests $(ARGS)
+	@$(BIN)/python -m tests $(if $(filter test-all,$@),--all) $(ARGS)
+
+test:  ## Run the quick tests and a path through each layer (8 minutes); skip what needs a missing batch system or GPU
+test-all:  ## Run all tests (20 minutes)
 
 test-pythons: $(STAMP)  ## Try the demo and the quick tests on each supported Python that is found: ARGS="3.10 lowest"
 	@$(BIN)/python -m tests.pythons $(ARGS)

@@ -44,8 +44,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that selects a part of the suite, in addition to `-m` and `-k`."""
+    """Add the options that select tests by their marks, in addition to `-m` and `-k`."""
     parser.addoption("--part", choices=PARTS, help="run only the tests of this part (see tests/__main__.py)")
+    parser.addoption("--smoke", action="store_true", help="of tests that are not quick, run those marked smoke only")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,7 +77,7 @@ def part_of(item: pytest.Item) -> str:
     return next((part for part, marks in MARKS.items() if any(map(item.get_closest_marker, marks))), "quick")
 
 
-def may_have(part: str, file: Path) -> bool:
+def may_have(part: str, file: Path, *, smoke: bool = False) -> bool:
     """Return whether a file may have tests of a part; without an import, which takes seconds for all files.
 
     A mark is written in the file, or in a ``conftest.py`` of its directory, as that of a fixture's parameter. A file
@@ -86,25 +87,33 @@ def may_have(part: str, file: Path) -> bool:
     if part not in MARKS:
         of_all = _MARKS_OF_ALL.search(texts[0]) if texts else None
         return of_all is None or not any(f"mark.{mark}" in of_all[0] for marks in MARKS.values() for mark in marks)
+    if smoke and part != "gpu" and not any("mark.smoke" in text for text in texts):
+        return False
     return any(f"mark.{mark}" in text for mark in MARKS[part] for text in texts)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import the files without tests of the part."""
     part = config.getoption("--part")
-    return True if part and collection_path.is_file() and not may_have(part, collection_path) else None
+    if part and collection_path.is_file() and not may_have(part, collection_path, smoke=config.getoption("--smoke")):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of other parts; each must be collected when it is the turn of its own."""
+    """Deselect the tests of other parts or sets; each must be collected when it is the turn of its own part."""
     parts = [part_of(item) for item in items]
     collected = {key for key in set(zip(parts, (item.path for item in items), strict=True)) if may_have(*key)}
     missed = [item.nodeid for own, item in zip(parts, items, strict=True) if (own, item.path) not in collected]
     if missed:
         raise pytest.UsageError(f"no part would run {missed[0]}: write its mark in its file, as pytest.mark.NAME")
-    if part := config.getoption("--part"):
-        config.hook.pytest_deselected(items=[item for own, item in zip(parts, items, strict=True) if own != part])
-        items[:] = [item for own, item in zip(parts, items, strict=True) if own == part]
+    part, smoke = config.getoption("--part"), config.getoption("--smoke")
+    chosen = [
+        part in (None, own) and (not smoke or own in ("gpu", "quick") or item.get_closest_marker("smoke") is not None)
+        for own, item in zip(parts, items, strict=True)
+    ]
+    config.hook.pytest_deselected(items=[item for item, mine in zip(items, chosen, strict=True) if not mine])
+    items[:] = [item for item, mine in zip(items, chosen, strict=True) if mine]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 
+import pytest
 
+
+@pytest.mark.smoke
 def test_a_block_that_the_administrator_cancels_is_told_apart_and_the_training_goes_on(start, backend) -> None:
     driver = start()
     future = driver.train()

@@ -20,6 +20,7 @@ def ended(directory: Path):
     return process
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_process_is_nobodys_child_and_its_end_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOBUS_COMPUTE_CLIENT_SECRET", "the-secret")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.smoke
 def test_a_campaign_runs_to_its_end_and_keeps_results_and_errors(shell: ClusterShell) -> None:
     text = (shell.directory / "campaign.yaml").read_text()
     text += f"  - {{app: '{APP}:train', name: broken, arguments: {{fail: true}}}}\n"

@@ -75,6 +75,7 @@ def test_without_a_cluster_it_says_so_in_one_line(invoke):
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.cluster
 def test_it_shows_the_windows_of_the_cluster_that_runs(invoke, tmp_path):
     with EmbeddedCluster(tmp_path, nodes=3, name="site") as cluster:

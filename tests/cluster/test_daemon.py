@@ -17,7 +17,7 @@ from freetrain_parsl.cluster.client import ClusterClient, EmbeddedCluster
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import BatchSystemError, ClusterGone, InvalidSettings
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.smoke]
 
 LONG = timedelta(minutes=5)
 

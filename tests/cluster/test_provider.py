@@ -76,6 +76,7 @@ class TestBlocks:
     def state(self, provider, job_id):
         return provider.status([job_id])[0].state
 
+    @pytest.mark.smoke
     def test_its_own_cluster_starts_at_the_first_block_and_ends_with_close(self, provider, eventually):
         with pytest.raises(ClusterGone):
             ClusterClient()

@@ -19,6 +19,7 @@ from tests.executor.scenario import ScriptedPolicy, make_app
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.smoke
 def test_an_exception_of_the_user_arrives_with_its_remote_traceback(start) -> None:
     start(nodes=1)
     with pytest.raises(ValueError, match="the user's own mistake") as caught:
@@ -36,6 +37,7 @@ def test_an_exception_on_several_nodes_ends_the_training_and_frees_the_nodes(sta
     assert [t.state for t in site.run.trainings.values()] == ["failed", "finished"]
 
 
+@pytest.mark.smoke
 def test_ordinary_apps_run_as_ordinary_tasks_beside_trainings(start) -> None:
     start(nodes=2)
 
@@ -128,6 +130,7 @@ def test_unknown_resources_and_names_in_use_are_refused_at_submission(start) -> 
     assert first.result(timeout=60)
 
 
+@pytest.mark.smoke
 def test_a_second_training_of_the_same_name_resumes_from_the_first_ones_checkpoint(start) -> None:
     site = start(nodes=1)
     train = make_app()

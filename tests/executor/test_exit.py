@@ -83,6 +83,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+@pytest.mark.smoke
 def test_after_a_normal_exit_nothing_is_left(drivers: _Drivers) -> None:
     driver = drivers.start()
     driver.wait(60)

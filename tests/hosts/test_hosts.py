@@ -76,6 +76,7 @@ def test_a_host_has_its_own_name_addresses_and_interfaces(hosts):
     assert set(hosts["n00"].run("ls", "/sys/class/net").split()) == {"lo", "eth0", "ib0"}
 
 
+@pytest.mark.smoke
 def test_hosts_of_one_network_reach_each_other_and_no_others(hosts):
     assert reaches(hosts, "n00", "10.77.0.11") == REACHED
     assert reaches(hosts, "n01", "fd78::10") == REACHED
@@ -169,6 +170,7 @@ with Hosts(json.loads(sys.argv[2])) as hosts:
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_nothing_outlives_its_maker(how):
     """Killed or with an exception: all processes on the hosts end, even in their own session; files are removed."""

@@ -51,6 +51,7 @@ def sent_to_peers(hosts) -> dict[str, int]:
     return {node: hosts[node].bytes_sent(f"ib{node[-1]}") for node in NODES}
 
 
+@pytest.mark.smoke
 def test_nodes_find_the_driver_and_each_other(hosts, login):
     assert login.started["addresses"] == ["10.77.0.1", "10.99.0.1"]
     training = login.train("whole", 3)

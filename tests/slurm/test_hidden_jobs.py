@@ -83,6 +83,7 @@ def until_marked(cluster, count):
         time.sleep(0.1)
 
 
+@pytest.mark.smoke
 def test_nodes_that_are_planned_for_hidden_jobs_are_no_windows(cluster) -> None:
     """Queried as root, the same nodes are a window until the head job starts."""
     head = head_job(cluster)

@@ -37,6 +37,7 @@ def until(condition, seconds=120.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.smoke
 def test_jobs_are_real_processes_on_named_nodes(cluster):
     """A job on two nodes writes the names of both."""
     file = cluster.work / "names"

@@ -51,6 +51,7 @@ def site(cluster, file, tmp_path) -> Iterator[Site]:
     parsl.clear()
 
 
+@pytest.mark.smoke
 def test_windows_are_those_of_both_partitions(cluster, file) -> None:
     survey = make_window_source(file).survey()
     kinds = {node: window.node_kind for window in survey.windows for node in window.nodes}

@@ -43,6 +43,7 @@ def test_repeated_refusals_end_the_trainings_with_the_reason(start, cluster) -> 
         cluster.run("scontrol", "update", "PartitionName=backfill", "MaxTime=UNLIMITED")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("partition", "message"), [("nonesuch", "nonesuch"), ("backfil", "did you mean 'backfill'")])
 def test_what_can_never_run_is_refused_before_anything_is_submitted(cluster, tmp_path, partition, message) -> None:
     with pytest.raises(InvalidSettings, match=message):

@@ -135,6 +135,10 @@ def shared_fake(request, tmp_path_factory):
         yield fake
 
 
+# What does not depend on the texts that a version of Slurm prints is tried with one of them.
+one_slurm = pytest.mark.parametrize("shared_fake", ["slurm 24.11", "pbs"], indirect=True)
+
+
 @pytest.fixture
 def on_path(monkeypatch):
     """Prepend the commands of a fake to PATH."""
@@ -217,6 +221,7 @@ def test_windows_are_those_of_the_cluster(fake):
     assert set(survey.unused) == {"n00"}
 
 
+@one_slurm
 def test_a_block_that_fits_starts_at_once_and_a_longer_one_waits(fake):
     main_job(fake, 1, 90)
     main_job(fake, 4, 60)
@@ -229,6 +234,7 @@ def test_a_block_that_fits_starts_at_once_and_a_longer_one_waits(fake):
     assert survey.windows == ()
 
 
+@one_slurm
 def test_a_job_of_the_main_queue_goes_before_blocks(fake):
     """One of our blocks is preempted for it, and reports it."""
     source = fake.source()
@@ -242,12 +248,14 @@ def test_a_job_of_the_main_queue_goes_before_blocks(fake):
 # -- jobs ----------------------------------------------------------------------------------------------------
 
 
+@one_slurm
 def test_the_script_runs_on_the_first_node_and_its_step_on_every_node(fake):
     job = fake.run(f'echo "$FREETRAIN_CLUSTER_NODE batch"\n{fake.step(3)}', nodes=3)
     wait_for(fake.output, ["", "n00 batch", "n00 hello", "n01 hello", "n02 hello"])
     assert state_of(fake.source(), job) is BlockState.RUNNING
 
 
+@one_slurm
 def test_every_task_hears_that_its_job_is_cancelled_and_may_save(fake):
     source = fake.source()
     job = fake.run(fake.step(2), nodes=2)
@@ -257,6 +265,7 @@ def test_every_task_hears_that_its_job_is_cancelled_and_may_save(fake):
     assert fake.output() == ["", "n00 hello", "n00 saved", "n01 hello", "n01 saved"]
 
 
+@one_slurm
 @pytest.mark.parametrize(("body", "state"), [("exit 0", BlockState.COMPLETED), ("exit 3", BlockState.FAILED)])
 def test_how_the_script_ends_is_how_its_job_ends(fake, body, state):
     """The other nodes of the job end with it."""
@@ -265,6 +274,7 @@ def test_how_the_script_ends_is_how_its_job_ends(fake, body, state):
     wait_for(lambda: state_of(source, job), state)
 
 
+@one_slurm
 def test_what_the_script_leaves_behind_ends_with_it(fake):
     job = fake.run(f"{fake.step(2)} &\nsleep 2", nodes=2)
     source = fake.source()
@@ -279,6 +289,7 @@ def test_a_walltime_that_is_over_is_told(fake):
     wait_for(lambda: state_of(source, job), BlockState.TIMED_OUT)
 
 
+@pytest.mark.smoke
 def test_parsls_providers_submit_to_them(fake, monkeypatch):
     """Each launcher starts the command once on every node of the block."""
     monkeypatch.chdir(fake.directory)  # the launchers write a list of the nodes there
@@ -326,6 +337,7 @@ def test_a_living_job_is_found_by_its_name(fake):
 # -- failures ------------------------------------------------------------------------------------------------
 
 
+@one_slurm
 @pytest.mark.parametrize("kind", ["down", "garbage", "refuse"])
 def test_a_batch_system_in_trouble_is_an_error_that_passes(fake, kind):
     source = fake.source()
@@ -337,6 +349,7 @@ def test_a_batch_system_in_trouble_is_an_error_that_passes(fake, kind):
     assert source.survey().windows
 
 
+@one_slurm
 def test_a_command_that_hangs_is_given_up(fake, monkeypatch):
     """The environment sets mishaps too."""
     source = fake.source(run=Commands(timedelta(seconds=0.5)))
@@ -345,6 +358,7 @@ def test_a_command_that_hangs_is_given_up(fake, monkeypatch):
         source.survey()
 
 
+@one_slurm
 def test_a_slow_command_answers_in_the_end(fake):
     set_mishap(fake.fake, "slow", command=fake.submit, value="0.3")
     begin = time.monotonic()
@@ -373,7 +387,7 @@ def test_an_unknown_queue_is_refused(fake):
     assert not fake.source().explain_refusal(refused.value.stderr.strip()).passing
 
 
-@pytest.mark.parametrize("name", FAKES)
+@pytest.mark.parametrize("name", ["slurm 24.11", "pbs"])
 def test_a_cluster_that_is_gone_is_a_batch_system_that_is_down(name, on_path, tmp_path):
     with fake_of(name, tmp_path) as fake:
         on_path(fake)
@@ -383,6 +397,7 @@ def test_a_cluster_that_is_gone_is_a_batch_system_that_is_down(name, on_path, tm
             source.survey()
 
 
+@pytest.mark.smoke
 def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
     """Changes of the queries to the real ones are noticed."""
     for name in SLURM_COMMANDS if fake.kind == "slurm" else PBS_COMMANDS:
@@ -392,6 +407,7 @@ def test_what_the_fakes_do_not_know_they_refuse_in_one_line(fake):
         assert answer.stderr.count("\n") == 1, answer.stderr
 
 
+@one_slurm
 def test_calls_are_counted(fake):
     """The first round has more queries than the next: Slurm's nodes are then updated from its queue."""
     source = fake.source()
@@ -402,6 +418,7 @@ def test_calls_are_counted(fake):
     assert {words[0] for _, words in calls(fake.fake)} <= {*SLURM_COMMANDS, *PBS_COMMANDS}
 
 
+@one_slurm
 def test_fakes_are_not_installed_over_others(fake):
     with pytest.raises(InvalidSettings, match="already has commands"):
         install_fake_slurm(fake.fake, fake.cluster.name)

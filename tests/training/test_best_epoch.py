@@ -198,6 +198,7 @@ def test_all_processes_decide_alike_though_their_values_differ(plain, tmp_path, 
         check(outcome, plain, within=1e-6)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_processes_that_leave_and_join_know_the_best(plain, tmp_path, crew: Crew) -> None:
     steps = {3 * STEPS + 2: 1, 4 * STEPS + 2: 2}

@@ -60,6 +60,7 @@ def test_training_past_the_session_is_refused_in_one_line(tmp_path: Path, functi
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.smoke
 def test_two_processes_refuse_a_plain_loop_instead_of_finishing_with_different_models(
     crew: Crew, tmp_path: Path
 ) -> None:

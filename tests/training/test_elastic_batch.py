@@ -157,6 +157,7 @@ def test_a_batch_with_a_step_done_keeps_its_samples() -> None:
 # ── several processes ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_members_come_go_and_die_while_the_batch_changes(crew: Crew, tmp_path: Path) -> None:
     """2 -> 1 -> 2 -> one of them killed, with a change of the batch before and after each."""

@@ -56,6 +56,7 @@ def undisturbed(root: Path, **kwargs: int) -> Finished:
     return outcome.end
 
 
+@pytest.mark.smoke
 def test_a_training_through_1_4_2_3_processes_ends_as_an_undisturbed_one(crew: Crew, tmp_path: Path) -> None:
     """Same counts, same history, parameters within 1e-4; every pause is requested by another member."""
     whole = undisturbed(tmp_path / "whole")

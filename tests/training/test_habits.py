@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,8 +37,7 @@ def finished(outcome: Outcome | None) -> tuple[dict[str, Any], list[tuple[int, i
     return metrics, sizes, {name: thing for name, thing in state["objects"].items() if not name.startswith("Stream")}
 
 
-@pytest.mark.parametrize("size", [3, 1])
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize(("habit", "size"), zip(HABITS, cycle((3, 1))))
 def test_a_habit_has_the_same_result_in_a_group_that_changes(crew: Crew, tmp_path: Path, habit: str, size: int) -> None:
     """Parameters, optimizers, schedulers, averages and history equal those of one process; each step is made once."""
     alone = run_member(practise, {"habit": habit}, root=tmp_path / "alone", membership=Membership("net"))
@@ -74,6 +74,7 @@ def test_a_habit_has_the_same_result_when_a_process_is_lost_in_a_step(crew: Crew
     assert sizes == [(step, 2 if step <= 5 else 1) for step in range(1, metrics["steps"] + 1)]
 
 
+@pytest.mark.smoke
 def test_the_log_has_each_step_once_with_the_loss_of_the_whole_batch(crew: Crew, tmp_path: Path) -> None:
     finished(run_member(practise, {"habit": "logging"}, root=tmp_path / "alone", membership=Membership("net")))
     run = crew.start(2, tmp_path / "crew", practise, habit="logging", hold_at=5)

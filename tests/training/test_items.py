@@ -175,6 +175,7 @@ def test_processes_come_go_and_die_and_the_result_is_that_of_a_plain_loop(
         assert value["samples"] == 2 * SAMPLES
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_with_a_fixed_number_of_shards_it_is_the_same_bit_by_bit(crew: Crew, tmp_path: Path) -> None:
     options = {"deterministic": True, "shards": 4}

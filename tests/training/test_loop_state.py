@@ -66,6 +66,7 @@ def assert_close(one: Any, other: Any, where: str = "") -> None:
 # ── in groups ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 1])
 def test_it_is_sent_to_processes_that_join(crew: Crew, tmp_path: Path, size: int) -> None:
@@ -106,6 +107,7 @@ def test_hyperparameters_that_are_set_in_a_batch_that_is_repeated_are_set_once(c
         assert_close(value_of(outcome), alone)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("before_step", [False, True])
 def test_a_batch_that_is_repeated_counts_once(crew: Crew, tmp_path: Path, before_step: bool) -> None:

@@ -52,6 +52,7 @@ def test_several_processes_have_the_result_of_a_plain_loop(crew: Crew, tmp_path:
         assert outcome.end.value["late"] == (loss in CHECKPOINTED)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [*WITH_SUMS, "class_weighted", "summed", "quasi_newton"])
 def test_processes_without_samples_change_nothing(crew: Crew, tmp_path: Path, loss: str) -> None:

@@ -6,6 +6,7 @@ import difflib
 import re
 import runpy
 from functools import cache
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -73,8 +74,7 @@ def test_paused_and_resumed_after_every_step_it_is_still_the_script_bit_by_bit(t
     assert len(fragments) > AT
 
 
-@of_each_port
-@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize(("port", "size"), zip(PORTS, cycle((3, 1))))
 def test_in_a_group_that_changes_the_port_is_the_script(crew: Crew, tmp_path: Path, port: str, size: int) -> None:
     run = crew.start(2, tmp_path, practise_port, port=port, hold_at=AT)
     run.until(lambda: (tmp_path / "net" / "files" / HELD).exists() or run.ended)

@@ -168,6 +168,7 @@ def test_no_schedule_of_disturbances_changes_the_result(
     assert_same(end, undisturbed(root / "whole", **mode), bits=mode is BITWISE)
 
 
+@pytest.mark.smoke
 def test_survivors_stay_and_pause_for_a_moment_only(crew: Crew, tmp_path: Path) -> None:
     """The same processes, an unchanged checkpoint directory, and every member reports its pause."""
     gates = {4: tmp_path / "go"}
@@ -191,6 +192,7 @@ def test_only_one_process_is_the_first_before_the_loop_too(crew: Crew, tmp_path:
     assert [end.value for end in ends if isinstance(end, Finished)] == [(True, 0, 1), (False, -1, 1), (False, -1, 1)]
 
 
+@pytest.mark.smoke
 def test_who_leaves_ends_without_a_checkpoint_of_its_own(crew: Crew, tmp_path: Path) -> None:
     gates = {4: tmp_path / "go"}
     run = crew.start(3, tmp_path, classify, gates=gates)
@@ -238,6 +240,7 @@ def test_who_is_a_step_behind_gets_the_state_of_who_is_ahead(
     assert_same(first(run), undisturbed(tmp_path / "whole", **mode), bits=mode is BITWISE)
 
 
+@pytest.mark.smoke
 def test_states_of_all_kinds_arrive_as_they_are(crew: Crew, tmp_path: Path) -> None:
     """Two sources, two receivers; small, large, empty, zero-dimensional and non-contiguous tensors."""
     outcomes = crew.run(4, tmp_path, pass_states)

@@ -116,11 +116,13 @@ def test_a_difference_ends_the_training_with_its_name_and_cause(crew: Crew, tmp_
     assert "\n" not in error
 
 
+@pytest.mark.smoke
 def test_the_ranks_with_equal_values_are_named_together(crew: Crew, tmp_path: Path) -> None:
     (error,) = accusations(crew.run(3, tmp_path, diverging.frozen))
     assert "requires_grad of parameter model.0.bias is True on ranks 0, 2, False on rank 1" in error
 
 
+@pytest.mark.smoke
 def test_survivors_that_differ_do_not_go_on_with_the_parameters_of_one(crew: Crew, tmp_path: Path) -> None:
     """They have made the same steps; nothing tells which of them is right."""
     outcomes = crew.start(3, tmp_path, diverging.perturbed, at=3, die_at=3).outcomes()

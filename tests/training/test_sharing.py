@@ -91,6 +91,7 @@ def test_uneven_parts_count_as_they_should(crew: Crew, tmp_path: Path, size: int
     assert changed.end.value["metrics"]["loss"] == pytest.approx(undisturbed.end.value["metrics"]["loss"], abs=1e-5)
 
 
+@pytest.mark.smoke
 def test_parameters_that_only_some_samples_use_are_trained_alike(crew: Crew, tmp_path: Path) -> None:
     """No flag is needed; parameters that are never used do not change."""
     undisturbed = alone(tmp_path, kind="branches")

@@ -87,6 +87,7 @@ def test_what_cannot_be_sent_is_refused(call: Any, message: str) -> None:
 # ── several processes ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_all_processes_have_the_same_results_while_some_come_go_and_die(crew: Crew, tmp_path: Path) -> None:
     parameters, _ = plain(3)

@@ -56,6 +56,7 @@ def test_a_training_that_resumes_has_the_order_of_the_plain_script(
     assert equal({**resumed, "seen": None}, {**expected, "seen": None})
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffle", "weighted, generator"])
 def test_several_processes_divide_the_batches_of_the_plain_script(crew: Crew, tmp_path: Path, kind: str) -> None:

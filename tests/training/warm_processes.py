@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 _WARM = ("freetrain_parsl.training.fragment", "torch._dynamo", "torch.distributed.fsdp")
 
 
-def forked_warm() -> ForkServerContext:
-    """Return the context that starts such processes; a test process has one server for all of them."""
+def forked_warm(*also: str) -> ForkServerContext:
+    """Return the context that starts such processes; a test process has one server for all of them.
+
+    Its first use tells what else the server imports.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_WARM))
+    context.set_forkserver_preload([*_WARM, *also])
     return context

@@ -9,11 +9,12 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from rich.live import Live
 from freetrain_parsl.cli.console import Screen
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.executor.run_directory import check_new_run_directory
+from freetrain_parsl.interpreters import FREETRAIN, script_command
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.screen import say
 
@@ -75,13 +77,14 @@ def demo(
     time_limit: float = typer.Option(600.0, help="Seconds after which the demo is aborted."),
     run_dir: Path | None = typer.Option(None, help="Directory for all files. Default: a new ./freetrain-run-<time>."),
     json_file: Path | None = typer.Option(None, "--json", help="Write the figures to this file."),
+    page: bool = typer.Option(False, "--page", help="Serve the live page while the demo runs, and print its address."),
 ) -> None:
     """Run seven trainings on the idle nodes of a small busy cluster, and show how much they used."""
     from freetrain_parsl.executor.htex.worker_pool import import_lean_parsl
     from freetrain_parsl.planning.policies import resolve_policy
 
     console = Screen()
-    _check_extras()
+    _check_extras(page=page)
     resolve_policy(policy)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UsageError(f"--json {json_file}: there is no directory {json_file.absolute().parent}")
@@ -89,7 +92,7 @@ def demo(
     directory = _new_run_directory(run_dir)
     import_lean_parsl()  # before the apps import Parsl
     with _interruptible():
-        figures = _run(console, directory, nodes, workload, policy, time_limit)
+        figures = _run(console, directory, nodes, workload, policy, time_limit, page=page)
     if json_file is not None:
         _write_json(json_file, figures)
     if figures["trainings_completed"] < len(_CAMPAIGN):
@@ -107,10 +110,12 @@ def _write_json(file: Path, figures: dict[str, Any]) -> None:
         raise UsageError(f"--json {file}: cannot be written: {error.strerror}") from error
 
 
-def _check_extras() -> None:
-    missing = [name for name in ("sklearn", "matplotlib") if importlib.util.find_spec(name) is None]
+def _check_extras(*, page: bool) -> None:
+    needed = ("sklearn", "matplotlib", *(("starlette", "uvicorn") if page else ()))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'freetrain-parsl[examples,report]'")
+        extras = "examples,report,dashboard" if page else "examples,report"
+        raise UsageError(f"the demo needs {' and '.join(missing)}: pip install 'freetrain-parsl[{extras}]'")
 
 
 def _new_run_directory(wanted: Path | None) -> Path:
@@ -175,7 +180,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _run(
-    console: Screen, directory: Path, nodes: int, workload: list[MainJob], policy: str, time_limit: float
+    console: Screen, directory: Path, nodes: int, workload: list[MainJob], policy: str, time_limit: float, *, page: bool
 ) -> dict[str, Any]:
     import parsl
     from parsl.config import Config
@@ -198,7 +203,8 @@ def _run(
             )
             for entry in _CAMPAIGN
         }
-        _watch(console, run, futures, cluster.nodes, time_limit)
+        with _live_page(console, directory) if page else nullcontext():
+            _watch(console, run, futures, cluster.nodes, time_limit)
         usage, delays, history = cluster.usage(), cluster.delays(), cluster.history()
         main_jobs = {stay["job"] for stay in history if stay["kind"] == "main"}
         results = {name: f.result() for name, f in futures.items() if f.done() and f.exception() is None}
@@ -260,6 +266,19 @@ def _warm_start() -> Iterator[None]:
     with WarmStart() as server:
         os.environ.update(server.environment)
         yield
+
+
+@contextmanager
+def _live_page(console: Screen, directory: Path) -> Iterator[None]:
+    """Serve the page of the run in another process, which ends with the block."""
+    command = [*script_command(FREETRAIN), "dashboard", str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address = next((line.strip() for line in server.stdout or () if "http://" in line), "not served")
+            console.say(f"live page: {address}")
+            yield
+        finally:
+            server.terminate()
 
 
 def _watch(

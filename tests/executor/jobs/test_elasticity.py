@@ -37,6 +37,7 @@ def slow(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.smoke
 def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_an_undisturbed_one(
     start, slow, tmp_path
 ) -> None:
@@ -107,6 +108,7 @@ def _pid_of_a_slot(site: Site, node: str) -> int:
     return next(e.detail["pid"] for e in reversed(joined) if e.detail["node"] == node)
 
 
+@pytest.mark.smoke
 def test_a_main_job_that_needs_the_nodes_gets_them_at_once_and_the_training_goes_on_afterwards(start, slow) -> None:
     site = start(nodes=2)
     future = make_app(max_nodes=2).options(name="t")(epochs=20, slow=str(slow), pause=0.5)

@@ -64,6 +64,7 @@ def test_members_that_cannot_hear_each_other_go_on_after_the_loss_timeout(start,
     assert site.run.trainings["t"].resumes == 0
 
 
+@pytest.mark.smoke
 def test_a_node_whose_slots_die_at_once_is_one_loss_answered_in_place(start, slow) -> None:
     policy = ScriptedPolicy(2)
     site = start(nodes=2, policy=policy, slots_per_node=2)

@@ -365,4 +365,4 @@ TestWalk.settings = settings(max_examples=30, stateful_step_count=25)
 @pytest.mark.slow
 def test_many_walks() -> None:
     """Walk further, and more often."""
-    run_state_machine_as_test(Walk, settings=settings(max_examples=300, stateful_step_count=40))
+    run_state_machine_as_test(Walk, settings=settings(max_examples=100, stateful_step_count=40))

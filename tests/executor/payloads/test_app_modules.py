@@ -100,6 +100,7 @@ print(directory_of(train), directory_of(of_a_cell["train"]), sep="|")
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_scripts_function_brings_the_scripts_directory_but_a_cells_function_none(tmp_path: Path) -> None:
     (tmp_path / "script").mkdir()

@@ -97,6 +97,7 @@ def _signal_all(session: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+@pytest.mark.smoke
 def test_slots_save_before_the_pool_ends_and_then_nothing_is_left(start, tmp_path) -> None:
     """The batch system signals every process of the job, and waits for the node."""
     pilot = start(2)
@@ -148,6 +149,7 @@ def test_a_slot_can_end_its_node(start, tmp_path) -> None:
     assert (tmp_path / "slot-0").read_text() == "saved"
 
 
+@pytest.mark.smoke
 def test_a_pool_in_which_no_slot_ever_starts_is_ended_and_says_why() -> None:
     """Its interchange may have died before it could register; it would hold the node for nothing."""
     pilot = subprocess.run(

@@ -81,6 +81,7 @@ def _outcome(work: str) -> tuple[list[Any], int, str]:
     return [json.loads(line) for line in out.splitlines()], place.returncode, errors
 
 
+@pytest.mark.smoke
 def test_each_process_is_as_new_as_the_first_and_knows_what_the_one_before_has_left() -> None:
     told, code, errors = _outcome("""
 def work(left):
@@ -283,6 +284,7 @@ def _fails(session: Any) -> None:
     raise ValueError(f"process {os.getpid()}")
 
 
+@pytest.mark.smoke
 def test_no_training_finds_what_another_one_has_left(driver: _Driver, tmp_path: Path) -> None:
     """Whether it has finished or failed; the slot stays the same, and each of its processes introduces itself."""
     found = []

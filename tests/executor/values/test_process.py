@@ -269,6 +269,7 @@ def test_values_wait_while_the_directory_cannot_be_written(tmp_path, caplog) -> 
     assert _steps(tmp_path / "root" / "t" / "values.jsonl") == [1]
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_real_process_follows_the_driver_and_ends_with_it(tmp_path) -> None:
     writer = _writer(tmp_path, TrackerSpec("csv"))

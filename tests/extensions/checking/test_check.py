@@ -28,6 +28,7 @@ def _state(tmp_path, monkeypatch):
     monkeypatch.setattr("freetrain_parsl.storage.checked_code._noted", set())
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_function_that_holds_is_exit_code_0_and_values_are_those_of_campaigns():
     result = check(f"{CORPUS}:regression", "--set", "width=4", "--set", "rates=[0.1, 0.2]")
@@ -36,6 +37,7 @@ def test_a_function_that_holds_is_exit_code_0_and_values_are_those_of_campaigns(
     assert "survives being moved: all 6 comparisons hold" in result.stdout
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_cause_is_exit_code_1_and_json_names_it():
     result = check(f"{CORPUS}:iterator", "--json")

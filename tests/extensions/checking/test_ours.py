@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import linecache
 import re
@@ -48,6 +49,7 @@ def assert_holds(function: Any, **arguments: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in APPS.glob("*.py")))
 def test_an_app_holds(name: str) -> None:
+    importlib.import_module("sklearn.datasets")  # once here, not in each of the processes of digits, which are forked
     assert_holds(load(name, APPS / f"{name}.py").train, **SMALL[name])
 
 

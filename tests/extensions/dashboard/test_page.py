@@ -162,6 +162,7 @@ def test_it_can_be_used_by_keyboard(page):
     assert chromium.evaluate("document.querySelector('.ft-name').getAttribute('aria-pressed')") == "true"
 
 
+@pytest.mark.smoke
 def test_what_happens_is_shown_without_a_reload(page, run):
     chromium = page()
     journal = Journal(run.directory / "journal.sqlite")
@@ -170,6 +171,7 @@ def test_what_happens_is_shown_without_a_reload(page, run):
     wait_until(chromium, "document.body.innerText.includes('ValueError: no such file')")
 
 
+@pytest.mark.smoke
 def test_stop_needs_a_confirmation(page, run):
     chromium = page()
     chromium.evaluate("document.querySelector('.ft-title .ft-stop').click()")

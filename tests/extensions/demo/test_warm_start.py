@@ -132,6 +132,7 @@ def _until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
 _OF_ONE_JOB = {"FREETRAIN_POOL_DIRECTORY", ADDRESS, "FREETRAIN_PILOT", "FREETRAIN_CLUSTER_JOB_ID", processes.MARK}
 
 
+@pytest.mark.smoke
 def test_a_program_sees_and_shows_what_it_would_in_its_own_interpreter(node: Node) -> None:
     reports = []
     for server in (node.server, {}):
@@ -174,6 +175,7 @@ def test_when_the_jobs_own_process_is_killed_the_node_is_released(node: Node) ->
     assert node.end(job)["state"] == "FAILED"
 
 
+@pytest.mark.smoke
 def test_when_the_pilot_is_killed_the_job_fails(node: Node) -> None:
     job = node.submit("sleep", "600")
     os.kill(int(node.report["environment"]["FREETRAIN_PILOT"]), signal.SIGKILL)

@@ -66,6 +66,7 @@ def exactly_once(run: RunState) -> bool:
     )
 
 
+@pytest.mark.smoke
 def test_a_sweep_trains_in_arrays_and_each_training_ends_as_alone(start) -> None:
     train = make_app()
     site = start(nodes=2)

@@ -42,6 +42,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfe
         yield service
 
 
+@pytest.mark.smoke
 def test_a_user_logs_in_by_a_url_and_the_tokens_are_private(service: TransferService, tmp_path: Path) -> None:
     refused = CliRunner().invoke(globus, ["whoami"])
     assert refused.exit_code == 2

@@ -18,6 +18,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tra
 if packages := os.environ.get("FREETRAIN_TESTS_PACKAGES"):
     site.PREFIXES.append(packages)  # what is installed is no code of the user's training
     sys.path[:0] = site.getsitepackages([packages])
+    # For the process that the crew is forked from.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*site.getsitepackages([packages]), os.environ.get("PYTHONPATH", "")])
 
 from importlib.metadata import version  # noqa: E402 - after the path
 from typing import TYPE_CHECKING  # noqa: E402 - after the path
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING  # noqa: E402 - after the path
 import pytest  # noqa: E402 - the same
 import torch  # noqa: E402 - the same
 from crew import Crew  # noqa: E402 - the same
+from warm_processes import forked_warm  # noqa: E402 - the same
 
 from tests.executor.conftest import start  # noqa: E402 - the same
 
@@ -41,7 +44,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
-    crew = Crew()
+    crew = Crew(forked_warm("accelerate", "lightning.pytorch", "transformers.trainer"))
     yield crew
     crew.close()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import pytest
 import torch
-from earlier_lightning import check_version, run_with_it
 from fabric_trainings import in_session, plain
 from held import resize
 from torch import nn
@@ -69,6 +67,7 @@ def test_processes_leave_and_join_in_one_run(accumulate, expected, tmp_path, cre
         check(outcome, expected, within=1e-5)
 
 
+@pytest.mark.smoke
 def test_the_others_go_on_when_one_is_killed(accumulate, expected, tmp_path, crew: Crew) -> None:
     disturbances = {"die_at": 8}
     run = crew.start(2, tmp_path, in_session, accumulate=accumulate, disturbances=disturbances)
@@ -167,11 +166,3 @@ def test_options_that_are_not_supported_are_refused_by_name(tmp_path, options, w
         lambda session: SessionFabric(session, **options), {}, root=tmp_path, membership=Membership("net")
     )
     assert re.match(f"UsageError: SessionFabric.*{why}", outcome.error), outcome.error
-
-
-def test_the_first_version_that_is_supported_trains_alike(tmp_path) -> None:
-    run_with_it(tmp_path, __file__, "process or restart or killed or installed")
-
-
-def test_the_version_is_the_installed_one() -> None:
-    check_version(lightning.__version__)

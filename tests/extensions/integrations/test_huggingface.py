@@ -96,6 +96,7 @@ def test_processes_leave_and_join_in_one_run(crew: Crew, tmp_path: Path, case: s
         assert_same_record(value, whole)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", ["language", "accumulated"])
 def test_a_process_that_dies_changes_nothing(crew: Crew, tmp_path: Path, case: str) -> None:
     whole = alone(in_session, tmp_path / "whole", **CASES[case])

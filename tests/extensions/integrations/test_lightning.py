@@ -6,10 +6,8 @@ import re
 import signal
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import pytest
 import torch
-from earlier_lightning import check_version, run_with_it
 from held import resize
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning_trainings import Data, FollowingTheLoss, Net, fit, in_session, points
@@ -100,6 +98,7 @@ def test_a_newcomer_in_mid_epoch_has_the_others_counters(variant, plain, tmp_pat
         check(outcome.end.value, plain, within=1e-5)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("disturbances", [{"die_at": 8}, {"die_agreeing": 8}], ids=["in a step", "in validation"])
 def test_the_others_go_on_when_one_is_killed(variant, plain, tmp_path, crew: Crew, disturbances) -> None:
     outcome = crew.start(2, tmp_path, in_session, disturbances=disturbances, **variant).outcomes()[0]
@@ -240,15 +239,3 @@ def test_another_version_is_refused_by_name(monkeypatch) -> None:
 
 def test_bfloat16_works(tmp_path) -> None:
     assert alone(tmp_path, precision="bf16-mixed", epochs=2).value["steps"] == 20
-
-
-def test_the_first_version_that_is_supported_trains_alike(tmp_path) -> None:
-    run_with_it(
-        tmp_path,
-        __file__,
-        "one_process or restart or leave_and_join or (killed and validation) or signals or installed",
-    )
-
-
-def test_the_version_is_the_installed_one() -> None:
-    check_version(lightning.__version__)

@@ -210,6 +210,7 @@ view = watch(futures)
 """
 
 
+@pytest.mark.smoke
 def test_futures_of_this_kernel_are_watched(notebook: Notebook, directory: Path) -> None:
     """The view follows them; an interrupt of a cell that waits for them does not harm them."""
     slow = directory / "slow"

@@ -52,6 +52,7 @@ def assert_same(end: Any, expected: Finished) -> None:
         assert torch.allclose(end.value["parameters"][name], value, atol=1e-5), name
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "habit",
     [{}, {"clip": 0.05}, {"micro_batch": 2}, {"batch_size": 4, "micro_batch": 1}, {"root_too": False}],

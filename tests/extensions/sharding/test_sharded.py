@@ -47,6 +47,7 @@ def damage(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.smoke
 def test_any_number_of_members_goes_on_from_any_number(
     tmp_path: Path, sharded_crew: ShardedCrew, undisturbed: dict[str, Any]
 ) -> None:

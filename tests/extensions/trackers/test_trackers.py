@@ -65,6 +65,7 @@ def test_a_csv_file_that_was_cut_anywhere_ends_as_if_it_had_not_been(values) -> 
             assert path.read_bytes() == whole
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [CsvTracker, pytest.param(TensorBoardTracker, marks=pytest.mark.slow)])
 def test_trainings_of_one_name_are_apart_in_a_shared_directory(kind, tmp_path) -> None:
     """Of two campaigns, or before and after a change of the code; otherwise the steps of one hide the other's."""

@@ -100,6 +100,7 @@ def endpoint(site, clock, monkeypatch):
     return ComputeEndpoint(ENDPOINT, monotonic=clock, sleep=clock.sleep)
 
 
+@pytest.mark.smoke
 def test_a_call_is_answered_and_the_function_is_registered_once(endpoint, site):
     assert endpoint.call({"verb": "check"}) == {"verb": "check"}
     assert endpoint.call({"verb": "status"}) == {"verb": "status"}
@@ -202,6 +203,7 @@ def test_an_error_page_of_any_kind_has_its_status_in_the_message(endpoint, site)
         endpoint.call({"verb": "check"})
 
 
+@pytest.mark.smoke
 def test_errors_of_the_site_are_one_line(endpoint, site):
     site.result = "11\n" + json.dumps({"error": "c.yaml:3: unknown key", "usage": True})
     with pytest.raises(InvalidInput, match=r"^c\.yaml:3: unknown key$"):

@@ -154,6 +154,7 @@ def test_a_campaign_goes_on_without_its_endpoint_and_is_stopped_and_resumed(stan
     assert service.count("POST", "/v3/functions") == 1
 
 
+@pytest.mark.smoke
 def test_a_driver_that_cannot_start_says_why_in_one_line(stand, tmp_path):
     from freetrain_parsl.extensions.globus.remote.campaign import RemoteCampaign
 

@@ -123,6 +123,7 @@ def ignore(*_: object) -> None:
     pass
 
 
+@pytest.mark.smoke
 def test_a_campaign_is_done_once_and_its_results_are_in_the_run_directory(project: Path) -> None:
     run = create(project, {"a": ScriptedSite(), "b": ScriptedSite()})
     assert run.drive(report=ignore, show=ignore) == "finished"

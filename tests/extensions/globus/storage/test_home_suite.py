@@ -8,7 +8,7 @@ from freetrain_parsl.extensions.globus.storage.mover import Mover
 from freetrain_parsl.testing.home_suite import HomeConformance
 from tests.extensions.globus.storage.conftest import LEASE
 
-pytestmark = pytest.mark.globus
+pytestmark = [pytest.mark.globus, pytest.mark.smoke]
 
 
 class TestMover(HomeConformance):

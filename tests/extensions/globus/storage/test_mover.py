@@ -286,20 +286,20 @@ def test_running_trainings_are_copied_together_at_the_default_pace_and_the_last_
     one = world.mover("a", pace=replace(MoverPace.of(900.0), request=0.0))
     ready(world, one, "net", "other")
     before = len(world.services["a"].requests)
-    for step in range(1, 360):
+    for step in range(1, 126):
         world.save("a", "net", step)
         world.save("a", "other", step)
         one.turn()
         world.machine_idle()
         world.clock.now += 10.0
-    assert len(world.services["a"].requests) - before <= 12 * 60  # in an hour
+    assert len(world.services["a"].requests) - before <= 12 * 20  # in 20 minutes
     newest = int(world.at_home("net")[-1].partition(":")[2])
-    assert newest > 359 - 120 / 10 - 4
-    world.save("a", "net", 360)
+    assert newest > 125 - 120 / 10 - 4
+    world.save("a", "net", 126)
     one.leave("net")
     begun = world.clock.now
     world.run(one, until=lambda: one.has_left("net"))
-    assert world.at_home("net")[-1] == "1:360"
+    assert world.at_home("net")[-1] == "1:126"
     assert world.clock.now - begun < 30.0
 
 
