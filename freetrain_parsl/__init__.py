@@ -11,11 +11,40 @@ if TYPE_CHECKING:
     from freetrain_parsl.app import TrainingApp, training_app
     from freetrain_parsl.cluster.client import EmbeddedCluster
     from freetrain_parsl.cluster.provider import EmbeddedClusterProvider
-    from freetrain_parsl.errors import FreeTrainError
+    from freetrain_parsl.errors import (
+        BatchSystemError,
+        CannotFuse,
+        CheckpointError,
+        CheckpointMismatch,
+        ClusterGone,
+        CodeChanged,
+        CollectionUnavailable,
+        CommandNotFound,
+        DamagedCheckpoint,
+        DriverSuperseded,
+        ForeignCheckpoint,
+        FreeTrainError,
+        GlobusRefused,
+        InvalidInput,
+        InvalidSettings,
+        InvalidTrainer,
+        NonFiniteLoss,
+        PlanningError,
+        RemoteError,
+        ReplicasDiffer,
+        StorageUnavailable,
+        TooManyRestarts,
+        TrainingCancelled,
+        TrainingError,
+        TrainingInterrupted,
+        UnreadableAnswer,
+        UsageError,
+    )
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.htex.launch import Container
     from freetrain_parsl.executor.journal import read_journal
     from freetrain_parsl.executor.node_kinds import NodeKind
+    from freetrain_parsl.executor.values.tracker import Tracker
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import Decision, Trainer, Window
     from freetrain_parsl.planning.policies.base import Policy
@@ -27,29 +56,58 @@ if TYPE_CHECKING:
     from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
     from freetrain_parsl.training.fragment import run_alone
     from freetrain_parsl.training.session import TrainingSession
+    from freetrain_parsl.windows.base import WindowSource
 
 __all__ = [
+    "BatchSystemError",
+    "CannotFuse",
+    "CheckpointError",
+    "CheckpointMismatch",
     "CheckpointSettings",
+    "ClusterGone",
+    "CodeChanged",
+    "CollectionUnavailable",
+    "CommandNotFound",
     "Container",
+    "DamagedCheckpoint",
     "Decision",
+    "DriverSuperseded",
     "EmbeddedCluster",
     "EmbeddedClusterProvider",
     "EqualSharePolicy",
+    "ForeignCheckpoint",
     "FreeTrainError",
     "FreeTrainExecutor",
+    "GlobusRefused",
+    "InvalidInput",
+    "InvalidSettings",
+    "InvalidTrainer",
     "Manners",
     "MilpPolicy",
     "NodeKind",
+    "NonFiniteLoss",
     "PlannerSettings",
+    "PlanningError",
     "Policy",
+    "RemoteError",
+    "ReplicasDiffer",
     "RescaleCosts",
     "ScalingCurve",
+    "StorageUnavailable",
+    "TooManyRestarts",
+    "Tracker",
     "Trainer",
     "TrainingApp",
+    "TrainingCancelled",
+    "TrainingError",
+    "TrainingInterrupted",
     "TrainingSession",
     "TrainingSettings",
+    "UnreadableAnswer",
+    "UsageError",
     "Window",
     "WindowPolicy",
+    "WindowSource",
     "__version__",
     "explain",
     "read_journal",
@@ -65,7 +123,6 @@ _HOMES = {
     "EmbeddedCluster": "freetrain_parsl.cluster.client",
     "EmbeddedClusterProvider": "freetrain_parsl.cluster.provider",
     "EqualSharePolicy": "freetrain_parsl.planning.policies.baselines",
-    "FreeTrainError": "freetrain_parsl.errors",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
     "Manners": "freetrain_parsl.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
@@ -75,16 +132,19 @@ _HOMES = {
     "RescaleCosts": "freetrain_parsl.planning.settings",
     "ScalingCurve": "freetrain_parsl.planning.curves.scaling",
     "Trainer": "freetrain_parsl.planning.model",
+    "Tracker": "freetrain_parsl.executor.values.tracker",
     "TrainingApp": "freetrain_parsl.app",
     "TrainingSession": "freetrain_parsl.training.session",
     "TrainingSettings": "freetrain_parsl.settings",
     "Window": "freetrain_parsl.planning.model",
+    "WindowSource": "freetrain_parsl.windows.base",
     "WindowPolicy": "freetrain_parsl.planning.policies.window",
     "explain": "freetrain_parsl.report.futures",
     "read_journal": "freetrain_parsl.executor.journal",
     "run_alone": "freetrain_parsl.training.fragment",
     "training_app": "freetrain_parsl.app",
 }
+_HOMES |= dict.fromkeys(set(__all__) - _HOMES.keys() - {"__version__"}, "freetrain_parsl.errors")
 
 
 def __getattr__(name: str) -> Any:
