@@ -40,7 +40,7 @@ BUDGET: Final = {
     "extensions/checking": 3_380,
     "extensions/dashboard": 940,
     "extensions/demo": 1_020,
-    "extensions/fusion": 7_660,
+    "extensions/fusion": 7_590,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_850,

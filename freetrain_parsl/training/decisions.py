@@ -157,7 +157,8 @@ class Decisions:
         if closes_in is None:
             return False
         margin = self._options.save_margin.total_seconds()
-        writing = self._reporter.trainings * self._write_seconds  # the members of an array save one after another
+        # Trainings that share the process save one after another.
+        writing = self._reporter.extension.trainings * self._write_seconds
         return closes_in <= writing + margin + self._reporter.pace.longest_step
 
     def _look_after_writing(self, look: Callable[[], object]) -> None:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
     from freetrain_parsl.training.checkpoints.saver import Saver, SaverParts
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
@@ -66,6 +67,10 @@ class SessionExtension:
 
     in_place: bool = True
     """Whether the group may change without a checkpoint."""
+    trainings: int = 1
+    """Number of trainings that share this process, and the time of each step."""
+    computes: bool = False
+    """Whether `backward` and `step` make the backward passes and the steps, instead of the session."""
 
     @classmethod
     def applies(cls, objects: Mapping[str, Stateful]) -> bool:  # noqa: ARG003 - of the port, as below
@@ -96,6 +101,9 @@ class SessionExtension:
         """
         return saved
 
+    def gives_way(self) -> None:
+        """Take notice that the prepared objects need another extension, which takes part from here on instead."""
+
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
         """Take notice of new objects, which are not restored yet; raises UsageError to refuse them."""
 
@@ -103,8 +111,25 @@ class SessionExtension:
         """Return what provides a loader's batches; ``None``: the loader fetches them."""
         return None
 
-    def started(self, state: SessionState) -> None:
-        """Begin the loop over the epochs; raises UsageError to refuse what the session was asked for before it."""
+    def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:
+        """Begin the loop over the epochs; raises UsageError to refuse what the session was asked for before it.
+
+        Parameters
+        ----------
+        state
+            What the session was asked for.
+        in_batch
+            Returns whether the user's code has a batch, or a piece of one.
+        """
+
+    def boundary(self) -> None:
+        """Take notice of a boundary, before the members decide how to continue."""
+
+    def backward(self, loss: torch.Tensor, *, steps: bool) -> None:
+        """Compute the gradients of a loss, if the extension `computes`; `steps`: or in the `step` that follows."""
+
+    def step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step these optimizers, if the extension `computes`."""
 
     def spread(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
         """Return whether the extension averages the gradients of a parameter over the members."""
@@ -113,6 +138,17 @@ class SessionExtension:
     def saver(self, parts: SaverParts) -> Saver | None:  # noqa: ARG002
         """Return what writes the state; ``None``: the first member writes it."""
         return None
+
+    def acts(self) -> bool:
+        """Return whether the code that runs is the function of this training."""
+        return True
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return fields of `Progress` that only the extension knows."""
+        return {}
+
+    def close(self) -> None:
+        """Take part no longer."""
 
 
 SESSIONS: Final = EntryPoints[type[SessionExtension]](
@@ -124,7 +160,10 @@ SESSIONS: Final = EntryPoints[type[SessionExtension]](
 def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) -> SessionExtension:
     """Return the extension that a training of these objects needs; the `present` one if it needs no other."""
     kind = next((each for each in SESSIONS.values() if each.applies(objects)), None)
-    return present if kind is None or isinstance(present, kind) else kind()
+    if kind is None or isinstance(present, kind):
+        return present
+    present.gives_way()
+    return kind()
 
 
 def filled(saved: Any, target: Stateful, checkpoint: Path) -> Any:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.format import check_restorable
+from freetrain_parsl.training.undo import has_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +63,7 @@ def prepared(
     for thing in things:
         if isinstance(thing, nn.Module):
             thing.to(device)
-        elif isinstance(thing, type) or (callable(thing) and not _has_state(thing)):
+        elif isinstance(thing, type) or (callable(thing) and not has_state(thing)):
             thing = _made(thing, [*known.values(), *result], given_options)  # noqa: PLW2901 - it stands for the optimizer
             given_options = {}
         result.append(thing)
@@ -105,10 +106,6 @@ def _made(make: Any, before: Sequence[Any], options: Mapping[str, Any]) -> Optim
     return optimizer
 
 
-def _has_state(thing: object) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
 def _name(thing: Any, before: Mapping[str, Stateful]) -> str:
     """Return the name of an object: the first model and the first optimizer have no number."""
     if isinstance(thing, nn.Module) and "model" not in before:
@@ -120,7 +117,7 @@ def _name(thing: Any, before: Mapping[str, Stateful]) -> str:
 
 def _check(thing: Any, name: str) -> None:
     """Check that an object's state can be saved."""
-    if not _has_state(thing):
+    if not has_state(thing):
         raise UsageError(f"session.prepare: {type(thing).__name__} has no state_dict and load_state_dict")
     if name == "model":
         states = thing.state_dict()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.checkpoints.manager import CheckpointManager
     from freetrain_parsl.training.checkpoints.state import SessionState
+    from freetrain_parsl.training.extension import SessionExtension
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock
 
@@ -62,7 +63,7 @@ class ProgressReporter:
     ----------
     state, checkpoint_manager
         The runtime's own.
-    members, report, clock
+    members, report, clock, extension
         See `Runtime`.
     """
 
@@ -73,16 +74,13 @@ class ProgressReporter:
         members: GroupMember,
         report: Callable[[Report], None],
         clock: Clock,
+        extension: SessionExtension,
     ) -> None:
         self.pace = Pace()
         self.total_epochs: int | None = None
         """Epochs of the whole training, once the user's loop has begun."""
-        self.trainings = 1
-        """Number of trainings that share this process, and the time of each step, as members of an array."""
-        self.structure = ""
-        """Equal for trainings that may be fused."""
-        self.not_fused = ""
-        """Why this member of an array trains by itself."""
+        self.extension = extension
+        """That of the run, even if the prepared objects have another."""
         self.in_place = True
         """Whether the group may change without a checkpoint."""
         self._state = state
@@ -113,7 +111,7 @@ class ProgressReporter:
             return False
         seconds = self._clock() - self._counted_until
         self.pace.add(metrics.samples - self._counted_samples, seconds)
-        metrics.slot_seconds += seconds * self._members.group.size / self.trainings
+        metrics.slot_seconds += seconds * self._members.group.size / self.extension.trainings
         self._counted_samples = metrics.samples
         return True
 
@@ -165,9 +163,8 @@ class ProgressReporter:
             refused_checkpoints=self._refused,
             in_place=self.in_place,
             code_note=manager.code_note,
-            structure=self.structure,
-            not_fused=self.not_fused,
             batch=None if self._state.batch is None else self._state.batch.report(),
             storage_problem=manager.storage_problem,
             next_save=manager.due_in(self._clock()) if manager.storage_problem else 0.0,
+            **self.extension.facts(),
         )

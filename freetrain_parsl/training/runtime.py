@@ -106,7 +106,7 @@ class Runtime:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.checkpoint_manager = manager = CheckpointManager(options, lambda: members.group)
         self.state = SessionState(options.seed, lambda: manager.newest.path if manager.newest else manager.path)
-        self.reporter = ProgressReporter(self.state, manager, members, report, clock)
+        self.reporter = ProgressReporter(self.state, manager, members, report, clock, self.extension)
         self.replicas = ReplicaCheck(options.name, self.state)
         self.replicas.loop = self.state.loop.shared
         self._shared_calls = SharedCalls(self.state, members, self.reporter, self._interrupt, self._recover)
@@ -130,14 +130,12 @@ class Runtime:
             self.state.take_counts(restored.state)
             self.reporter.resumed(restored)
             manager.mark_saved(self._mark)
-        self._bypass = BypassCheck(self._runs_user_code)  # last: its hooks in torch stay until `close`
+        self._bypass = BypassCheck(self.extension.acts)  # last: its hooks in torch stay until `close`
 
     def close(self) -> None:
         """Leave the group, wait for a background checkpoint, and restore torch's settings."""
+        self.extension.close()
         self.members.leave()
-        self._close_training()
-
-    def _close_training(self) -> None:
         self._bypass.close()
         if self.batch_runner is not None:
             self.batch_runner.close()
@@ -266,8 +264,8 @@ class Runtime:
             begin()
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
-        self.extension.started(self.state)
-        self.batch_runner = self._make_batch_runner()
+        self.batch_runner = runner = self._make_batch_runner()
+        self.extension.started(self.state, lambda: runner.has_piece)
         check_schedulers(self.state.objects.values())
         self.state.trainable.watch(self.state.objects)
         if self._restored is not None:
@@ -313,6 +311,7 @@ class Runtime:
         PeerFailed
             A member has failed, and the training cannot continue in place.
         """
+        self.extension.boundary()
         self.check_running()
         if self.recorder is not None:
             self.recorder.boundary(self)
@@ -366,9 +365,21 @@ class Runtime:
         self.state.take_loop(restored.state, rank=self.members.group.rank)
 
     def backward(
-        self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
+        self,
+        loss: torch.Tensor,
+        items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
+        *,
+        steps: bool = False,
     ) -> bool:
         """Add a piece's gradients; after the last piece, ``.grad`` is that of the whole batch, on all members.
+
+        Parameters
+        ----------
+        loss, items, reduction
+            See `BatchRunner.backward`.
+        steps
+            Whether `step` follows at once.
 
         Returns
         -------
@@ -376,14 +387,15 @@ class Runtime:
             Whether it was the last piece.
         """
         batch_runner = self._batch_runner_in_hand()
-        if self.recorder is not None:
-            self.recorder.loss(self, loss)
+        recorder = None if self.extension.computes else self.recorder
+        if recorder is not None:
+            recorder.loss(self, loss)
         try:
-            batch_runner.backward(loss, items, reduction)
+            batch_runner.backward(loss, items, reduction, steps=steps)
         except PeerFailed as error:
             self._interrupt(error)
-        if self.recorder is not None:
-            self.recorder.gradients(self)
+        if recorder is not None:
+            recorder.gradients(self)
         return batch_runner.is_complete
 
     def step(
@@ -401,7 +413,7 @@ class Runtime:
             Whether the step was made.
         """
         if loss is not None:
-            self.backward(loss, items, reduction)
+            self.backward(loss, items, reduction, steps=True)
         batch_runner = self._batch_runner_in_hand()
         if not batch_runner.step(optimizer, self.state.scaling):
             return False
@@ -621,10 +633,6 @@ class Runtime:
 
     def _facts(self, reason: str) -> dict[str, Any]:
         return {"step": self.state.training_metrics.step, "epoch": self.state.cursor.epoch, "reason": reason}
-
-    def _runs_user_code(self) -> bool:
-        """Return whether it is this training's function that runs."""
-        return True
 
     @property
     def _mark(self) -> tuple[int, ...]:

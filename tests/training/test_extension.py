@@ -48,7 +48,7 @@ class Counted(SessionExtension):
         self.calls.append(f"batch {epoch} {position}")
         return None if epoch else fetch()
 
-    def started(self, state: Any) -> None:
+    def started(self, state: Any, _in_batch: Any) -> None:
         if state.best_epochs.followed:
             raise UsageError("not with a marked model")
         self.calls.append("started")

@@ -12,7 +12,7 @@ from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
@@ -46,7 +46,7 @@ class Sharding(SessionExtension):
             raise UsageError("a model that is sharded over the processes cannot be joined in place")
         sharded.check_meshes(objects, members.mesh(device))
 
-    def started(self, state: SessionState) -> None:
+    def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model."""
         if state.order is not None and state.order.shards is not None:
             raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")

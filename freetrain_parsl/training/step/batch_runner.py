@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.metrics import Tally
+from freetrain_parsl.training.preparation import parameters_of
 from freetrain_parsl.training.step.batch_parts import BatchParts
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
@@ -54,7 +55,7 @@ class BatchRunner:
     bypass
         Told of what the session itself does with the parameters.
     extension
-        May average the gradients of some parameters itself.
+        May compute the gradients and make the steps, or average the gradients of some parameters.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class BatchRunner:
         self._models = nn.ModuleList(module for module in modules if not isinstance(module, AveragedModel))
         self._optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
         self._scaler = next((thing for thing in objects if isinstance(thing, torch.amp.GradScaler)), None)
-        self._bypass = bypass
-        self.parameters = self._all_parameters()
+        self._bypass, self._extension = bypass, extension
+        self.parameters = parameters_of([self._models, *self._optimizers])
         """The parameters of the models, then those only in an optimizer; each once."""
         self._counted = self._count_parameters()
         bypass.watch(self.parameters)
@@ -217,7 +218,12 @@ class BatchRunner:
         self.cut_off = False
 
     def backward(
-        self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
+        self,
+        loss: torch.Tensor,
+        items: torch.Tensor | float | None = None,
+        reduction: Reduction | None = None,
+        *,
+        steps: bool = False,
     ) -> None:
         """Add the gradients of a piece to the gradients of the batch.
 
@@ -229,20 +235,25 @@ class BatchRunner:
             How many items, such as tokens, the loss is a mean over; ``None``: its samples.
         reduction
             What the loss is otherwise; ``None``: its graph tells.
+        steps
+            Whether `step` follows at once.
 
         Raises
         ------
         PeerFailed
             A member has failed.
         """
-        weighed = self.begin_backward(loss, items, reduction)
+        weighed = self._begin_backward(loss, items, reduction)
         if weighed is None:
             return
         with self._bypass.session_acts():
-            weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
-        self.end_backward()
+            if self._extension.computes:
+                self._extension.backward(weighed, steps=steps)
+            else:
+                weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
+        self._end_backward()
 
-    def begin_backward(
+    def _begin_backward(
         self, loss: torch.Tensor, items: torch.Tensor | float | None, reduction: Reduction | None
     ) -> torch.Tensor | None:
         """Begin `backward`: return the loss with its weight in the batch; ``None`` if the batch is interrupted."""
@@ -273,10 +284,10 @@ class BatchRunner:
         weighed = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         return weighed if self._scaler is None else self._scaler.scale(weighed)
 
-    def end_backward(self) -> None:
+    def _end_backward(self) -> None:
         """End `backward`, once the gradients of the piece are there."""
         piece = self._piece
-        assert piece is not None, "since begin_backward"
+        assert piece is not None, "since _begin_backward"
         if self._noise is not None and self._measures_pieces:
             weighs_items = self._weighing.items is not None
             self._noise.add_piece(self._summed, float(self._items[-1]) if weighs_items else piece.weight)
@@ -307,47 +318,34 @@ class BatchRunner:
 
     def step(self, optimizer: Optimizer | None, scaling: RateScaling | None) -> bool:
         """Make the step of one optimizer or of all; return whether it was made."""
-        optimizers = self.begin_step(optimizer)
-        if optimizers is None:
-            return False
-        if not optimizers:
-            self.zero_gradients()
-            return False
-        with self._bypass.session_acts(), nullcontext() if scaling is None else scaling.applied(optimizers):
-            for each in optimizers:
-                if self._scaler is not None:
-                    self._scaler.step(each)
-                else:
-                    each.step()
-        self.zero_gradients()
-        self.end_step()
-        return True
-
-    def begin_step(self, optimizer: Optimizer | None) -> Sequence[Optimizer] | None:
-        """Begin `step`: return the optimizers to step.
-
-        Returns
-        -------
-        optimizers
-            ``None`` if the batch is not complete; empty if the step was made before the batch was interrupted.
-        """
         if self.cut_off:
-            return None
+            return False
         if not self._has_gradients:
             raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
         if not self._complete:
-            return None
+            return False
         optimizers = self.chosen(optimizer)
         for each in filter(needs_closure, optimizers):
             raise UsageError(f"session.step() was called with a loss: {usage(each)}")
         self._has_gradients = False
         self._calls += 1
-        if self._calls <= self._done:
-            return ()
-        return optimizers
+        if self._calls <= self._done:  # made before the batch was interrupted
+            self._zero_gradients()
+            return False
+        with self._bypass.session_acts(), nullcontext() if scaling is None else scaling.applied(optimizers):
+            if self._extension.computes:
+                self._extension.step(optimizers)
+            elif self._scaler is not None:
+                for each in optimizers:
+                    self._scaler.step(each)
+            else:
+                for each in optimizers:
+                    each.step()
+        self._end_step()
+        return True
 
-    def end_step(self) -> None:
-        """End `step`, once the optimizers have stepped and the gradients are gone."""
+    def _end_step(self) -> None:
+        self._zero_gradients()
         if self._scaler is not None:
             self._scaler.update()
         if self._calls == 1:
@@ -410,15 +408,14 @@ class BatchRunner:
             self._evaluations, self.in_closure = 0, False
         self._has_gradients = False
         self._calls += 1
-        self.zero_gradients()
-        self.end_step()
+        self._end_step()
         return True
 
     def evaluation(
         self, closure: Callable[[], torch.Tensor], items: torch.Tensor | float | None, reduction: Reduction | None
     ) -> torch.Tensor | float:
         """Compute the gradients of the batch once more in a step; return its loss, the same on all members."""
-        self.zero_gradients()
+        self._zero_gradients()
         self._has_gradients = False
         self._evaluations += 1
         self.in_closure, passes = True, self._bypass.passes_in_batch
@@ -436,7 +433,7 @@ class BatchRunner:
         self.cut_off = self._parts.is_interrupted = True
         self._held = None
         self._sum.cancel()
-        self.zero_gradients()
+        self._zero_gradients()
         self._statistics.cancel()
         if self._calls:  # they may belong to a step that is not made again
             self._hyperparameters = None
@@ -514,7 +511,7 @@ class BatchRunner:
     def _hold(self) -> None:
         """Hide the gradients so far from user code that runs between backward and step."""
         self._held = [parameter.grad for parameter in self.parameters]
-        self.zero_gradients()
+        self._zero_gradients()
 
     def _give_back_held(self) -> None:
         if self._held is not None:
@@ -525,7 +522,7 @@ class BatchRunner:
     def _any_gradient(self) -> bool:
         return any(p.grad is not None and (p in self._spread or bool(p.grad.any())) for p in self.parameters)
 
-    def zero_gradients(self) -> None:
+    def _zero_gradients(self) -> None:
         """Reset the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
@@ -562,12 +559,6 @@ class BatchRunner:
                         "the loop, which a process that joins or resumes would not have: make it before "
                         "session.prepare, as part of a prepared model, and add it to the optimizer in the loop"
                     )
-
-    def _all_parameters(self) -> list[nn.Parameter]:
-        known = dict.fromkeys(self._models.parameters())
-        for optimizer in self._optimizers:
-            known.update(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
-        return list(known)
 
     def _guard(self, thing: Any) -> None:
         """Make a once-per-step method do nothing if no step is made: micro-batches, interrupted batches."""

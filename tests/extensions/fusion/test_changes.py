@@ -344,6 +344,21 @@ def calls_backward(session: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -
     return loss.detach()
 
 
+def penalizes(session: Any, model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = cross_entropy(model(x), y) + gradient.square().mean()
+    session.step(loss)
+    return loss.detach()
+
+
+def test_a_gradient_penalty_is_not_taken_for_a_backward_pass_of_the_training(tmp_path: Path) -> None:
+    points = [{"lr": lr, "step": penalizes} for lr in RATES]
+    outcome = together(tmp_path / "array", points, loop)
+    for number, point in enumerate(points):
+        assert distance(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point, loop)) < ROUNDING
+
+
 @pytest.mark.parametrize(
     ("step", "reason"), [(changes_labels, "changes its batch in place"), (calls_backward, "calls backward")]
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Array", "MemberObjects", "Segment"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemberObjects:
     """The objects of one training that take part in fusion.
 

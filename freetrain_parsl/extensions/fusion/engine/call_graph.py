@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from freetrain_parsl.errors import CannotFuse
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
@@ -66,9 +68,19 @@ class CallGraph:
             self._passed = None  # it holds the graph
 
     def note(self, output: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Note which rows of an output have a gradient in a backward pass."""
+        """Note which rows of an output have a gradient in a backward pass.
+
+        Raises
+        ------
+        CannotFuse
+            It is one of a training's own that adds gradients to parameters, unlike ``torch.autograd.grad``.
+        """
         if self._passed is not None:
             self._passed.append((output, [gradient is not None for gradient in gradients]))
+            return
+        leaves = (node for node in _nodes_before(output) if hasattr(node, "variable"))
+        if any(torch._C._will_engine_execute_node(leaf) for leaf in leaves):
+            raise CannotFuse("a training calls backward() itself instead of session.backward()")
 
     def uses(self, stacked: Any, rows: int) -> list[bool]:
         """Return which rows of a stacked input the backward pass comes from."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.extension import DataSource
     from freetrain_parsl.training.mailbox import Clock
 
-__all__ = ["UNFUSED", "ArrayMember", "FusionEngine"]
+__all__ = ["UNFUSED", "FusionEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,26 +48,10 @@ _VERIFIED_CALLS = (0, 4)  # of each kind: at first trainings with one seed have 
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
 
 
-class ArrayMember:
-    """One training in the engine.
-
-    Parameters
-    ----------
-    name
-        The training's name.
-    objects
-        Its models and optimizers.
-    """
-
-    def __init__(self, name: str, objects: MemberObjects) -> None:
-        self.name = name
-        self.objects = objects
-
-
 class _Call(NamedTuple):
     """A call of a participant's model."""
 
-    participant: ArrayMember
+    participant: MemberObjects
     number: int
     leaves: list[Any]
     spec: Any
@@ -77,7 +61,7 @@ class _Call(NamedTuple):
 class _Loss(NamedTuple):
     """A participant's loss, for a backward pass or a step; ``None``: its gradients are there."""
 
-    participant: ArrayMember
+    participant: MemberObjects
     loss: torch.Tensor | None
 
 
@@ -121,8 +105,8 @@ class FusionEngine:
         self.fused_steps = 0
         """Number of steps that were made for all participants at once."""
         self._lockstep = lockstep
-        self._participants: list[ArrayMember] = []
-        self._members: list[ArrayMember] = []  # of the array, in the order of its rows
+        self._participants: list[MemberObjects] = []
+        self._members: list[MemberObjects] = []  # of the array, in the order of its rows
         self._array: Array | None = None
         self._optimizers: list[RowOptimizer] = []
         self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
@@ -130,7 +114,7 @@ class FusionEngine:
         self._sources: list[tuple[DataSource, SharedBatches]] = []
         self._attributes = AttributeWatch()
         self._graph = CallGraph()
-        self._open: set[ArrayMember] = set()  # those in a batch with outputs of a fused forward pass
+        self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
 
     @property
     def current_strand(self) -> Strand | None:
@@ -155,7 +139,7 @@ class FusionEngine:
 
     # ── called by the participants ────────────────────────────────────────────────────────────────
 
-    def join(self, participant: ArrayMember) -> None:
+    def join(self, participant: MemberObjects) -> None:
         """Take part from the next step on; wait until all that have begun so far are ready, too."""
         self._participants.append(participant)
         self._last_step = None
@@ -165,7 +149,7 @@ class FusionEngine:
     def _wait_for_the_others(self) -> None:
         self._lockstep.meet(Meeting(_JOIN, "join", lambda _strands: None))
 
-    def leave(self, participant: ArrayMember) -> None:
+    def leave(self, participant: MemberObjects) -> None:
         """Take part no longer; its models and optimizers are ordinary again, after this step of the others."""
         self._last_step = None
         self._open.discard(participant)
@@ -177,14 +161,14 @@ class FusionEngine:
         if participant in self._members:
             self._dissolve()
 
-    def end_batch(self, participant: ArrayMember) -> None:
+    def end_batch(self, participant: MemberObjects) -> None:
         """Note that a participant computes no more gradients from its outputs so far."""
         self._open.discard(participant)
         if self._members != self._participants or self.reason:
             self._dissolve()
 
     def forward(
-        self, participant: ArrayMember, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, participant: MemberObjects, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the output of a participant's model for training, or `UNFUSED`."""
         if self._is_alone():
@@ -194,7 +178,7 @@ class FusionEngine:
         call = _Call(participant, number, leaves, spec, bool(kwargs))
         return self._lockstep.meet(Meeting(_FORWARD, kind, self._forward, call))
 
-    def backward(self, participant: ArrayMember, loss: torch.Tensor) -> None:
+    def backward(self, participant: MemberObjects, loss: torch.Tensor) -> None:
         """Add the gradients of a loss to a participant's ``.grad``."""
         if self._is_alone() and participant not in self._open:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
@@ -202,28 +186,22 @@ class FusionEngine:
         self._check_batches()
         self._lockstep.meet(Meeting(_BACKWARD, "backward", self._backward, _Loss(participant, loss)))
 
-    def step(self, participant: ArrayMember, loss: torch.Tensor | None, numbers: tuple[int, ...]) -> bool:
-        """Compute the gradients of a loss, if given, and step some of a participant's optimizers, by number.
-
-        Returns
-        -------
-        clean
-            Whether the participant's parameters have no gradients afterwards.
-        """
+    def step(self, participant: MemberObjects, loss: torch.Tensor | None, numbers: tuple[int, ...]) -> None:
+        """Compute the gradients of a loss, if given, and step some of a participant's optimizers, by number."""
         if self._is_alone() and participant not in self._open:
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             for number in numbers:
-                participant.objects.optimizers[number].step()
+                participant.optimizers[number].step()
             self._stepped()
             if len(self._participants) > 1:
                 self._lockstep.meet(Meeting(_STEP, "turn", lambda _strands: None))  # else one would run to its end
             elif self._lockstep.has_new:
                 self._wait_for_the_others()
-            return False
+            return
         self._check_batches()
         kind = ("step", loss is not None, numbers)
-        return bool(self._lockstep.meet(Meeting(_STEP, kind, partial(self._step, numbers), _Loss(participant, loss))))
+        self._lockstep.meet(Meeting(_STEP, kind, partial(self._step, numbers), _Loss(participant, loss)))
 
     def _check_batches(self) -> None:
         """Check that no member has changed a batch that others have, too.
@@ -238,20 +216,9 @@ class FusionEngine:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Watch, in this context, what the members' functions do to their models, and backward passes of their own."""
-        original = torch.autograd.backward
-
-        def backward(*args: Any, **kwargs: Any) -> None:
-            if self.current_strand is not None and self._open:
-                raise CannotFuse("a training calls backward() itself instead of session.backward()")
-            original(*args, **kwargs)
-
-        torch.autograd.backward = backward
-        try:
-            with self._attributes.active():
-                yield
-        finally:
-            torch.autograd.backward = original
+        """Watch, in this context, what the members' functions do to their models."""
+        with self._attributes.active():
+            yield
 
     def _dissolve(self) -> None:
         """Make the models and optimizers of all members ordinary again, unless gradients will still reach the array."""
@@ -261,7 +228,7 @@ class FusionEngine:
             optimizer.release()
         self._array.dissolve()
         for member in self._members:
-            _own_states(member.objects.optimizers)
+            _own_states(member.optimizers)
         self._array, self._optimizers, self._members = None, [], []
 
     # ── the work ──────────────────────────────────────────────────────────────────────────────────
@@ -280,32 +247,33 @@ class FusionEngine:
         if self.reason or self._array is not None:
             return False
         try:
-            objects = [member.objects for member in self._participants]
-            _check_optimizers(objects)
-            self._differing = [compare(models) for models in zip(*(each.models for each in objects), strict=True)]
+            _check_optimizers(self._participants)
+            self._differing = [
+                compare(models) for models in zip(*(each.models for each in self._participants), strict=True)
+            ]
         except CannotFuse as error:
             self._refuse(error)
             return False
         self._members = list(self._participants)
-        self._attributes.watch([model for member in self._members for model in member.objects.models])
-        self._array = Array([member.objects for member in self._members])
-        self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].objects.optimizers))]
+        self._attributes.watch([model for member in self._members for model in member.models])
+        self._array = Array(self._members)
+        self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
         return True
 
     def _row_optimizer(self, number: int) -> RowOptimizer:
         assert self._array is not None
         return row_optimizer(
-            [member.objects.optimizers[number] for member in self._members],
+            [member.optimizers[number] for member in self._members],
             [segment for segment in self._array.segments if segment.place[0] == number and segment.trainable],
         )
 
     def _still_fits(self) -> bool:
         """Take what user code has changed in the members' models; return false if they must be stacked anew."""
         assert self._array is not None
-        self._attributes.look_for_hooks([model for member in self._members for model in member.objects.models])
+        self._attributes.look_for_hooks([model for member in self._members for model in member.models])
         if self._attributes.changed:
             try:
-                differing = [compare(models) for models in zip(*(m.objects.models for m in self._members), strict=True)]
+                differing = [compare(models) for models in zip(*(m.models for m in self._members), strict=True)]
             except CannotFuse as error:
                 self._refuse(error)
                 return False
@@ -332,7 +300,7 @@ class FusionEngine:
         return all(
             sorted(
                 (place, id(parameter))
-                for place, group in enumerate(member.objects.optimizers[number].param_groups)
+                for place, group in enumerate(member.optimizers[number].param_groups)
                 for parameter in group["params"]
             )
             == sorted((segment.place[1], id(parameter)) for segment in segments for parameter in segment.members[row])
@@ -370,7 +338,7 @@ class FusionEngine:
         kind = meeting.kind, self._array.kind
         number = calls[0].number
         self._array.take_assigned_buffers()
-        models = [member.objects.models[number] for member in self._members]
+        models = [member.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
         stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
         arguments = _whole(stacked, calls[0].spec)
@@ -441,8 +409,6 @@ class FusionEngine:
         if len(strands) == len(self._participants):
             self._time_step()
             self._stepped()
-        for strand in strands:
-            strand.result = array is not None
         if self._array is not None:
             self._array.drop_gradients()
 
@@ -466,13 +432,13 @@ class FusionEngine:
                 self._resized()
         self._last_step = now
 
-    def _step_one_by_one(self, participants: Sequence[ArrayMember], numbers: tuple[int, ...]) -> None:
+    def _step_one_by_one(self, participants: Sequence[MemberObjects], numbers: tuple[int, ...]) -> None:
         for number in numbers:
             fused = self._optimizers[number] if self._array is not None else None
             if fused is not None:
                 fused.hand_over()
             for participant in participants:
-                participant.objects.optimizers[number].step()
+                participant.optimizers[number].step()
             if fused is not None:
                 fused.take_over()
 

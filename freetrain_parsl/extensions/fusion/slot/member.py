@@ -1,4 +1,4 @@
-"""A training that is a member of an array: the runtime of its session."""
+"""A training that is a member of an array: the extension of its session."""
 
 from __future__ import annotations
 
@@ -12,77 +12,51 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
-from freetrain_parsl.extensions.fusion.engine.engine import UNFUSED, ArrayMember, FusionEngine
+from freetrain_parsl.extensions.fusion.engine.engine import UNFUSED, FusionEngine
 from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
 from freetrain_parsl.extensions.fusion.slot.shared_batches import MemberBatches
 from freetrain_parsl.training.extension import SessionExtension
-from freetrain_parsl.training.runtime import Runtime
 from freetrain_parsl.training.step.closure import needs_closure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from freetrain_parsl.protocol.options import SessionOptions
-    from freetrain_parsl.protocol.reports import Report
-    from freetrain_parsl.training.data.order import Order
+    from freetrain_parsl.training.checkpoints.state import SessionState
     from freetrain_parsl.training.extension import DataSource
-    from freetrain_parsl.training.group.regrouping import GroupMember
-    from freetrain_parsl.training.mailbox import Clock, ControlMailbox
-    from freetrain_parsl.training.recorder import Recorder
-    from freetrain_parsl.training.step.learning_rate import LrScaling
-    from freetrain_parsl.training.step.loss_kind import Reduction
 
-__all__ = ["MemberRuntime"]
+__all__ = ["MemberExtension"]
 
 logger = logging.getLogger(__name__)
 
 
-class _SharedData(SessionExtension):
-    """Gives a member of an array the batches that its engine fetches once for all with the same data."""
-
-    def __init__(self, engine: FusionEngine) -> None:
-        self._engine = engine
-
-    def data(self, source: DataSource) -> MemberBatches | None:
-        """See `SessionExtension.data`."""
-        batches = self._engine.shared_batches(source)
-        return None if batches is None else MemberBatches(batches, source)
-
-
-class MemberRuntime(Runtime):
-    """The runtime of one member; its forward passes, backward passes and steps are made by an engine.
+class MemberExtension(SessionExtension):
+    """Lets the engine of an array make the forward passes, backward passes and steps of one training.
 
     Parameters
     ----------
     engine
         That of the array.
-    options, members, mailbox, report, clock, recorder
-        See `Runtime`.
+    name
+        The training's name.
     """
 
-    def __init__(
-        self,
-        engine: FusionEngine,
-        options: SessionOptions,
-        members: GroupMember,
-        mailbox: ControlMailbox,
-        report: Callable[[Report], None],
-        clock: Clock,
-        recorder: Recorder | None = None,
-    ) -> None:
+    def __init__(self, engine: FusionEngine, name: str) -> None:
         self._engine = engine
+        self._name = name
         self._strand = engine.current_strand
-        self._participant: ArrayMember | None = None
+        self._structure = self._not_fused = ""
+        self._participant: MemberObjects | None = None
+        self._joined = False
         self._number_of: dict[int, int] = {}  # id of an optimizer -> its place
+        self._loss: torch.Tensor | None = None  # of the step that follows
         self._releases: list[Callable[[], None]] = []
-        super().__init__(options, members, mailbox, report, clock, recorder, _SharedData(engine))
+
+    @property
+    def computes(self) -> bool:  # type: ignore[override]  # read only
+        """See `SessionExtension.computes`."""
+        return self._participant is not None
 
     def close(self) -> None:
-        """Leave the array and wait for a background checkpoint; the group stays."""
-        self.leave_array()
-        self._close_training()
-
-    def leave_array(self) -> None:
         """Train alone from here on: models and optimizers are ordinary again."""
         for release in self._releases:
             release()
@@ -91,9 +65,80 @@ class MemberRuntime(Runtime):
             self._engine.leave(self._participant)
             self._participant = None
 
-    def use(self, order: Order, *, lr_scaling: LrScaling, ramp: int) -> None:
-        """See `Runtime.use`."""
-        super().use(order, lr_scaling=lr_scaling, ramp=ramp)
+    def gives_way(self) -> None:
+        """Train alone, with the extension for sharded models."""
+        self._train_alone("its model is sharded")
+
+    def data(self, source: DataSource) -> MemberBatches | None:
+        """Return the batches that the engine fetches once for all with the same data."""
+        batches = self._engine.shared_batches(source)
+        return None if batches is None else MemberBatches(batches, source)
+
+    def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:
+        """Let the engine compute the prepared models and optimizers, unless something must be the training's own."""
+        things = list(state.objects.values())
+        if reason := _reason_against(state):
+            self._train_alone(reason)
+            return
+        models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
+        optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+        self._number_of = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+        self._participant = MemberObjects(models, optimizers)
+        for number, each in enumerate(models):
+            self._releases.append(intercept(each, partial(self._forward, in_batch, number, each)))
+        if state.order is not None:
+            self._structure = self._participant.structure(state.order.batch_size)
+
+    def boundary(self) -> None:
+        """Join the array at the first boundary; end a batch at each."""
+        if self._participant is None:
+            return
+        if not self._joined:
+            self._joined = True
+            self._engine.join(self._participant)
+        self._engine.end_batch(self._participant)
+        self.trainings = max(1, self._engine.participants)
+
+    def backward(self, loss: torch.Tensor, *, steps: bool) -> None:
+        """Compute the gradients of a loss, now or in the step that follows."""
+        assert self._participant is not None, "it computes"
+        self._loss = loss if steps else None
+        if not steps:
+            self._engine.backward(self._participant, loss)
+
+    def step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step these optimizers, together with the other members."""
+        assert self._participant is not None, "it computes"
+        loss, self._loss = self._loss, None
+        self._engine.step(self._participant, loss, tuple(self._number_of[id(each)] for each in optimizers))
+
+    def acts(self) -> bool:
+        """Return whether the training's strand runs."""
+        return self._engine.current_strand is self._strand
+
+    def facts(self) -> dict[str, str]:
+        """Return which trainings it may be fused with, and why it is not."""
+        return {"structure": self._structure, "not_fused": self._not_fused}
+
+    def _train_alone(self, reason: str) -> None:
+        logger.warning("training %s is not fused: %s", self._name, reason)
+        self._not_fused = reason
+
+    def _forward(
+        self, in_batch: Callable[[], bool], number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of a model: fused in training, by its own forward otherwise."""
+        if in_batch() and self._participant is not None and torch.is_grad_enabled():
+            output = self._engine.forward(self._participant, number, model, args, kwargs)
+            if output is not UNFUSED:
+                return output
+        return original_forward(model)(model, *args, **kwargs)
+
+
+def _reason_against(state: SessionState) -> str:
+    """Return why a training cannot be fused; empty if it may be."""
+    order = state.order
+    if order is not None:
         for option, given in (
             ("micro_batch", order.micro_batch is not None),
             ("deterministic", order.shards is not None),
@@ -101,105 +146,10 @@ class MemberRuntime(Runtime):
             ("batch_range", order.batch_range is not None),
         ):
             if given:
-                self._train_alone(f"its loader has {option}=")
-
-    def start(self, total_epochs: int) -> None:
-        """See `Runtime.start`."""
-        first = not self.started
-        if first and not self.reporter.not_fused:
-            self._take_part()
-        if self._participant is not None and self.state.order is not None:
-            self.reporter.structure = self._participant.objects.structure(self.state.order.batch_size)
-        super().start(total_epochs)
-        if first and self._participant is not None:
-            self._engine.join(self._participant)
-
-    def boundary(self, *, seed: bool = True) -> None:
-        """See `Runtime.boundary`."""
-        if self._participant is not None:
-            self._engine.end_batch(self._participant)
-            self.reporter.trainings = max(1, self._engine.participants)
-        super().boundary(seed=seed)
-
-    def backward(
-        self, loss: torch.Tensor, items: torch.Tensor | float | None = None, reduction: Reduction | None = None
-    ) -> bool:
-        """See `Runtime.backward`."""
-        if self._participant is None:
-            return super().backward(loss, items, reduction)
-        batch_runner = self._batch_runner_in_hand()
-        weighed = batch_runner.begin_backward(loss, items, reduction)
-        if weighed is not None:
-            with self._bypass.session_acts():
-                self._engine.backward(self._participant, weighed)
-            batch_runner.end_backward()
-        return batch_runner.is_complete
-
-    def step(
-        self,
-        loss: torch.Tensor | None,
-        optimizer: Optimizer | None,
-        items: torch.Tensor | float | None = None,
-        reduction: Reduction | None = None,
-    ) -> bool:
-        """See `Runtime.step`."""
-        if self._participant is None:
-            return super().step(loss, optimizer, items, reduction)
-        batch_runner = self._batch_runner_in_hand()
-        weighed = None
-        if loss is not None:
-            weighed = batch_runner.begin_backward(loss, items, reduction)
-            if weighed is None:
-                return False
-            batch_runner.end_backward()
-        optimizers = batch_runner.begin_step(optimizer)
-        if optimizers is None:
-            return False
-        numbers = tuple(self._number_of[id(each)] for each in optimizers)
-        with self._bypass.session_acts():
-            clean = self._engine.step(self._participant, weighed, numbers)
-        if not clean:
-            batch_runner.zero_gradients()
-        batch_runner.end_step()
-        self._count_step(batch_runner)
-        return True
-
-    def _take_part(self) -> None:
-        """Let the engine compute the prepared models and optimizers."""
-        things = list(self.state.objects.values())
-        if not self.extension.in_place:
-            self._train_alone("its model is sharded")
-            return
-        if any(isinstance(thing, torch.amp.GradScaler) for thing in things):
-            self._train_alone("it has a GradScaler, whose scale and skipped steps are its own")
-            return
-        for optimizer in things:
-            if isinstance(optimizer, Optimizer) and needs_closure(optimizer):
-                self._train_alone(f"its {type(optimizer).__name__} evaluates the loss several times in a step")
-                return
-        models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
-        optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
-        if not optimizers:
-            return  # refused by `start`
-        self._number_of = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
-        self._participant = ArrayMember(self.options.name, MemberObjects(models, optimizers))
-        for number, each in enumerate(models):
-            self._releases.append(intercept(each, partial(self._forward, number, each)))
-
-    def _train_alone(self, reason: str) -> None:
-        logger.warning("training %s is not fused: %s", self.options.name, reason)
-        self.reporter.not_fused = reason
-        self.leave_array()
-
-    def _runs_user_code(self) -> bool:
-        """See `Runtime`."""
-        return self._engine.current_strand is self._strand
-
-    def _forward(self, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a model: fused in training, by its own forward otherwise."""
-        in_batch = self.batch_runner is not None and self.batch_runner.has_piece
-        if in_batch and self._participant is not None and torch.is_grad_enabled():
-            output = self._engine.forward(self._participant, number, model, args, kwargs)
-            if output is not UNFUSED:
-                return output
-        return original_forward(model)(model, *args, **kwargs)
+                return f"its loader has {option}="
+    for thing in state.objects.values():
+        if isinstance(thing, torch.amp.GradScaler):
+            return "it has a GradScaler, whose scale and skipped steps are its own"
+        if isinstance(thing, Optimizer) and needs_closure(thing):
+            return f"its {type(thing).__name__} evaluates the loss several times in a step"
+    return ""

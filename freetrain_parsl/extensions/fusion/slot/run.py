@@ -14,11 +14,12 @@ from greenlet import GreenletExit
 from freetrain_parsl.extensions.fusion.engine.engine import FusionEngine
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep
 from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept
-from freetrain_parsl.extensions.fusion.slot.member import MemberRuntime
+from freetrain_parsl.extensions.fusion.slot.member import MemberExtension
 from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.training.fragment import train
 from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.mailbox import Membership, Paused
+from freetrain_parsl.training.runtime import Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,7 +129,8 @@ def _run(
         torch.set_num_threads(options.threads)
     function, args, kwargs = member.load()
     group = GroupMember(Membership(options.name), _nobody_to_meet, mailbox, report)
-    runtime = MemberRuntime(engine, options, group, mailbox, report, clock, member.recorder)
+    extension = MemberExtension(engine, options.name)
+    runtime = Runtime(options, group, mailbox, report, clock, member.recorder, extension)
     try:
         return train(runtime, function, args, kwargs)
     finally:

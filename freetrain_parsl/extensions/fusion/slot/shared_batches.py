@@ -9,6 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import Subset, TensorDataset
 
+from freetrain_parsl.extensions.fusion.optimizers.optimizer_watch import versions_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -111,13 +113,13 @@ class SharedBatches:
         """
         place = (epoch, position)
         known = self._batches.get(place)
-        if known is not None and not self._copying and _versions(known[2]) != known[3]:
+        if known is not None and not self._copying and versions_of(known[2]) != known[3]:
             self._copying = True
             known = None
         if known is None:
             batch, data = fetch()
             tensors = _tensors(data)
-            known = batch, data, tensors, _versions(tensors)
+            known = batch, data, tensors, versions_of(tensors)
             self._batches[place] = known
             while len(self._batches) > _KEPT:
                 del self._batches[next(iter(self._batches))]
@@ -131,7 +133,9 @@ class SharedBatches:
     @property
     def spoiled(self) -> bool:
         """Whether a training has changed, in place, a batch that others have, too."""
-        return not self._copying and any(_versions(tensors) != known for _, _, tensors, known in self._batches.values())
+        return not self._copying and any(
+            versions_of(tensors) != known for _, _, tensors, known in self._batches.values()
+        )
 
 
 class MemberBatches:
@@ -154,10 +158,6 @@ class MemberBatches:
         if self._watch is not None and not self._watch.is_same():
             return None
         return self._batches.get(epoch, position, fetch)
-
-
-def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:
