@@ -64,7 +64,7 @@ def read_trainers(
             if trainer.name in trainers:
                 raise section.refusal(f"a trainer {trainer.name!r} already exists; names must be unique", "name")
             if problem is not None and (why := problem(trainer)) is not None:
-                raise section.refusal(f"trainer {trainer.name!r}: {why}", "name")
+                raise section.refusal(f"trainer {trainer.name!r}: {why}")
             trainers[trainer.name] = trainer
     if not trainers:
         raise InvalidInput(f"{path}: contains no trainers; 'freetrain replay --example' writes a list to start from")

@@ -60,7 +60,7 @@ def test_changes_cost_what_the_trainer_says(listed):
     [
         ("a,0,1,4,endless,1:10,", "a job needs 'work'"),
         ("a,0,1,9,100,1:10,", "max is 9 GPUs, the cluster has 8"),
-        ("a,-5,1,4,100,1:10,", "'submit' must be zero or more, got '-5'"),
+        ("a,-5,1,4,100,1:10,", "submit: must be at least 0, got '-5'"),
         ("a,0,1,4,100,1:0;4:10,", "its curve is zero at an allowed number of GPUs"),
         ("a,0,1,4,100,4:10,", "its curve starts at 4 nodes, min is 1"),
         ("a,0,1,4,100,nonet,", "nonet"),
