@@ -32,20 +32,7 @@ _HOUR = 3600.0
 
 
 def write_report_page(figures: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a run.
-
-    Parameters
-    ----------
-    figures
-        The document of ``freetrain report --json``.
-    path
-        Where to write; see `freetrain_parsl.report.output.write_output`.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    """
+    """Write the page of a run, with the figures of ``freetrain report --json``."""
     parts = [*_opening(figures), *_node_time(figures), *_blocks(figures), *_requests(figures)]
     write_output(path, document(page(f"{figures['name']}: node time", *parts)))
 

@@ -33,13 +33,6 @@ def environment_of_user(environment: Mapping[str, str]) -> dict[str, str]:
 def run_command(arguments: Sequence[str], directory: Path | None = None) -> str:
     """Run a command that returns within seconds, and return its output.
 
-    Parameters
-    ----------
-    arguments
-        Those of ``freetrain``.
-    directory
-        Where it runs; default: the current directory.
-
     Raises
     ------
     InvalidInput

@@ -198,17 +198,7 @@ class ShownCampaign(ShownRun):
 
 
 class ShownFutures(ShownRun):
-    """Trainings that were submitted in this process.
-
-    Parameters
-    ----------
-    futures
-        Name of the training -> its future.
-    journal, directory
-        Of the executor.
-    clock
-        Seconds since the epoch.
-    """
+    """Trainings that were submitted in this process."""
 
     def __init__(
         self, futures: Mapping[str, Future[Any]], journal: Path, directory: Path, clock: Callable[[], float] = time.time

@@ -46,12 +46,8 @@ class Account:
 
     Parameters
     ----------
-    trainer
-        The trainer.
     submitted
         When it was submitted, on the log's clock, seconds.
-    weight
-        Value of a sample.
     kinds
         Node -> its kind; empty if all nodes are alike. All nodes of a trainer are of one kind.
 

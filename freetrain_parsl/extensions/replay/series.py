@@ -9,15 +9,7 @@ __all__ = ["Bins"]
 
 
 class Bins:
-    """Named sums over bins of time.
-
-    Parameters
-    ----------
-    start, end
-        The time covered, seconds.
-    number
-        Number of bins.
-    """
+    """Named sums over bins of time, in seconds."""
 
     def __init__(self, start: float, end: float, number: int = 600) -> None:
         self.start = start

@@ -151,20 +151,7 @@ def replay(
     settings: ReplaySettings | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Replay a log with a policy.
-
-    Parameters
-    ----------
-    log
-        The holes.
-    rates
-        The trainers and the value of their samples.
-    policy
-        Allocates the idle nodes.
-    settings
-        How to replay.
-    on_progress
-        Called from time to time with the time reached on the log's clock.
+    """Replay a log with a policy; `on_progress` gets the time reached on the log's clock.
 
     Raises
     ------

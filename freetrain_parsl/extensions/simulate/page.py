@@ -38,20 +38,7 @@ _WORDS = {
 
 
 def write_page(result: Mapping[str, Any], path: Path) -> None:
-    """Write the report of a simulation as one self-contained HTML file.
-
-    Parameters
-    ----------
-    result
-        The figures, as written by ``freetrain simulate --json``.
-    path
-        Where to write; see `freetrain_parsl.report.output.write_output`.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    """
+    """Write the report of a simulation as one self-contained HTML file."""
     policies = [{**entry, "label": _label(entry)} for entry in result["policies"]]
     workload = result["workload"]["name"]
     parts = [*_opening(result, policies), *_comparison(policies)]

@@ -36,18 +36,7 @@ __all__ = ["write_page"]
 def write_page(result: Mapping[str, Any], path: Path) -> None:
     """Write the report of a replay as one self-contained HTML file.
 
-    Parameters
-    ----------
-    result
-        The replay's figures, as written by ``freetrain replay --json``, with ``series`` and ``solve_histogram``.
-        ``None`` is shown as a dash.
-    path
-        Where to write; see `freetrain_parsl.report.output.write_output`.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
+    `result` is as written by ``freetrain replay --json``, with ``series`` and ``solve_histogram``; ``None`` is a dash.
     """
     write_output(path, document(_report(result)))
 

@@ -43,15 +43,7 @@ _TERMS = {
 
 
 def site_parts(result: Mapping[str, Any], axis: TimeAxis) -> list[Element]:
-    """Build the page's parts, from the heading to the terms.
-
-    Parameters
-    ----------
-    result
-        The replay's figures.
-    axis
-        The time that all logs cover.
-    """
+    """Build the page's parts, from the heading to the terms, over the time that all logs cover."""
     terms = [part for word, meaning in _TERMS.items() for part in (element("dt", word), element("dd", meaning))]
     return [
         *_opening(result),

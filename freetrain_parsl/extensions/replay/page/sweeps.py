@@ -30,17 +30,7 @@ _TERMS = {
 
 
 def sweep_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
-    """Build the page's parts, from the heading to the terms.
-
-    Parameters
-    ----------
-    result
-        The replay's figures.
-    policies
-        Its policies with labels, the best first.
-    axis
-        The log's time.
-    """
+    """Build the page's parts, from the heading to the terms, for policies with labels, the best first."""
     best = policies[0]
     terms = [part for word, meaning in _TERMS.items() for part in (element("dt", word), element("dd", meaning))]
     return [

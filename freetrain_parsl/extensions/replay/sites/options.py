@@ -50,12 +50,7 @@ def same_rate(sites: Sequence[str], megabytes_per_second: float) -> dict[tuple[s
 def read_transfer_rates(path: Path, sites: Sequence[str]) -> dict[tuple[str, str], TransferRate]:
     """Read the rates between sites; pairs that are missing have none.
 
-    Parameters
-    ----------
-    path
-        The file; lines that begin with ``#`` are comments, and a latency may be missing (10 s).
-    sites
-        The sites' names.
+    Lines that begin with ``#`` are comments, and a latency may be missing (10 s).
 
     Raises
     ------
@@ -200,19 +195,7 @@ def open_sites(options: Sequence[SiteOption], *, lenient: bool, mask_idle_above:
 def site_terms(
     options: Sequence[SiteOption], transfers: str | None, state_size: float | None, look: float | None
 ) -> SiteTerms:
-    """Return what moves take.
-
-    Parameters
-    ----------
-    options
-        The sites.
-    transfers
-        MB/s between all sites, or the path of a file with rates.
-    state_size
-        MB of every training.
-    look
-        Seconds.
-    """
+    """Return what moves take; sizes are in MB, and transfers in MB/s or a file with rates."""
     names = [site.name for site in options]
     size = _STATE if state_size is None else state_size
     if not (math.isfinite(size) and size >= 0):

@@ -13,15 +13,7 @@ __all__ = ["ClusterShape"]
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The cluster.
-
-    Parameters
-    ----------
-    nodes
-        Machines.
-    gpus_per_node
-        GPUs of each.
-    """
+    """The cluster: its nodes, and the GPUs of each."""
 
     nodes: int
     gpus_per_node: int
