@@ -12,7 +12,7 @@ from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.pages.dates import TimeAxis
 from freetrain_parsl.extensions.replay.page.wording import count, duration, milliseconds, percent
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.markup import document, element, page, scrolling_table
+from freetrain_parsl.report.markup import document, element, page, row, table, terms
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def write_page(result: Mapping[str, Any], path: Path) -> None:
     parts = [*_opening(result, policies), *_comparison(policies)]
     for entry in policies:
         parts += _policy(entry, result["cluster"]["gpus"])
-    parts += _definitions()
+    parts += terms(_WORDS)
     parts += [element("h2", "To reproduce this page"), element("pre", element("code", result["command"]))]
     write_output(path, document(page(f"{workload}: completion times", *parts)))
 
@@ -111,14 +111,8 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
         ("Median decision", lambda e: milliseconds(e["solve_ms_median"])),
         ("99 % of decisions within", lambda e: milliseconds(e["solve_ms_p99"])),
     ]
-    head = [element("th", entry["label"], scope="col") for entry in policies]
-    body = [
-        element("tr", element("th", name, scope="row"), *(element("td", cell(entry)) for entry in policies))
-        for name, cell in rows
-    ]
-    return scrolling_table(
-        "Policies compared", element("thead", element("tr", element("td"), *head)), element("tbody", *body)
-    )
+    body = [row(name, *map(cell, policies)) for name, cell in rows]
+    return table("Policies compared", ("", *(entry["label"] for entry in policies)), body)
 
 
 def _policy(entry: Mapping[str, Any], gpus: int) -> list[Element]:
@@ -160,11 +154,6 @@ def _life(life: Mapping[str, Any]) -> list[Element]:
         chart = charts.stacked_areas(title, f"at most {max(values):,g}", [Series(title, "#009E73", values)], axis=axis)
         made.append(charts.figure(title, text, chart))
     return made
-
-
-def _definitions() -> list[Element]:
-    pairs = [part for word, meaning in _WORDS.items() for part in (element("dt", word), element("dd", meaning))]
-    return [element("h2", "Terms"), element("dl", *pairs, class_="words")]
 
 
 def heading(result: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import BarPart, Series
 from freetrain_parsl.extensions.replay.page.wording import NO_FIGURE, count, duration, losses_met, milliseconds, percent
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.markup import element, scrolling_table
+from freetrain_parsl.report.markup import element, row, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -120,19 +120,14 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
             ],
         ),
     ]
-    head = [element("th", e["label"], scope="col") for e in policies]
     bodies = []
     for group, rows in groups:
         cells = [(name, [cell(entry) for entry in policies]) for name, cell in rows]
-        shown = [
-            element("tr", element("th", name, scope="row"), *(element("td", text) for text in texts))
-            for name, texts in cells
-            if set(texts) != {NO_FIGURE}
-        ]
+        shown = [row(name, *texts) for name, texts in cells if set(texts) != {NO_FIGURE}]
         title = element("th", group, scope="rowgroup", colspan=len(policies) + 1)
         if shown:
-            bodies.append(element("tbody", element("tr", title), *shown))
-    return scrolling_table("Policies compared", element("thead", element("tr", element("td"), *head)), *bodies)
+            bodies.append([element("tr", title), *shown])
+    return table("Policies compared", ("", *(e["label"] for e in policies)), *bodies)
 
 
 def _loss_cell(key: str) -> Callable[[Mapping[str, Any]], str]:
@@ -160,17 +155,12 @@ def start_text(seconds: float) -> str:
 
 def what_if_table(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -> list[Element]:
     """Show U of the first policy by the costs of rescales and starts; nothing if it was not computed."""
-    table = result.get("what_if")
-    if table is None:
+    figures = result.get("what_if")
+    if figures is None:
         return []
-    head = [element("th", start_text(seconds), scope="col") for seconds in table["start_seconds"]]
     rows = [
-        element(
-            "tr",
-            element("th", factor_text(factor), scope="row"),
-            *(element("td", percent(share)) for share in shares),
-        )
-        for factor, shares in zip(table["rescale_factors"], table["efficiency"], strict=True)
+        row(factor_text(factor), *map(percent, shares))
+        for factor, shares in zip(figures["rescale_factors"], figures["efficiency"], strict=True)
     ]
     return [
         element("h2", "What if changes cost less or more"),
@@ -180,9 +170,5 @@ def what_if_table(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any
             "own costs. Across: the cost of each start.",
             class_="note",
         ),
-        scrolling_table(
-            "What if",
-            element("thead", element("tr", element("th", "Rescaling", scope="col"), *head)),
-            element("tbody", *rows),
-        ),
+        table("What if", ("Rescaling", *map(start_text, figures["start_seconds"])), rows),
     ]

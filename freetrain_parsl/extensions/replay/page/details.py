@@ -11,15 +11,15 @@ from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.replay.page.wording import count, duration, milliseconds, percent, samples
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.markup import element, scrolling_table
+from freetrain_parsl.report.markup import element, row, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from xml.etree.ElementTree import Element
 
     from freetrain_parsl.extensions.pages.dates import TimeAxis
 
-__all__ = ["node_use", "policy_by_policy"]
+__all__ = ["node_use", "policy_by_policy", "use_figures"]
 
 _TRAINERS_DRAWN = 10  # the maximum number of distinguishable colours
 _TRAINERS_LISTED = 50
@@ -79,6 +79,25 @@ def node_use(entry: Mapping[str, Any], axis: TimeAxis, user: str = "training") -
     )
 
 
+def use_figures(log: Mapping[str, Any], entry: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the main figures of a policy's use of the idle nodes: name, value and note."""
+    hours, cost, times, solve = entry["node_hours"], entry["idle_cost"], entry["jct"], entry["solve_ms"]
+    share = hours["used"] / hours["idle"] if hours["idle"] else None
+    figures = [
+        ("Node-hours used", count(hours["used"]), f"of {count(hours['idle'])} idle ({percent(share, 0)})"),
+        ("Median idle nodes", count(log["median_idle"]), "weighted by time"),
+    ]
+    if times["finished"] and "sweep" not in entry:
+        figures.append(("Trainings finished", count(times["finished"]), f"on average after {duration(times['mean'])}"))
+    if cost is not None:
+        price = f"of {count(cost['idle'])} idle, at {cost['price_per_node_hour']:g} a node-hour"
+        figures.append(("Value of nodes used", count(cost["used"]), price))
+    if entry["solves"]:
+        under = f"median; 99 % under {milliseconds(solve['p99'])}"
+        figures.append(("Decision time", milliseconds(solve["median"]), under))
+    return figures
+
+
 def _coarser(values: Sequence[float], factor: int) -> list[float]:
     """Replace every `factor` values by their mean."""
     return [statistics.fmean(values[i : i + factor]) for i in range(0, len(values), factor)]
@@ -101,25 +120,24 @@ def _progress(entry: Mapping[str, Any]) -> list[Element]:
         finished = trainer["finished"]
         work = trainer["work"]
         share = None if work is None else min(trainer["samples"] / work, 1.0) if work else 1.0
-        progress = (
+        progress: list[str | Element] = (
             []
             if endless
             else [
                 element(
                     "td", "endless" if share is None else percent(share, 0), None if share is None else _track(share)
                 ),
-                element("td", duration(None if finished is None else finished - trainer["submitted"])),
+                duration(None if finished is None else finished - trainer["submitted"]),
             ]
         )
         rows.append(
-            element(
-                "tr",
-                element("th", trainer["name"], scope="row"),
+            row(
+                trainer["name"],
                 *progress,
-                element("td", samples(trainer["samples"])),
+                samples(trainer["samples"]),
                 element("td", count(trainer["node_hours"]), _track(trainer["node_hours"] / most if most else 0.0)),
-                element("td", count(trainer["rescales"])),
-                element("td", count(trainer["preemptions"])),
+                count(trainer["rescales"]),
+                count(trainer["preemptions"]),
             )
         )
     notes = []
@@ -130,7 +148,7 @@ def _progress(entry: Mapping[str, Any]) -> list[Element]:
     return [
         element("h3", "Progress of the trainings"),
         element("p", " ".join(notes), class_="note"),
-        scrolling_table("Trainings", element("thead", _row_of_heads(head)), element("tbody", *rows)),
+        table("Trainings", head, rows),
     ]
 
 
@@ -147,10 +165,6 @@ def _solve_times(entry: Mapping[str, Any]) -> list[Element]:
     edges = [milliseconds(edge) for edge in histogram["edges_ms"]]
     picture = charts.columns(title, summary, histogram["counts"], edges, colour="var(--solid)")
     return [charts.figure(title, summary, picture)]
-
-
-def _row_of_heads(names: Iterable[str]) -> Element:
-    return element("tr", *(element("th", name, scope="col") for name in names))
 
 
 def _track(share: float) -> Element:
