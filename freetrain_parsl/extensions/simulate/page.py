@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.pages.dates import TimeAxis
 from freetrain_parsl.extensions.replay.page.wording import count, duration, milliseconds, percent
+from freetrain_parsl.extensions.replay.terminal import plain_table
 from freetrain_parsl.report.colours import colour_of
 from freetrain_parsl.report.markup import document, element, page, row, table, terms
 from freetrain_parsl.report.output import write_output
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from xml.etree.ElementTree import Element
+
+    from rich.table import Table
 
 __all__ = ["heading", "result_table", "write_page"]
 
@@ -167,22 +169,11 @@ def heading(result: Mapping[str, Any]) -> str:
 
 def result_table(result: Mapping[str, Any]) -> Table:
     """Build the table of the policies, at most 80 columns wide."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("policy", "knows"):
-        table.add_column(name)
-    for name in (
-        "mean\ntime",
-        "median\ntime",
-        "99 %\nwithin",
-        "all\nafter",
-        "restarts",
-        "GPUs\nin use",
-        "median\nsolve",
-    ):
-        table.add_column(name, justify="right")
+    columns = ("mean\ntime", "median\ntime", "99 %\nwithin", "all\nafter", "restarts", "GPUs\nin use", "median\nsolve")
+    shown = plain_table(("policy", "knows"), columns)
     for entry in result["policies"]:
         seconds = entry["gpu_seconds"]
-        table.add_row(
+        shown.add_row(
             entry["policy"],
             entry["knowledge"],
             duration(entry["mean_jct"]),
@@ -193,4 +184,4 @@ def result_table(result: Mapping[str, Any]) -> Table:
             percent(1 - seconds["idle"] / sum(seconds.values()), 0),
             milliseconds(entry["solve_ms_median"]),
         )
-    return table
+    return shown
