@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from freetrain_parsl.extensions.replay.accounts import Bins
     from freetrain_parsl.extensions.replay.holes import HoleLog
-    from freetrain_parsl.extensions.replay.series import Bins
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.objectives.base import Objective
 

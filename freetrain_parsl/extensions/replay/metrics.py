@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.extensions.replay.accounts import Bins
 from freetrain_parsl.extensions.replay.ideal import ideal_value
-from freetrain_parsl.extensions.replay.series import Bins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -16,9 +16,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.replay.accounts import Account, Losses
+from freetrain_parsl.extensions.replay.accounts import Account, Bins, Losses
 from freetrain_parsl.extensions.replay.block_site import BlockSite
-from freetrain_parsl.extensions.replay.series import Bins
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.learning import Profile, learned
 from freetrain_parsl.planning.curves.scaling import ScalingCurve

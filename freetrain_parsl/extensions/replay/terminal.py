@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from freetrain_parsl.extensions.pages.dates import period
-from freetrain_parsl.extensions.replay.page.comparison import factor_text, start_text
+from freetrain_parsl.extensions.replay.page.policies import factor_text, start_text
 from freetrain_parsl.extensions.replay.page.wording import (
     NO_FIGURE,
     best_first,

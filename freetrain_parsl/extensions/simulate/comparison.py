@@ -14,7 +14,7 @@ from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, Tiresias
 from freetrain_parsl.extensions.goodput.completion import CompletionTime, CompletionUtility, Urgency
 from freetrain_parsl.extensions.goodput.ones import OnesPolicy
 from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
-from freetrain_parsl.extensions.replay.series import Bins
+from freetrain_parsl.extensions.replay.accounts import Bins
 from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.simulation import DEFAULT_INTERVAL, simulate
 from freetrain_parsl.planning.policies import (
@@ -27,7 +27,7 @@ from freetrain_parsl.planning.policies import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+    from freetrain_parsl.extensions.simulate.description import ClusterShape
     from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
     from freetrain_parsl.extensions.simulate.simulation import SimulatedRun

@@ -17,8 +17,7 @@ from freetrain_parsl.planning.settings import PlannerSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from freetrain_parsl.extensions.simulate.description import JobDescription
-    from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+    from freetrain_parsl.extensions.simulate.description import ClusterShape, JobDescription
     from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
     from freetrain_parsl.extensions.simulate.jobs.step_times import Placement
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages.dates import TimeAxis, period
-from freetrain_parsl.extensions.replay.page.comparison import comparison, what_if_table
-from freetrain_parsl.extensions.replay.page.details import policy_by_policy, use_figures
+from freetrain_parsl.extensions.replay.page.policies import comparison, policy_by_policy, use_figures, what_if_table
 from freetrain_parsl.extensions.replay.page.sites import site_parts
 from freetrain_parsl.extensions.replay.page.sweeps import sweep_parts
 from freetrain_parsl.extensions.replay.page.wording import (

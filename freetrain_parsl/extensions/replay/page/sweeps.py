@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.pages.dates import period
-from freetrain_parsl.extensions.replay.page.details import node_use, use_figures
+from freetrain_parsl.extensions.replay.page.policies import node_use, use_figures
 from freetrain_parsl.extensions.replay.page.wording import NO_FIGURE, count, duration, ways
 from freetrain_parsl.report.colours import colour_of
 from freetrain_parsl.report.markup import cards, element, row, table, terms
