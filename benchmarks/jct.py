@@ -20,7 +20,7 @@ import numpy as np
 from _report import report
 
 from freetrain_parsl.extensions.simulate.comparison import COMPETITORS, JobKnowledge, compare_policies, competitors
-from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.description import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.profiles import read_profiles
 from freetrain_parsl.extensions.simulate.jobs.workload import read_workload
 

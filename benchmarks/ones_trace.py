@@ -29,7 +29,7 @@ from _report import report
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.simulate.comparison import JobKnowledge, compare_policies, competitors
-from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.description import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.curve_jobs import curve_request
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer

@@ -28,19 +28,7 @@ _STATE_STYLES = {"waiting": "dim", "running": "bold", "finished": "green", "fail
 def live_view(
     run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float, elapsed: float, title: str
 ) -> RenderableType:
-    """Draw the state of a run.
-
-    Parameters
-    ----------
-    run
-        Read from the journal.
-    nodes
-        Node -> its holder: ``kind`` is ``main``, ``preemptible`` (ours) or ``idle``, ``job`` an id.
-    now, elapsed
-        Seconds since the epoch, and since the start of the run.
-    title
-        Heading.
-    """
+    """Draw the state of a run; `nodes` is node -> ``kind`` of its holder (``preemptible`` is ours) and ``job``."""
     head = f"{shortened(title)} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
     parts: list[RenderableType] = [_node_table(run, nodes, now), Text(), training_table(run.trainings.values())]
     return Group(Panel(Group(*parts, *remarks(run.trainings.values(), now)), title=Text(head)))
@@ -50,13 +38,6 @@ def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableTy
     """Report what a user should know of the trainings: why one cannot start or save, which run fused.
 
     Those with the same remark share a line.
-
-    Parameters
-    ----------
-    trainings
-        All of them.
-    now
-        Seconds since the epoch.
     """
     names = defaultdict(list)
     for training in trainings:

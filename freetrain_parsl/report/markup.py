@@ -9,9 +9,9 @@ from xml.etree.ElementTree import Element, tostring
 from freetrain_parsl.texts import storable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["document", "element", "page", "scrolling_table"]
+__all__ = ["cards", "document", "element", "page", "row", "scrolling_table", "table", "terms"]
 
 # Nothing may be loaded or run; the page needs only its own style sheet and inline label positions.
 _CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -76,3 +76,32 @@ def _append_text(parent: Element, text: str) -> None:
 def scrolling_table(name: str, *parts: Element) -> Element:
     """Put a table into a box that scrolls independently of the page, also by keyboard."""
     return element("div", element("table", *parts), class_="scroll", tabindex=0, role="region", aria_label=name)
+
+
+def row(head: str, *cells: str | Element) -> Element:
+    """Build a row of a table with a heading; cells are texts, or complete."""
+    made = (element("td", cell) if isinstance(cell, str) else cell for cell in cells)
+    return element("tr", element("th", head, scope="row"), *made)
+
+
+def table(name: str, heads: Iterable[str], *bodies: Iterable[Element]) -> Element:
+    """Build a table that scrolls, with these headings of columns (empty: a corner) and groups of rows."""
+    columns = (element("th", text, scope="col") if text else element("td") for text in heads)
+    return scrolling_table(
+        name, element("thead", element("tr", *columns)), *(element("tbody", *rows) for rows in bodies)
+    )
+
+
+def cards(entries: Iterable[tuple[str, str, str]]) -> Element:
+    """Show the main figures: name, value and note of each."""
+    made = (
+        element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
+        for name, value, note in entries
+    )
+    return element("dl", *made, class_="cards")
+
+
+def terms(words: Mapping[str, str]) -> list[Element]:
+    """Explain terms, with a heading."""
+    pairs = (part for word, meaning in words.items() for part in (element("dt", word), element("dd", meaning)))
+    return [element("h2", "Terms"), element("dl", *pairs, class_="words")]

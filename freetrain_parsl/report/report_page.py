@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from freetrain_parsl.report.markup import document, element, page, scrolling_table
+from freetrain_parsl.report.markup import cards, document, element, page, row, table
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
@@ -32,20 +32,7 @@ _HOUR = 3600.0
 
 
 def write_report_page(figures: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a run.
-
-    Parameters
-    ----------
-    figures
-        The document of ``freetrain report --json``.
-    path
-        Where to write; see `freetrain_parsl.report.output.write_output`.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    """
+    """Write the page of a run, with the figures of ``freetrain report --json``."""
     parts = [*_opening(figures), *_node_time(figures), *_blocks(figures), *_requests(figures)]
     write_output(path, document(page(f"{figures['name']}: node time", *parts)))
 
@@ -54,7 +41,7 @@ def _opening(figures: Mapping[str, Any]) -> list[Element]:
     held = figures["held_node_seconds"]
     trainings = figures["trainings"]
     began = "" if figures["begin"] is None else f", {_clock(figures['begin'])} to {_clock(figures['end'])}"
-    cards = [
+    main = [
         (
             "Trainings finished",
             f"{trainings['finished']} of {sum(trainings.values())}",
@@ -68,7 +55,7 @@ def _opening(figures: Mapping[str, Any]) -> list[Element]:
         element("p", f"FreeTrain run in {figures['run_dir']}{began}", class_="eyebrow"),
         element("h1", f"{figures['name']}: {_hours(held)} node-hours"),
         *(element("p", line) for line in missing_lines(figures)),
-        element("dl", *(_card(*card) for card in cards), class_="cards"),
+        cards(main),
     ]
 
 
@@ -93,18 +80,13 @@ def node_time_rows(figures: Mapping[str, Any]) -> Iterator[tuple[int, str, float
         yield 0, name, figures[key], None
 
 
-def _card(name: str, value: str, note: str) -> Element:
-    return element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
-
-
 def _node_time(figures: Mapping[str, Any]) -> list[Element]:
     body = []
     for depth, name, seconds, share in node_time_rows(figures):
         bar = None if share is None else element("span", _bar(share), class_="track")
         cell = element("td", "" if share is None else f"{share:.1%}", bar)
-        head = element("th", f"{'·' * depth} {name}".lstrip(), scope="row")
-        body.append(element("tr", head, element("td", _hours(seconds)), cell))
-    return [element("h2", "Node time, by cause"), _table("Node time", ("", "node-hours", "share"), body)]
+        body.append(row(f"{'·' * depth} {name}".lstrip(), _hours(seconds), cell))
+    return [element("h2", "Node time, by cause"), table("Node time", ("", "node-hours", "share"), body)]
 
 
 def _bar(share: float) -> Element:
@@ -115,10 +97,7 @@ def _blocks(figures: Mapping[str, Any]) -> list[Element]:
     left = (
         [("running, or their driver was killed", figures["blocks_unfinished"])] if figures["blocks_unfinished"] else []
     )
-    body = [
-        element("tr", element("th", reason, scope="row"), element("td", f"{count:,}"))
-        for reason, count in [*figures["block_endings"].items(), *left]
-    ]
+    body = [row(reason, f"{count:,}") for reason, count in [*figures["block_endings"].items(), *left]]
     text = (
         f"{figures['blocks_requested']:,} blocks were requested, {figures['blocks_started']:,} started. "
         f"{figures['blocks_yielded']:,} left their nodes early because a job of another user could start there; "
@@ -128,7 +107,7 @@ def _blocks(figures: Mapping[str, Any]) -> list[Element]:
         f"In all there were {figures['failures']:,} failures, and {figures['notices']:,} waits and other notices."
     )
     parts = [element("h2", "Blocks, and other users"), element("p", text)]
-    return [*parts, _table("How blocks ended", ("how they ended", "blocks"), body)] if body else parts
+    return [*parts, table("How blocks ended", ("how they ended", "blocks"), body)] if body else parts
 
 
 def _requests(figures: Mapping[str, Any]) -> list[Element]:
@@ -145,19 +124,9 @@ def _requests(figures: Mapping[str, Any]) -> list[Element]:
         f"{_HOUR * total / span:,.0f} an hour; in the busiest hour {busiest:,}."
     )
     body = [
-        element(
-            "tr",
-            element("th", _clock(hour["begin"]), scope="row"),
-            *(element("td", f"{hour['counts'].get(command, 0):,}") for command in commands),
-        )
-        for hour in hours
+        row(_clock(hour["begin"]), *(f"{hour['counts'].get(command, 0):,}" for command in commands)) for hour in hours
     ]
-    return [title, element("p", text), _table("Commands by hour", ("hour from", *commands), body)]
-
-
-def _table(name: str, heads: tuple[str, ...], body: list[Element]) -> Element:
-    head = element("thead", element("tr", *(element("th", text, scope="col") for text in heads)))
-    return scrolling_table(name, head, element("tbody", *body))
+    return [title, element("p", text), table("Commands by hour", ("hour from", *commands), body)]
 
 
 def _hours(seconds: float) -> str:

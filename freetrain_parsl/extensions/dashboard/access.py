@@ -70,17 +70,7 @@ class Access:
         return self._derived("change")
 
     def to_see(self, headers: Mapping[str, str], token: str | None, cookies: Mapping[str, str]) -> AccessVerdict:
-        """Decide on a request to see something.
-
-        Parameters
-        ----------
-        headers
-            Of the request, with names in lower case.
-        token
-            The token in the address.
-        cookies
-            Of the request.
-        """
+        """Decide on a request, with headers in lower case and the token of its address, to see something."""
         if not self._is_own_host(headers.get("host", "")):
             return AccessVerdict.WRONG_HOST
         if not self._is_own_origin(headers):

@@ -47,17 +47,7 @@ def most_strangers() -> int:
 
 
 class Strangers:
-    """The connections that have not shown the token, the oldest first.
-
-    Parameters
-    ----------
-    most
-        Their maximum number.
-    patience
-        Seconds after which one is closed.
-    clock
-        Seconds, monotonic.
-    """
+    """The connections that have not shown the token, the oldest first: how many, and for how many seconds."""
 
     def __init__(self, most: int, patience: float = _PATIENCE, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most

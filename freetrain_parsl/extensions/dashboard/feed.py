@@ -25,13 +25,6 @@ class Feed:
     """The changes of a run, for any number of viewers.
 
     The journal is read in a thread, once for all of them, and only while there are any.
-
-    Parameters
-    ----------
-    reader
-        Reads the run.
-    period
-        Seconds between looks at the journal.
     """
 
     def __init__(self, reader: RunReader[RunView], period: float = _PERIOD) -> None:

@@ -19,8 +19,7 @@ from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.errors import InvalidInput, InvalidTrainer
 from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
 from freetrain_parsl.extensions.notebook.cells import CAMPAIGN_FILE, CellCampaign
-from freetrain_parsl.extensions.notebook.control import controller_of, take_control
-from freetrain_parsl.extensions.notebook.launch import environment_of_user
+from freetrain_parsl.extensions.notebook.control import controller_of, environment_of_user, take_control
 from freetrain_parsl.extensions.notebook.run import StartedRun
 from freetrain_parsl.extensions.notebook.shown import ShownCampaign
 from freetrain_parsl.extensions.notebook.snapshot import short_path

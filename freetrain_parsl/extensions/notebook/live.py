@@ -34,15 +34,7 @@ _SAVED_PERIOD = 300.0  # seconds between updates of the table behind a live view
 
 
 def bundle_of(snapshot: RunSnapshot, pictures: Sequence[Picture] = ()) -> dict[str, Any]:
-    """Return what is shown of a run, by MIME type.
-
-    Parameters
-    ----------
-    snapshot
-        Its state.
-    pictures
-        Shown below the table.
-    """
+    """Return what is shown of a run, by MIME type; pictures are below the table."""
     page = snapshot.html()
     for picture in pictures:
         if picture.png is not None:
@@ -57,18 +49,9 @@ def _sleep(seconds: float) -> bool:
 
 
 class LiveDisplay:
-    """Outputs of cells that show a run until it ends.
+    """Outputs of cells that show a run until it ends, then its pictures.
 
-    Parameters
-    ----------
-    source
-        Where its state is read.
-    pictures
-        Returns the pictures of the run that has ended.
-    pause
-        Waits for that many seconds, and returns whether to end the updates.
-    clock
-        Seconds, monotonic.
+    `pause` waits for that many seconds, and returns whether to end the updates.
     """
 
     def __init__(

@@ -22,15 +22,7 @@ _NO_MATPLOTLIB = "for a picture: pip install 'freetrain-parsl[report]'"
 
 
 def curves_picture(seen: Mapping[str, Any], title: str) -> Picture:
-    """Draw loss and metrics against steps; without matplotlib, only describe them.
-
-    Parameters
-    ----------
-    seen
-        The run, as of `RunView.since`.
-    title
-        Title of the picture.
-    """
+    """Draw loss and metrics of a view against steps; without matplotlib, only describe them."""
     curves = seen["curves"]
     if not curves:
         return Picture(f"{title}: no loss and no metric yet")
@@ -70,11 +62,6 @@ def stays_of(seen: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return how long nodes were in blocks of ours and in jobs of others, as `draw_timeline` takes it.
 
     Of many nodes that we never had, the last ones are left out.
-
-    Parameters
-    ----------
-    seen
-        The run, as of `RunView.since`.
     """
     names, spans = seen.get("nodes", {}).get("name", []), seen.get("spans", {})
     origin = seen["run"]["origin"]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.campaign.logs import log_lines, name_width, shown_line, trainings_of
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.errors import FreeTrainError, InvalidInput
-from freetrain_parsl.extensions.notebook.control import controller_of
-from freetrain_parsl.extensions.notebook.launch import run_command
+from freetrain_parsl.extensions.notebook.control import controller_of, run_command
 from freetrain_parsl.extensions.notebook.live import LiveDisplay, bundle_of, in_kernel
 from freetrain_parsl.extensions.notebook.pictures import curves_picture
 from freetrain_parsl.extensions.notebook.values import TextLines, results_table

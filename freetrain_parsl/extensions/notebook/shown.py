@@ -13,7 +13,7 @@ from freetrain_parsl.campaign.store import plain_scalar
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
 from freetrain_parsl.campaign.summary import driver_line, failures_line, home_lines, trainings_of
 from freetrain_parsl.errors import InvalidInput
-from freetrain_parsl.extensions.notebook.launch import reason_in
+from freetrain_parsl.extensions.notebook.control import reason_in
 from freetrain_parsl.extensions.notebook.pictures import timeline_picture
 from freetrain_parsl.extensions.notebook.snapshot import RunSnapshot, TrainingRow, short_path
 from freetrain_parsl.extensions.notebook.values import outcome_row
@@ -198,17 +198,7 @@ class ShownCampaign(ShownRun):
 
 
 class ShownFutures(ShownRun):
-    """Trainings that were submitted in this process.
-
-    Parameters
-    ----------
-    futures
-        Name of the training -> its future.
-    journal, directory
-        Of the executor.
-    clock
-        Seconds since the epoch.
-    """
+    """Trainings that were submitted in this process."""
 
     def __init__(
         self, futures: Mapping[str, Future[Any]], journal: Path, directory: Path, clock: Callable[[], float] = time.time

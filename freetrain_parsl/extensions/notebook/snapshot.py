@@ -59,25 +59,7 @@ class TrainingRow:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The state of a run.
-
-    Parameters
-    ----------
-    title
-        Name of the run.
-    state
-        As of `RunStatus`.
-    place
-        Its directory, as it is shown.
-    rows
-        Its trainings.
-    taken
-        When, seconds since the epoch.
-    notes
-        What else a user should know, one line each.
-    over
-        Whether it goes on no more.
-    """
+    """The state of a run; `place` is its directory, as it is shown, and `notes` what else a user should know."""
 
     title: str
     state: str

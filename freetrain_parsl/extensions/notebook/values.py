@@ -19,13 +19,7 @@ _FIXED = ("training", "state", "done", "error")
 
 @dataclass(frozen=True)
 class TextLines:
-    """Lines of text: a log, or an explanation.
-
-    Parameters
-    ----------
-    lines
-        Without ends.
-    """
+    """Lines of text: a log, or an explanation."""
 
     lines: tuple[str, ...]
 
@@ -44,15 +38,7 @@ class TextLines:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with a description for viewers that show text only.
-
-    Parameters
-    ----------
-    text
-        The description.
-    png
-        The picture; ``None``: it could not be drawn.
-    """
+    """A picture (``None``: it could not be drawn), with a description for viewers that show text only."""
 
     text: str
     png: bytes | None = field(default=None, repr=False)

@@ -68,13 +68,7 @@ export default () => {
 
 
 class RunWidget(anywidget.AnyWidget):
-    """A view of a run in the browser.
-
-    Parameters
-    ----------
-    changes
-        Reads what is new of a run, and returns what has changed after a version; see `RunView.since`.
-    """
+    """A view of a run in the browser; `changes` is like `RunView.since`."""
 
     _esm = run_view_script() + _WIDGET
     _css = run_view_style() + _THEMES

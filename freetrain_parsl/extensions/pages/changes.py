@@ -78,15 +78,7 @@ class Rows:
 
 
 class CurvePoints:
-    """Values against steps, by training and name; a curve with too many points loses every second one.
-
-    Parameters
-    ----------
-    version
-        As in `Rows`.
-    most
-        Number of points of a curve.
-    """
+    """Values against steps, by training and name; a curve of `most` points loses every second one."""
 
     def __init__(self, version: Callable[[], int], most: int = 256) -> None:
         self._version = version

@@ -40,16 +40,9 @@ class BarPart(NamedTuple):
 
 
 def stacked_areas(title: str, summary: str, layers: Sequence[Series], *, axis: TimeAxis) -> Element:
-    """Draw `layers`, the first at the bottom, as steps over time.
+    """Draw `layers` of equal length, the first at the bottom, as steps over time; ``None`` counts as 0.
 
-    Parameters
-    ----------
-    title, summary
-        What the chart shows and its main result, for screen readers.
-    layers
-        Series of equal length; ``None`` counts as 0.
-    axis
-        The time covered by all bins together.
+    Title and summary (its main result) are for screen readers.
     """
     sums: list[list[float]] = []
     below = [0.0] * len(layers[0].values)

@@ -47,13 +47,7 @@ _BOUNDED = ("decisions", "windows", "incidents", "notices")
 
 
 class RunView(Projection):
-    """The view of a run, over all its drivers, one after the other.
-
-    Parameters
-    ----------
-    name
-        Name of the run.
-    """
+    """The view of a run, over all its drivers, one after the other."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

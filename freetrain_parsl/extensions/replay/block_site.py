@@ -67,17 +67,7 @@ class _Block:
 
 
 class BlockSite:
-    """Blocks on the idle nodes of a log.
-
-    Parameters
-    ----------
-    settings
-        How blocks start.
-    start
-        When the log starts, seconds.
-    perfect
-        Whether the planner sees when idle nodes close.
-    """
+    """Blocks on the idle nodes of a log, from `start` on; with `perfect`, the planner sees when idle nodes close."""
 
     def __init__(self, settings: BlockSettings, start: float, *, perfect: bool) -> None:
         planner = settings.planner.in_seconds()

@@ -36,6 +36,7 @@ from freetrain_parsl.extensions.replay.page.frame import write_page
 from freetrain_parsl.extensions.replay.simulation import Cost, Curves, Knowledge, ReplaySettings
 from freetrain_parsl.extensions.replay.sites.comparison import compare_sites
 from freetrain_parsl.extensions.replay.sites.options import (
+    number_or_nan,
     open_sites,
     read_site_options,
     refuse_beside_sites,
@@ -161,7 +162,8 @@ def replay(
         lists = [Path(re.sub(r"^sweep:[0-9]+x", "", trainers)), *([] if fusion is None else [Path(fusion)])]
         price = node_hour_price
         if kinds:
-            _refuse_beside_kinds({"--blocks": blocks, "--curves": None if settings.curves is Curves.KNOWN else curves})
+            other = None if settings.curves is Curves.KNOWN else curves
+            _refuse({"--blocks": blocks, "--curves": other}, "does not work with --kind; leave out one of them")
         if site:
             refuse_beside_sites(
                 {
@@ -184,7 +186,8 @@ def replay(
                     logs, chosen, _only(contestants), settings, terms, price_per_node_hour=price, on_progress=advance
                 )
         else:
-            _refuse_without_sites({"--transfers": transfers, "--state-size": state_size, "--look": look})
+            moving = {"--transfers": transfers, "--state-size": state_size, "--look": look}
+            _refuse(moving, "is about moves between sites; give sites with --site NAME=LOG")
             assert log is not None
             check_targets([log, *lists], {"--json": json, "--report": report})
             with progress_bars() as progress:
@@ -229,7 +232,7 @@ def _trainers(spec: str, rescale_seconds: str | None, kinds: Sequence[KindOfNode
     chosen = with_kinds(trainer_set(spec, [kind.name for kind in kinds]), kinds)
     if rescale_seconds is None:
         return chosen
-    seconds = [_number(part) for part in rescale_seconds.split(",")]
+    seconds = [number_or_nan(part) for part in rescale_seconds.split(",")]
     if len(seconds) != 2 or not all(math.isfinite(value) and value >= 0 for value in seconds):
         raise InvalidSettings(
             f"--rescale-seconds {rescale_seconds}: give UP,DOWN, seconds of zero or more, as in 18,12"
@@ -267,16 +270,11 @@ def _only(contestants: Sequence[Contestant]) -> Contestant:
     return contestants[0]
 
 
-def _refuse_without_sites(given: Mapping[str, object]) -> None:
+def _refuse(given: Mapping[str, object], reason: str) -> None:
+    """Refuse options that are given, for the same reason."""
     for option, value in given.items():
         if value is not None:
-            raise InvalidSettings(f"{option}: is about moves between sites; give sites with --site NAME=LOG")
-
-
-def _refuse_beside_kinds(given: Mapping[str, object]) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise InvalidSettings(f"{option}: does not work with --kind; leave out one of them")
+            raise InvalidSettings(f"{option}: {reason}")
 
 
 def _settings(cost: str, curves: str, start_seconds: float | None, concurrent: int | None) -> ReplaySettings:
@@ -305,18 +303,10 @@ def _check_price(price: float | None) -> None:
 
 
 def _seconds(option: str, text: str) -> float:
-    value = _number(text)
+    value = number_or_nan(text)
     if not 0 < value < timedelta.max.total_seconds():
         raise InvalidSettings(f"{option} {text}: give a positive number of seconds, or adaptive")
     return value
-
-
-def _number(text: str) -> float:
-    """Parse a number; return NaN for anything else."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 # Output.

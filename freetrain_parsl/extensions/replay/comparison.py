@@ -59,19 +59,7 @@ _NOT_AT_TOP = ("trainers", "series", "solve_histogram")
 
 @dataclass(frozen=True)
 class Case:
-    """A replay to repeat.
-
-    Parameters
-    ----------
-    log
-        The holes.
-    rates
-        The trainers and the value of their samples.
-    make_policy
-        Makes the policy; must be picklable.
-    settings
-        How to replay, except for the cost of a start.
-    """
+    """A replay to repeat; `make_policy` must be picklable."""
 
     log: HoleLog
     rates: BestRates
@@ -103,14 +91,10 @@ def what_if(
 
     Parameters
     ----------
-    case
-        The replay.
     dedicated
         Value on the dedicated nodes, where changes are free.
     processes
         Number of processes; ``None`` for one per available core, at most eight. With 1 it runs in this process.
-    on_progress
-        Called with the completed share.
 
     Returns
     -------
@@ -197,19 +181,7 @@ def _value(factor: float, start: float) -> float:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy and its knowledge of closings.
-
-    Parameters
-    ----------
-    policy
-        Its name in `POLICIES`.
-    knowledge
-        What it knows about closings.
-    objective
-        What it maximises: a name in `OBJECTIVES`.
-    horizon
-        How far it looks ahead, seconds; ``None`` for adaptive.
-    """
+    """A policy by name, what it knows of closings and maximises, and its horizon in seconds (``None``: adaptive)."""
 
     policy: str
     knowledge: Knowledge = Knowledge.NONE
@@ -242,20 +214,12 @@ def compare(
 
     Parameters
     ----------
-    log
-        The holes.
     trainers
         The trainers; their objective determines the value of samples, whatever the policies maximise.
-    contestants
-        The policies.
     settings
         How to replay; `knowledge` is taken from each contestant.
-    price_per_node_hour
-        Price in any currency.
     with_what_if
         Repeat the best attainable replay with other costs of rescales and starts; see `what_if`.
-    on_progress
-        Called with the progress.
 
     Returns
     -------

@@ -24,15 +24,7 @@ __all__ = ["Change", "Hole", "HoleLog", "HoleTable", "numbered_lines", "refuse_f
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """An interval in which a node was idle.
-
-    Parameters
-    ----------
-    node
-        The node's name.
-    start, end
-        Seconds on the log's clock.
-    """
+    """An interval in which a node was idle, in seconds on the log's clock."""
 
     node: str
     start: float
@@ -134,17 +126,7 @@ class HoleLog(ABC):
 
 @dataclass(frozen=True)
 class HoleTable:
-    """Holes in compact arrays, one element per hole, in order of `starts`.
-
-    Parameters
-    ----------
-    names
-        Names of the nodes.
-    nodes
-        Node of each hole: index into `names`.
-    starts, ends
-        Seconds.
-    """
+    """Holes in compact arrays, one element per hole, in order of `starts`; `nodes` are indices into `names`."""
 
     names: Sequence[str]
     nodes: npt.NDArray[np.int32]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from freetrain_parsl.extensions.replay.accounts import Bins
     from freetrain_parsl.extensions.replay.holes import HoleLog
-    from freetrain_parsl.extensions.replay.series import Bins
     from freetrain_parsl.planning.model import Trainer
     from freetrain_parsl.planning.objectives.base import Objective
 
@@ -41,14 +41,8 @@ _LONGEST_SOLVE = 600.0  # seconds
 class BestRates:
     """The best total rate of trainers on a number of nodes, solved exactly and cached.
 
-    Parameters
-    ----------
-    trainers
-        All trainers; they are identified by position.
-    objective
-        Value per second of a trainer on a number of nodes.
-    kinds
-        The kinds of nodes; a trainer runs on nodes of one kind at a time.
+    Trainers are identified by position; `objective` is the value per second of one on a number of nodes. A trainer runs
+    on nodes of one kind at a time.
     """
 
     trainers: Sequence[Trainer]
@@ -139,16 +133,10 @@ def ideal_value(
 
     Parameters
     ----------
-    rates
-        The trainers and their values.
-    log
-        The log with the idle nodes.
     nodes
         Use this many dedicated nodes of each kind over the same time instead.
     concurrent
         How many trainers may run at a time, first come, first served; ``None`` for all.
-    bins
-        Where to record the value over time.
     """
     trainers = rates.trainers
     left = [trainer.work_left for trainer in trainers]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.extensions.replay.accounts import Bins
 from freetrain_parsl.extensions.replay.ideal import ideal_value
-from freetrain_parsl.extensions.replay.series import Bins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -71,15 +71,6 @@ class Yardstick:
     @classmethod
     def of(cls, rates: BestRates, log: HoleLog, *, concurrent: int | None = None) -> Yardstick:
         """Compute the reference values.
-
-        Parameters
-        ----------
-        rates
-            The trainers and the value of their samples.
-        log
-            The holes.
-        concurrent
-            How many trainers may be in a decision, as in `ReplaySettings`.
 
         Raises
         ------
@@ -146,16 +137,7 @@ def _weighted_median(seconds_with: Mapping[int, float], span: float) -> int:
 def policy_figures(
     outcome: Outcome, yardstick: Yardstick, *, price_per_node_hour: float | None = None
 ) -> dict[str, Any]:
-    """Compute the metrics of a policy.
-
-    Parameters
-    ----------
-    outcome
-        Result of its replay.
-    yardstick
-        Reference values of the same trainers and log.
-    price_per_node_hour
-        Price in any currency, for the cost of the idle node-hours.
+    """Compute the metrics of a policy; the price of a node-hour is in any currency.
 
     Returns
     -------

@@ -38,17 +38,7 @@ class Solve:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the planner.
-
-    Parameters
-    ----------
-    time
-        Seconds since the epoch.
-    events, actions
-        What the planner was given, and what it returned.
-    solves
-        The policy's decisions on the way.
-    """
+    """A step of the planner, with what it was given and returned; times in seconds since the epoch."""
 
     time: float
     events: tuple[ev.Event, ...]
@@ -58,17 +48,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as recorded.
-
-    Parameters
-    ----------
-    policy
-        Name of its policy.
-    settings
-        The planner's.
-    steps
-        In order of time.
-    """
+    """A run as recorded."""
 
     policy: str
     settings: SettingsInSeconds
@@ -137,13 +117,6 @@ class JournalLog(HoleLog):
     """The holes that the planner of a run saw: nodes in windows, or held by its blocks.
 
     Times are those at which the planner saw a node come or go, which is up to a poll later than it happened.
-
-    Parameters
-    ----------
-    name
-        Name of the run.
-    steps
-        The events of its planner, step by step.
 
     Raises
     ------

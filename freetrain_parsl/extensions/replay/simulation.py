@@ -16,9 +16,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.extensions.replay.accounts import Account, Losses
+from freetrain_parsl.extensions.replay.accounts import Account, Bins, Losses
 from freetrain_parsl.extensions.replay.block_site import BlockSite
-from freetrain_parsl.extensions.replay.series import Bins
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.learning import Profile, learned
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -151,20 +150,7 @@ def replay(
     settings: ReplaySettings | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Replay a log with a policy.
-
-    Parameters
-    ----------
-    log
-        The holes.
-    rates
-        The trainers and the value of their samples.
-    policy
-        Allocates the idle nodes.
-    settings
-        How to replay.
-    on_progress
-        Called from time to time with the time reached on the log's clock.
+    """Replay a log with a policy; `on_progress` gets the time reached on the log's clock.
 
     Raises
     ------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from freetrain_parsl.extensions.pages.dates import period
-from freetrain_parsl.extensions.replay.page.comparison import factor_text, start_text
+from freetrain_parsl.extensions.replay.page.policies import factor_text, start_text
 from freetrain_parsl.extensions.replay.page.wording import (
     NO_FIGURE,
     best_first,
@@ -24,11 +24,12 @@ from freetrain_parsl.extensions.replay.page.wording import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = [
     "heading",
     "kinds_table",
+    "plain_table",
     "result_table",
     "site_heading",
     "site_summary",
@@ -47,6 +48,16 @@ _LOSSES = {
     "loss_start": "start",
 }
 """Key of a policy -> its column. The loss of the oracle is the same for all policies and has its own row."""
+
+
+def plain_table(texts: Iterable[str], figures: Iterable[str]) -> Table:
+    """Make a table without lines, with columns of texts and then of figures."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in texts:
+        table.add_column(name)
+    for name in figures:
+        table.add_column(name, justify="right")
+    return table
 
 
 def heading(result: Mapping[str, Any]) -> str:
@@ -78,14 +89,8 @@ def result_table(result: Mapping[str, Any]) -> Table:
     """Build the table of the policies and the oracle, at most 80 columns wide."""
     policies = result["policies"]
     losses = {key: name for key, name in _LOSSES.items() if name != "start" or any(entry[key] for entry in policies)}
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("policy")
-    table.add_column("closings")
-    table.add_column("U", justify="right")
-    table.add_column("of\noracle", justify="right")
-    for name in losses.values():
-        table.add_column(f"lost:\n{name}", justify="right")
-    table.add_column("median\nsolve", justify="right")
+    lost = [f"lost:\n{name}" for name in losses.values()]
+    table = plain_table(("policy", "closings"), ("U", "of\noracle", *lost, "median\nsolve"))
     for entry in policies:
         table.add_row(
             entry["policy"],
@@ -102,11 +107,8 @@ def result_table(result: Mapping[str, Any]) -> Table:
 def kinds_table(result: Mapping[str, Any]) -> Table:
     """Build the table of the node-hours that each policy used of each kind of nodes."""
     hours = {kind: nodes * result["log"]["seconds"] / 3600 for kind, nodes in result["idle_by_kind"].items()}
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("node-hours\nused")
-    table.add_column("closings")
-    for kind, idle in hours.items():
-        table.add_column(f"{kind}, of\n{count(idle)} idle", justify="right")
+    kinds = [f"{kind}, of\n{count(idle)} idle" for kind, idle in hours.items()]
+    table = plain_table(("node-hours\nused", "closings"), kinds)
     for entry in result["policies"]:
         used = [entry["used_by_kind"].get(kind, 0.0) for kind in hours]
         cells = [
@@ -119,11 +121,10 @@ def kinds_table(result: Mapping[str, Any]) -> Table:
 
 def sweep_table(result: Mapping[str, Any]) -> Table:
     """Build the table of sweeps, fused and one by one with each policy, at most 80 columns wide."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("policy", "closings", "members\ntrain"):
-        table.add_column(name)
-    for name in ("finished", "all\nwork", "node-hours\nused", "finished per\nnode-hour", "mean time\nto finish"):
-        table.add_column(name, justify="right")
+    table = plain_table(
+        ("policy", "closings", "members\ntrain"),
+        ("finished", "all\nwork", "node-hours\nused", "finished per\nnode-hour", "mean time\nto finish"),
+    )
     for entry in result["policies"]:
         for way, sweep, times in ways(entry):
             table.add_row(
@@ -159,10 +160,7 @@ def sweep_summary(result: Mapping[str, Any]) -> str:
 def what_if_table(result: Mapping[str, Any]) -> Table:
     """Build the table of U by the costs of rescales (down) and starts (across), for the policy of the summary."""
     figures = result["what_if"]
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("U by cost of rescales, starts:")
-    for seconds in figures["start_seconds"]:
-        table.add_column(start_text(seconds), justify="right")
+    table = plain_table(("U by cost of rescales, starts:",), map(start_text, figures["start_seconds"]))
     for factor, shares in zip(figures["rescale_factors"], figures["efficiency"], strict=True):
         table.add_row(factor_text(factor), *map(percent, shares))
     return table
@@ -206,10 +204,8 @@ def site_heading(result: Mapping[str, Any]) -> str:
 def site_table(result: Mapping[str, Any]) -> Table:
     """Build the table of the ways of using the sites, at most 80 columns wide."""
     best = max(way["value"] for way in result["ways"] if way["way"] == "alone")
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("sites")
-    for name in ("value", "U", "node-hours\nused", "useful\nnode-hours", "finished", "moves", "MB\nmoved"):
-        table.add_column(name, justify="right")
+    names = ("value", "U", "node-hours\nused", "useful\nnode-hours", "finished", "moves", "MB\nmoved")
+    table = plain_table(("sites",), names)
     for way in result["ways"]:
         moves = way["moves"]
         table.add_row(

@@ -44,23 +44,10 @@ class Efficiency:
 
 @dataclass(frozen=True, eq=False)
 class Application:
-    """An application that jobs train.
+    """An application that jobs train for a number of epochs.
 
     Progress is counted in steps of the initial batch: a step of a larger batch is worth as many of these as the
-    gradient's noise allows (Pollux, OSDI 2021).
-
-    Parameters
-    ----------
-    name
-        Its name in workloads.
-    epochs
-        A job is done after so many.
-    limits
-        Its batches; nodes are GPUs.
-    step_times
-        Times of a step.
-    efficiency
-        Worth of a step.
+    gradient's noise allows (Pollux, OSDI 2021). The nodes of `limits` are GPUs.
     """
 
     name: str

@@ -25,7 +25,7 @@ from freetrain_parsl.cli.options import (
 from freetrain_parsl.errors import InvalidInput, UsageError
 from freetrain_parsl.extensions.replay.trainers import trainer_set
 from freetrain_parsl.extensions.simulate.comparison import JobKnowledge, compare_policies, competitors
-from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.description import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.curve_jobs import read_job_log, read_trainer_workload
 from freetrain_parsl.extensions.simulate.jobs.profiles import read_profiles
 from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest, read_workload

@@ -14,7 +14,7 @@ from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, Tiresias
 from freetrain_parsl.extensions.goodput.completion import CompletionTime, CompletionUtility, Urgency
 from freetrain_parsl.extensions.goodput.ones import OnesPolicy
 from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
-from freetrain_parsl.extensions.replay.series import Bins
+from freetrain_parsl.extensions.replay.accounts import Bins
 from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.simulation import DEFAULT_INTERVAL, simulate
 from freetrain_parsl.planning.policies import (
@@ -27,7 +27,7 @@ from freetrain_parsl.planning.policies import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+    from freetrain_parsl.extensions.simulate.description import ClusterShape
     from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
     from freetrain_parsl.extensions.simulate.simulation import SimulatedRun
@@ -97,20 +97,7 @@ def compare_policies(
     *,
     interval: float = DEFAULT_INTERVAL,
 ) -> dict[str, Any]:
-    """Simulate a workload with each policy.
-
-    Parameters
-    ----------
-    name
-        The workload's name in the figures.
-    requests, cluster
-        As in `freetrain_parsl.extensions.simulate.simulation.simulate`.
-    competitors
-        The policies.
-    on_progress
-        Called from time to time with what is being done, and the share that is done.
-    interval
-        Seconds between two decisions.
+    """Simulate a workload, whose name is used in the figures, with each policy; see `simulate`.
 
     Returns
     -------
@@ -156,27 +143,7 @@ class JobKnowledge(str, Enum):
 
 @dataclass(frozen=True)
 class Competitor:
-    """A policy as it competes.
-
-    Parameters
-    ----------
-    policy
-        Its name.
-    knowledge
-        What it knows.
-    sizing
-        What it may choose.
-    make
-        Makes the policy.
-    placements
-        Whether it knows the goodput on each placement.
-    epochs
-        Whether it knows the epochs done and left.
-    deadline_factor
-        Deadlines of jobs, if it knows any: multiples of the time that they take as requested.
-    most_requested
-        The most GPUs of a job, in units of those that its user asks for; ``None`` for no limit.
-    """
+    """A policy as it competes; the other parameters are those of `JobDescription`."""
 
     policy: str
     knowledge: JobKnowledge

@@ -8,19 +8,54 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.goodput.curve import GoodputProfile
 from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
 from freetrain_parsl.extensions.simulate.jobs.step_times import packed
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, EpochCount, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, EpochCount, PoolNode, Trainer
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.simulate.application import Application
-    from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
     from freetrain_parsl.extensions.simulate.jobs.step_times import Placement
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 
-__all__ = ["JobDescription", "PlacedGoodput", "Sizing"]
+__all__ = ["ClusterShape", "JobDescription", "PlacedGoodput", "Sizing"]
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """The cluster: its nodes, and the GPUs of each."""
+
+    nodes: int
+    gpus_per_node: int
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterShape:
+        """Read ``NODESxGPUS``, as in ``16x4``.
+
+        Raises
+        ------
+        InvalidSettings
+            It is not of this form.
+        """
+        nodes, cross, gpus = text.partition("x")
+        if not (cross and nodes.isdecimal() and gpus.isdecimal() and int(nodes) and int(gpus)):
+            raise InvalidSettings(f"a cluster is NODESxGPUS, as in 16x4, got {text!r}")
+        return cls(int(nodes), int(gpus))
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in total."""
+        return self.nodes * self.gpus_per_node
+
+    def slots(self) -> tuple[PoolNode, ...]:
+        """Return the GPUs as the planner sees them: they never close, and machines are their hosts."""
+        width = len(str(self.nodes - 1))
+        hosts = [f"n{node:0{width}d}" for node in range(self.nodes)]
+        return tuple(
+            PoolNode(f"{host}/{gpu}", closes=math.inf, host=host) for host in hosts for gpu in range(self.gpus_per_node)
+        )
 
 
 class Sizing(str, Enum):

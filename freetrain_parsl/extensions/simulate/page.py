@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.pages.dates import TimeAxis
 from freetrain_parsl.extensions.replay.page.wording import count, duration, milliseconds, percent
+from freetrain_parsl.extensions.replay.terminal import plain_table
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.markup import document, element, page, scrolling_table
+from freetrain_parsl.report.markup import document, element, page, row, table, terms
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from xml.etree.ElementTree import Element
+
+    from rich.table import Table
 
 __all__ = ["heading", "result_table", "write_page"]
 
@@ -38,26 +40,13 @@ _WORDS = {
 
 
 def write_page(result: Mapping[str, Any], path: Path) -> None:
-    """Write the report of a simulation as one self-contained HTML file.
-
-    Parameters
-    ----------
-    result
-        The figures, as written by ``freetrain simulate --json``.
-    path
-        Where to write; see `freetrain_parsl.report.output.write_output`.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    """
+    """Write the report of a simulation as one self-contained HTML file."""
     policies = [{**entry, "label": _label(entry)} for entry in result["policies"]]
     workload = result["workload"]["name"]
     parts = [*_opening(result, policies), *_comparison(policies)]
     for entry in policies:
         parts += _policy(entry, result["cluster"]["gpus"])
-    parts += _definitions()
+    parts += terms(_WORDS)
     parts += [element("h2", "To reproduce this page"), element("pre", element("code", result["command"]))]
     write_output(path, document(page(f"{workload}: completion times", *parts)))
 
@@ -124,14 +113,8 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
         ("Median decision", lambda e: milliseconds(e["solve_ms_median"])),
         ("99 % of decisions within", lambda e: milliseconds(e["solve_ms_p99"])),
     ]
-    head = [element("th", entry["label"], scope="col") for entry in policies]
-    body = [
-        element("tr", element("th", name, scope="row"), *(element("td", cell(entry)) for entry in policies))
-        for name, cell in rows
-    ]
-    return scrolling_table(
-        "Policies compared", element("thead", element("tr", element("td"), *head)), element("tbody", *body)
-    )
+    body = [row(name, *map(cell, policies)) for name, cell in rows]
+    return table("Policies compared", ("", *(entry["label"] for entry in policies)), body)
 
 
 def _policy(entry: Mapping[str, Any], gpus: int) -> list[Element]:
@@ -175,11 +158,6 @@ def _life(life: Mapping[str, Any]) -> list[Element]:
     return made
 
 
-def _definitions() -> list[Element]:
-    pairs = [part for word, meaning in _WORDS.items() for part in (element("dt", word), element("dd", meaning))]
-    return [element("h2", "Terms"), element("dl", *pairs, class_="words")]
-
-
 def heading(result: Mapping[str, Any]) -> str:
     """Describe the workload and the cluster."""
     workload, cluster = result["workload"], result["cluster"]
@@ -191,22 +169,11 @@ def heading(result: Mapping[str, Any]) -> str:
 
 def result_table(result: Mapping[str, Any]) -> Table:
     """Build the table of the policies, at most 80 columns wide."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("policy", "knows"):
-        table.add_column(name)
-    for name in (
-        "mean\ntime",
-        "median\ntime",
-        "99 %\nwithin",
-        "all\nafter",
-        "restarts",
-        "GPUs\nin use",
-        "median\nsolve",
-    ):
-        table.add_column(name, justify="right")
+    columns = ("mean\ntime", "median\ntime", "99 %\nwithin", "all\nafter", "restarts", "GPUs\nin use", "median\nsolve")
+    shown = plain_table(("policy", "knows"), columns)
     for entry in result["policies"]:
         seconds = entry["gpu_seconds"]
-        table.add_row(
+        shown.add_row(
             entry["policy"],
             entry["knowledge"],
             duration(entry["mean_jct"]),
@@ -217,4 +184,4 @@ def result_table(result: Mapping[str, Any]) -> Table:
             percent(1 - seconds["idle"] / sum(seconds.values()), 0),
             milliseconds(entry["solve_ms_median"]),
         )
-    return table
+    return shown

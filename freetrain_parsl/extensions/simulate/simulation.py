@@ -17,8 +17,7 @@ from freetrain_parsl.planning.settings import PlannerSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from freetrain_parsl.extensions.simulate.description import JobDescription
-    from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+    from freetrain_parsl.extensions.simulate.description import ClusterShape, JobDescription
     from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
     from freetrain_parsl.extensions.simulate.jobs.step_times import Placement
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
@@ -45,24 +44,10 @@ class ClusterUse:
 
 @dataclass
 class SimulatedRun:
-    """The result of a simulation.
+    """The result of a simulation; the jobs are all done, in order of submission.
 
-    Parameters
-    ----------
-    jobs
-        The jobs, all done, in order of submission.
-    interval
-        Seconds between two decisions.
-    use
-        The cluster over time.
-    solve_seconds
-        Wall time of each decision.
-    refused
-        Decisions that violated the contract of policies.
-    makespan
-        When the last job was done, seconds after the first was submitted.
-    wall_seconds
-        Wall time of the simulation.
+    All times are in seconds: `solve_seconds` and `wall_seconds` by the wall clock, `makespan` from the first submission
+    to the end of the last job. `refused` counts decisions that violated the contract of policies.
     """
 
     jobs: list[SimulatedJob]

@@ -17,8 +17,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.extensions.notebook.control import controller_of, take_control
-from freetrain_parsl.extensions.notebook.launch import environment_of_user, run_command
+from freetrain_parsl.extensions.notebook.control import controller_of, environment_of_user, run_command, take_control
 from freetrain_parsl.extensions.notebook.live import LiveDisplay, bundle_of, in_kernel
 from freetrain_parsl.extensions.notebook.pictures import curves_picture, stays_of, timeline_picture
 from freetrain_parsl.extensions.notebook.run import WatchedRun

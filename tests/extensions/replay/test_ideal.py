@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetrain_parsl.extensions.replay.accounts import Bins
 from freetrain_parsl.extensions.replay.ideal import BestRates, ideal_value
-from freetrain_parsl.extensions.replay.series import Bins
 from freetrain_parsl.extensions.replay.simulation import ReplaySettings, replay
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, Trainer

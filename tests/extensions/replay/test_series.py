@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetrain_parsl.extensions.replay.series import Bins
+from freetrain_parsl.extensions.replay.accounts import Bins
 
 times = st.floats(100.0, 130.0)
 

@@ -7,7 +7,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.simulate.comparison import COMPETITORS, JobKnowledge, compare_policies, competitors
-from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.description import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 from tests.extensions.simulate.small_profiles import small_applications
 

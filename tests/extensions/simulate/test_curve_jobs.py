@@ -7,8 +7,7 @@ import pytest
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy
 from freetrain_parsl.extensions.goodput.completion import CompletionTime
-from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
-from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.description import ClusterShape, JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.jobs.curve_jobs import read_job_log, read_trainer_workload
 from freetrain_parsl.extensions.simulate.simulation import simulate
 from freetrain_parsl.planning.curves.scaling import ScalingCurve

@@ -7,8 +7,7 @@ import pytest
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.goodput.baselines import TiresiasPolicy
 from freetrain_parsl.extensions.goodput.completion import CompletionTime
-from freetrain_parsl.extensions.simulate.description import JobDescription, Sizing
-from freetrain_parsl.extensions.simulate.jobs.cluster import ClusterShape
+from freetrain_parsl.extensions.simulate.description import ClusterShape, JobDescription, Sizing
 from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
 from freetrain_parsl.extensions.simulate.simulation import simulate
 from freetrain_parsl.planning.model import Decision

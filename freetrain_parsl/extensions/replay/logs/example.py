@@ -55,16 +55,6 @@ def write_example(folder: Path) -> list[Path]:
 
     The logs are of the same fictitious machine of 32 nodes, for six hours; the two lists of trainers are equivalent.
 
-    Parameters
-    ----------
-    folder
-        Where to write; created if missing.
-
-    Returns
-    -------
-    list of Path
-        The files.
-
     Raises
     ------
     InvalidInput

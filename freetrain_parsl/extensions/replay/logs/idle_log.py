@@ -34,15 +34,6 @@ class IdleLog(HoleLog):
     Lines that begin with ``#`` are comments; the header ``node,start,end`` is optional. Adjacent intervals of a node
     are merged into one hole. The log covers the time from its first start to its last end.
 
-    Parameters
-    ----------
-    path
-        The log; decompressed if its name ends in ``.gz``.
-    nodes
-        Size of the machine; ``None`` for the number of distinct nodes in the log.
-    lenient
-        Skip malformed lines and count them in `skipped` instead of rejecting the log.
-
     Raises
     ------
     InvalidInput

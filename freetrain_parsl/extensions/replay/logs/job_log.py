@@ -90,12 +90,6 @@ class JobLog(HoleLog):
 
     Parameters
     ----------
-    name
-        Name of the file.
-    jobs
-        Its jobs in any order.
-    nodes
-        Size of the machine.
     lenient
         Accept a log in which jobs held more nodes at once than exist.
     epoch

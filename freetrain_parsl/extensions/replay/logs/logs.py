@@ -33,13 +33,7 @@ class LogWithoutOutages(HoleLog):
 
     The clock of this log is stopped during a span: its length, and every figure that is a time or a share of time,
     refers to the remaining time. A node that was idle before and after a span closes and opens at that instant.
-
-    Parameters
-    ----------
-    log
-        The log; no node is idle in it during the spans (`HoleTable.without`).
-    spans
-        (start, end), seconds on that log's clock, in order and disjoint.
+    Spans are (start, end) on that log's clock, in order and disjoint; no node may be idle in them.
     """
 
     def __init__(self, log: HoleLog, spans: Sequence[tuple[float, float]]) -> None:
@@ -170,13 +164,6 @@ def open_log(
 
 def read_jobs(path: str | PathLike[str], *, lenient: bool = False) -> Iterator[RecordedJob]:
     """Yield the jobs of a log in Standard Workload Format, or of the text of ``sacct``, without placing them on nodes.
-
-    Parameters
-    ----------
-    path
-        The log, as in `open_log`.
-    lenient
-        Skip malformed lines.
 
     Raises
     ------

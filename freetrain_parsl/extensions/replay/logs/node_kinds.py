@@ -89,15 +89,6 @@ def _speed(option: str, text: str) -> float:
 def state_kinds(log: HoleLog, path: Path, kinds: Sequence[KindOfNodes]) -> None:
     """State the kinds of all nodes of a log that are ever idle.
 
-    Parameters
-    ----------
-    log
-        The holes of `path`.
-    path
-        For messages.
-    kinds
-        The kinds; none if all nodes are alike.
-
     Raises
     ------
     InvalidInput

@@ -42,13 +42,6 @@ class SacctLog:
     same start, as in concatenated months, its last line counts; with another start it was requeued and ran again. Jobs
     cancelled before they started are included, because they waited in the queue.
 
-    Parameters
-    ----------
-    path
-        The file; decompressed if its name ends in ``.gz``.
-    lenient
-        Skip malformed lines and count them in `malformed` instead of rejecting the log.
-
     Raises
     ------
     InvalidInput

@@ -5,24 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages.dates import TimeAxis, period
-from freetrain_parsl.extensions.replay.page.comparison import comparison, what_if_table
-from freetrain_parsl.extensions.replay.page.details import policy_by_policy
+from freetrain_parsl.extensions.replay.page.policies import comparison, policy_by_policy, use_figures, what_if_table
 from freetrain_parsl.extensions.replay.page.sites import site_parts
 from freetrain_parsl.extensions.replay.page.sweeps import sweep_parts
 from freetrain_parsl.extensions.replay.page.wording import (
     WORDS,
     best_first,
-    count,
     dedicated_nodes,
     describe,
     duration,
     is_attainable,
     losses_met,
-    milliseconds,
     most_finished,
     percent,
 )
-from freetrain_parsl.report.markup import document, element, page
+from freetrain_parsl.report.markup import cards, document, element, page, terms
 from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
@@ -36,18 +33,7 @@ __all__ = ["write_page"]
 def write_page(result: Mapping[str, Any], path: Path) -> None:
     """Write the report of a replay as one self-contained HTML file.
 
-    Parameters
-    ----------
-    result
-        The replay's figures, as written by ``freetrain replay --json``, with ``series`` and ``solve_histogram``.
-        ``None`` is shown as a dash.
-    path
-        Where to write; see `freetrain_parsl.report.output.write_output`.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
+    `result` is as written by ``freetrain replay --json``, with ``series`` and ``solve_histogram``; ``None`` is a dash.
     """
     write_output(path, document(_report(result)))
 
@@ -78,7 +64,7 @@ def _trainer_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, An
         *comparison(policies, axis),
         *what_if_table(result, policies),
         *policy_by_policy(policies, axis),
-        *_definitions(policies),
+        *terms(WORDS | {f"Lost to {loss.name}": loss.meaning for loss in losses_met(policies).values()}),
     ]
 
 
@@ -126,40 +112,14 @@ upper bound that no real plan can reach, training in them would have done "
             class_="lede",
         ),
         *(element("p", note, class_="warning") for note in result["notes"]),
-        element("dl", *_cards(log, best), class_="cards"),
+        cards(
+            [
+                ("Efficiency", percent(best["efficiency"]), "of the same trainings on dedicated nodes"),
+                ("Share of the oracle", percent(best["oracle_ratio"]), "no plan can exceed the oracle's 100 %"),
+                *use_figures(log, best),
+            ]
+        ),
     ]
-
-
-def _cards(log: Mapping[str, Any], best: Mapping[str, Any]) -> list[Element]:
-    hours, cost, times = best["node_hours"], best["idle_cost"], best["jct"]
-    share = hours["used"] / hours["idle"] if hours["idle"] else None
-    cards = [
-        ("Efficiency", percent(best["efficiency"]), "of the same trainings on dedicated nodes"),
-        ("Share of the oracle", percent(best["oracle_ratio"]), "no plan can exceed the oracle's 100 %"),
-        ("Node-hours used", count(hours["used"]), f"of {count(hours['idle'])} idle ({percent(share, 0)})"),
-        ("Median idle nodes", count(log["median_idle"]), "weighted by time"),
-    ]
-    if times["finished"]:
-        cards.append(("Trainings finished", count(times["finished"]), f"on average after {duration(times['mean'])}"))
-    if cost is not None:
-        price = f"of {count(cost['idle'])} idle, at {cost['price_per_node_hour']:g} a node-hour"
-        cards.append(("Value of nodes used", count(cost["used"]), price))
-    if best["solves"]:
-        solve = best["solve_ms"]
-        cards.append(
-            ("Decision time", milliseconds(solve["median"]), f"median; 99 % under {milliseconds(solve['p99'])}")
-        )
-    return [
-        element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
-        for name, value, note in cards
-    ]
-
-
-def _definitions(policies: Sequence[Mapping[str, Any]]) -> list[Element]:
-    words = dict(WORDS)
-    words |= {f"Lost to {loss.name}": loss.meaning for loss in losses_met(policies).values()}
-    pairs = [part for word, meaning in words.items() for part in (element("dt", word), element("dd", meaning))]
-    return [element("h2", "Terms"), element("dl", *pairs, class_="words")]
 
 
 def _reproduction(result: Mapping[str, Any]) -> list[Element]:

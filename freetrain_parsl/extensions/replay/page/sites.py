@@ -16,7 +16,7 @@ from freetrain_parsl.extensions.replay.page.wording import (
     way_name,
 )
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.markup import element, scrolling_table
+from freetrain_parsl.report.markup import cards, element, row, table, terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,16 +43,7 @@ _TERMS = {
 
 
 def site_parts(result: Mapping[str, Any], axis: TimeAxis) -> list[Element]:
-    """Build the page's parts, from the heading to the terms.
-
-    Parameters
-    ----------
-    result
-        The replay's figures.
-    axis
-        The time that all logs cover.
-    """
-    terms = [part for word, meaning in _TERMS.items() for part in (element("dt", word), element("dd", meaning))]
+    """Build the page's parts, from the heading to the terms, over the time that all logs cover."""
     return [
         *_opening(result),
         element("h2", "Together and alone"),
@@ -60,8 +51,7 @@ def site_parts(result: Mapping[str, Any], axis: TimeAxis) -> list[Element]:
         _table(result),
         element("h2", "Moves"),
         *_moves(result),
-        element("h2", "Terms"),
-        element("dl", *terms, class_="words"),
+        *terms(_TERMS),
     ]
 
 
@@ -86,15 +76,15 @@ def _opening(result: Mapping[str, Any]) -> list[Element]:
             class_="lede",
         ),
         *(element("p", note, class_="warning") for note in result["notes"]),
-        element("dl", *_cards(result, together), class_="cards"),
+        cards(_figures(result, together)),
     ]
 
 
-def _cards(result: Mapping[str, Any], together: Mapping[str, Any]) -> list[Element]:
+def _figures(result: Mapping[str, Any], together: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     moves, gain = together["moves"], result["gain"]
     dedicated = dedicated_nodes(result["dedicated_nodes"])
     lost = together["samples_lost"] + together["duplicate_samples"]
-    cards = [
+    figures = [
         ("Efficiency", percent(together["efficiency"]), f"of the same trainings on {dedicated}"),
         ("Of one machine", percent(gain["of_one_machine"]), "with the nodes of all sites in one pool"),
         (
@@ -106,11 +96,8 @@ def _cards(result: Mapping[str, Any], together: Mapping[str, Any]) -> list[Eleme
         ("Samples lost or repeated", count(lost), "when trainings moved"),
     ]
     if (cost := together["idle_cost"]) is not None:
-        cards.append(("Value of nodes used", count(cost["used"]), f"at {cost['price_per_node_hour']:g} a node-hour"))
-    return [
-        element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
-        for name, value, note in cards
-    ]
+        figures.append(("Value of nodes used", count(cost["used"]), f"at {cost['price_per_node_hour']:g} a node-hour"))
+    return figures
 
 
 def _progress(result: Mapping[str, Any], axis: TimeAxis) -> Element:
@@ -147,13 +134,8 @@ def _table(result: Mapping[str, Any]) -> Element:
         ("Finished", [count(way["jct"]["finished"]) for way in ways]),
         ("Mean time to finish", [duration(way["jct"]["mean"]) for way in ways]),
     ]
-    head = element("tr", element("td"), *(element("th", way_name(way), scope="col") for way in ways))
-    body = [
-        element("tr", element("th", name, scope="row"), *(element("td", text) for text in texts))
-        for name, texts in rows
-        if set(texts) != {NO_FIGURE}
-    ]
-    return scrolling_table("Together and alone", element("thead", head), element("tbody", *body))
+    body = [row(name, *texts) for name, texts in rows if set(texts) != {NO_FIGURE}]
+    return table("Together and alone", ("", *map(way_name, ways)), body)
 
 
 def _moves(result: Mapping[str, Any]) -> list[Element]:
@@ -166,7 +148,6 @@ def _moves(result: Mapping[str, Any]) -> list[Element]:
     if not links:
         return [element("p", f"{text} No training was worth a move.")]
     names = ("From", "To", "MB/s", "Moves", "MB", "Paused for")
-    head = element("tr", *(element("th", name, scope="col") for name in names))
     body = []
     for link in links:
         rate = rates[link["from"], link["to"]]
@@ -177,5 +158,5 @@ def _moves(result: Mapping[str, Any]) -> list[Element]:
             count(link["bytes"] / _MEGABYTE),
             duration(link["seconds"]),
         )
-        body.append(element("tr", element("th", link["from"], scope="row"), *(element("td", cell) for cell in cells)))
-    return [element("p", text), scrolling_table("Moves", element("thead", head), element("tbody", *body))]
+        body.append(row(link["from"], *cells))
+    return [element("p", text), table("Moves", names, body)]

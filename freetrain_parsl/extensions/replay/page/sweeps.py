@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.extensions.pages import charts
 from freetrain_parsl.extensions.pages.charts import Series
 from freetrain_parsl.extensions.pages.dates import period
-from freetrain_parsl.extensions.replay.page.details import node_use
-from freetrain_parsl.extensions.replay.page.wording import NO_FIGURE, count, duration, milliseconds, percent, ways
+from freetrain_parsl.extensions.replay.page.policies import node_use, use_figures
+from freetrain_parsl.extensions.replay.page.wording import NO_FIGURE, count, duration, ways
 from freetrain_parsl.report.colours import colour_of
-from freetrain_parsl.report.markup import element, scrolling_table
+from freetrain_parsl.report.markup import cards, element, row, table, terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,19 +30,8 @@ _TERMS = {
 
 
 def sweep_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
-    """Build the page's parts, from the heading to the terms.
-
-    Parameters
-    ----------
-    result
-        The replay's figures.
-    policies
-        Its policies with labels, the best first.
-    axis
-        The log's time.
-    """
+    """Build the page's parts, from the heading to the terms, for policies with labels, the best first."""
     best = policies[0]
-    terms = [part for word, meaning in _TERMS.items() for part in (element("dt", word), element("dd", meaning))]
     return [
         *_opening(result, best),
         element("h2", "Fused and one by one"),
@@ -50,8 +39,7 @@ def sweep_parts(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]
         _table(result, policies),
         element("h2", "Details"),
         node_use(best, axis, user="sweep"),
-        element("h2", "Terms"),
-        element("dl", *terms, class_="words"),
+        *terms(_TERMS),
     ]
 
 
@@ -72,29 +60,13 @@ def _opening(result: Mapping[str, Any], best: Mapping[str, Any]) -> list[Element
             class_="lede",
         ),
         *(element("p", note, class_="warning") for note in result["notes"]),
-        element("dl", *_cards(log, best), class_="cards"),
-    ]
-
-
-def _cards(log: Mapping[str, Any], best: Mapping[str, Any]) -> list[Element]:
-    hours, sweep, cost = best["node_hours"], best["sweep"], best["idle_cost"]
-    share = hours["used"] / hours["idle"] if hours["idle"] else None
-    cards = [
-        ("Members finished", count(sweep["finished"]), f"of {count(sweep['members'])}"),
-        ("Finished per node-hour", _rate(sweep), f"all work: that of {count(sweep['work'])} members"),
-        ("Node-hours used", count(hours["used"]), f"of {count(hours['idle'])} idle ({percent(share, 0)})"),
-        ("Median idle nodes", count(log["median_idle"]), "weighted by time"),
-    ]
-    if cost is not None:
-        price = f"of {count(cost['idle'])} idle, at {cost['price_per_node_hour']:g} a node-hour"
-        cards.append(("Value of nodes used", count(cost["used"]), price))
-    if best["solves"]:
-        solve = best["solve_ms"]
-        under = f"median; 99 % under {milliseconds(solve['p99'])}"
-        cards.append(("Decision time", milliseconds(solve["median"]), under))
-    return [
-        element("div", element("dt", name), element("dd", value, class_="value"), element("dd", note))
-        for name, value, note in cards
+        cards(
+            [
+                ("Members finished", count(sweep["finished"]), f"of {count(sweep['members'])}"),
+                ("Finished per node-hour", _rate(sweep), f"all work: that of {count(sweep['work'])} members"),
+                *use_figures(log, best),
+            ]
+        ),
     ]
 
 
@@ -126,14 +98,8 @@ def _table(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -> 
         ("Mean time to finish", [duration(times["mean"]) for _, _, times in columns]),
         ("95 % within", [duration(times["p95"]) for _, _, times in columns]),
     ]
-    head = element("tr", element("td"), *(element("th", name, scope="col") for name, _, _ in columns))
-    body = [
-        element("tr", element("th", name, scope="row"), *(element("td", text) for text in texts))
-        for name, texts in rows
-    ]
-    return scrolling_table(
-        f"Fusion {result['fusion']['name']} and one by one", element("thead", head), element("tbody", *body)
-    )
+    body = [row(name, *texts) for name, texts in rows]
+    return table(f"Fusion {result['fusion']['name']} and one by one", ("", *(name for name, _, _ in columns)), body)
 
 
 def _rate(sweep: Mapping[str, Any]) -> str:

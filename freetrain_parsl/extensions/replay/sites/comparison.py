@@ -36,17 +36,7 @@ _ROUNDING = 1e-4  # relative difference of values that is not worth a remark
 
 @dataclass(frozen=True)
 class SiteTerms:
-    """What moves between sites take.
-
-    Parameters
-    ----------
-    settings
-        How trainings are moved.
-    transfers
-        (from site, to site) -> measured rate; no state is moved between other pairs.
-    state_bytes
-        Size of the state of every training.
-    """
+    """What moves between sites take: `transfers` is (from site, to site) -> rate; other pairs have none."""
 
     settings: SitesSettings = field(default_factory=SitesSettings)
     transfers: Mapping[tuple[str, str], TransferRate] = field(default_factory=dict)
@@ -65,22 +55,7 @@ def compare_sites(
 ) -> dict[str, Any]:
     """Replay the same trainings at each site alone, at all without moves, at all with moves, and on one machine.
 
-    Parameters
-    ----------
-    sites
-        Sites; their logs are cut to the length of the shortest one.
-    trainers
-        The trainers.
-    contestant
-        The policy of every site.
-    settings
-        How to replay each site; `knowledge` is the contestant's.
-    terms
-        What moves take.
-    price_per_node_hour
-        Price in any currency.
-    on_progress
-        Called with the progress.
+    Logs are cut to the length of the shortest one. Every site has the policy and the knowledge of the contestant.
 
     Returns
     -------
@@ -181,15 +156,7 @@ def _notes(sites: Sequence[SiteLog], cut: Sequence[SiteLog]) -> list[str]:
 
 
 def _note_on_moves(moved: float, stayed: float, moves: int) -> list[str]:
-    """Report that moves have cost more than they have gained, if they have.
-
-    Parameters
-    ----------
-    moved, stayed
-        Value with and without moves.
-    moves
-        Their number.
-    """
+    """Report that moves have cost more than they have gained, if they have."""
     if not moved < stayed * (1 - _ROUNDING):
         return []
     note = (

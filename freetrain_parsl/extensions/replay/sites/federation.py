@@ -38,20 +38,10 @@ _ROUNDING = 1e-9  # of a training's samples
 
 @dataclass
 class Stint:
-    """A training's time at one site.
+    """A training's time at one site, from `came` to `left` (infinite: it is there), seconds after the beginning.
 
-    Parameters
-    ----------
-    site
-        The site.
-    first
-        Samples that its state contained when it came.
-    account
-        What it did there; its times are on the clock of the site's log.
-    clock
-        The beginning on that clock.
-    came, left
-        Seconds after the beginning; `left` is infinite as long as it is there.
+    Its state contained `first` samples when it came. The account's times are on the clock of the site's log; `clock` is
+    the beginning on it.
     """
 
     site: str
@@ -69,16 +59,9 @@ class Stint:
 
 @dataclass(frozen=True)
 class SiteMove:
-    """State that was transferred.
+    """State that was transferred to a site, `time` seconds after the beginning; `source` is its collection.
 
-    Parameters
-    ----------
-    time
-        When, seconds after the beginning.
-    training, source, target
-        Its name, the collection that it came from, and the site.
-    seconds, size
-        From the pause until the state had arrived, and bytes.
+    It took `seconds` from the pause until the state had arrived; `size` is in bytes.
     """
 
     time: float
@@ -93,18 +76,8 @@ class SiteMove:
 class FederationOutcome:
     """The result of a replay of several sites.
 
-    Parameters
-    ----------
-    sites
-        Outcome of each site.
-    stints
-        For each training, its times at sites, in order.
-    moves
-        Transfers of state.
-    plans
-        The decisions over sites: (solve seconds, proven optimal).
-    submitted
-        When each training was submitted, seconds after the beginning.
+    For each training there are its times at sites, in order, and when it was submitted, seconds after the beginning.
+    `plans` are the decisions over sites: (solve seconds, proven optimal).
     """
 
     sites: dict[str, Outcome] = field(default_factory=dict)
@@ -160,28 +133,11 @@ def replay_sites(
     state_bytes: Mapping[str, float],
     on_progress: Callable[[float], None] | None = None,
 ) -> FederationOutcome:
-    """Replay the logs of several sites together.
+    """Replay the logs of several sites, which have the same length, together.
 
-    Parameters
-    ----------
-    sites
-        Sites whose logs have the same length.
-    rates
-        The trainers and the value of their samples.
-    make_policy
-        Makes the policy that allocates the nodes of one site.
-    settings
-        How to replay each site.
-    planner
-        Decides which training runs where.
-    look
-        Seconds between its decisions.
-    transfers
-        (from site, to site) -> rate.
-    state_bytes
-        Trainer -> size of its state.
-    on_progress
-        Called from time to time with the share of the time that is done.
+    `planner` decides every `look` seconds which training runs where; `make_policy` makes the policy that allocates the
+    nodes of one site. `transfers` is (from site, to site) -> rate, `state_bytes` trainer -> size of its state.
+    `on_progress` gets the share of the time that is done.
     """
     replays = {site.name: _SiteReplay(site, rates, make_policy(), settings) for site in sites}
     return _Federation(replays, rates.trainers, planner, look, transfers, state_bytes, on_progress).run()

@@ -18,31 +18,14 @@ __all__ = ["LogPart", "SiteLog", "UnionLog", "same_length"]
 
 @dataclass(frozen=True)
 class SiteLog:
-    """A site and its holes.
-
-    Parameters
-    ----------
-    name
-        The site's name.
-    log
-        Its log. The logs of several sites begin at the same time, whatever their own clocks are.
-    """
+    """A site and its holes; the logs of several sites begin at the same time, whatever their own clocks are."""
 
     name: str
     log: HoleLog
 
 
 class LogPart(HoleLog):
-    """A part of a log; holes that begin before it or end after it are cut.
-
-    Parameters
-    ----------
-    log
-        The log.
-    after
-        Where the part begins, seconds after the log's start.
-    seconds
-        Its length; ``None`` for the rest.
+    """A part of a log, in seconds after its start; holes that begin before it or end after it are cut.
 
     Raises
     ------
@@ -97,13 +80,7 @@ class LogPart(HoleLog):
 
 
 class UnionLog(HoleLog):
-    """The idle nodes of several sites as if they were one machine; its clock begins at zero.
-
-    Parameters
-    ----------
-    sites
-        Sites whose logs have the same length.
-    """
+    """The idle nodes of several sites as if they were one machine; its clock begins at zero."""
 
     def __init__(self, sites: Sequence[SiteLog]) -> None:
         self._sites = sites

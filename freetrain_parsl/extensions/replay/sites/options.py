@@ -25,6 +25,7 @@ from freetrain_parsl.screen import say
 __all__ = [
     "TRANSFER_HEADER",
     "SiteOption",
+    "number_or_nan",
     "open_sites",
     "read_site_options",
     "read_transfer_rates",
@@ -50,12 +51,7 @@ def same_rate(sites: Sequence[str], megabytes_per_second: float) -> dict[tuple[s
 def read_transfer_rates(path: Path, sites: Sequence[str]) -> dict[tuple[str, str], TransferRate]:
     """Read the rates between sites; pairs that are missing have none.
 
-    Parameters
-    ----------
-    path
-        The file; lines that begin with ``#`` are comments, and a latency may be missing (10 s).
-    sites
-        The sites' names.
+    Lines that begin with ``#`` are comments, and a latency may be missing (10 s).
 
     Raises
     ------
@@ -92,7 +88,7 @@ def _rate(text: str, sites: Sequence[str]) -> tuple[tuple[str, str], TransferRat
             raise ValueError(f"no site {name!r}{did_you_mean(name, sites)}; sites: {', '.join(sites)}")
     if source == target:
         raise ValueError(f"a rate is from one site to another, got {source!r} twice")
-    megabytes, latency = _number(fields[2]), _number(fields[3]) if len(fields) == 4 else _LATENCY
+    megabytes, latency = number_or_nan(fields[2]), number_or_nan(fields[3]) if len(fields) == 4 else _LATENCY
     if not 0 < megabytes < math.inf:
         raise ValueError(f"a rate must be a positive number of MB/s, got {fields[2]!r}")
     if not 0 <= latency < math.inf:
@@ -104,7 +100,8 @@ def _fields(text: str) -> list[str]:
     return [field.strip() for field in text.split(",")]
 
 
-def _number(text: str) -> float:
+def number_or_nan(text: str) -> float:
+    """Parse a number; return NaN for anything else."""
     try:
         return float(text)
     except ValueError:
@@ -173,7 +170,7 @@ def _whole(site: str, key: str, values: Mapping[str, str]) -> int | None:
 def _hours(site: str, key: str, values: Mapping[str, str]) -> float | None:
     if key not in values:
         return None
-    hours = _number(values[key])
+    hours = number_or_nan(values[key])
     if not (math.isfinite(hours) and hours >= 0):
         raise InvalidSettings(f"--site {site}: {key} must be a number of hours, got {values[key]!r}")
     return hours
@@ -200,19 +197,7 @@ def open_sites(options: Sequence[SiteOption], *, lenient: bool, mask_idle_above:
 def site_terms(
     options: Sequence[SiteOption], transfers: str | None, state_size: float | None, look: float | None
 ) -> SiteTerms:
-    """Return what moves take.
-
-    Parameters
-    ----------
-    options
-        The sites.
-    transfers
-        MB/s between all sites, or the path of a file with rates.
-    state_size
-        MB of every training.
-    look
-        Seconds.
-    """
+    """Return what moves take; sizes are in MB, and transfers in MB/s or a file with rates."""
     names = [site.name for site in options]
     size = _STATE if state_size is None else state_size
     if not (math.isfinite(size) and size >= 0):
@@ -224,7 +209,7 @@ def site_terms(
 
 
 def _rates(names: Sequence[str], transfers: str | None) -> dict[tuple[str, str], TransferRate]:
-    rate = _RATE if transfers is None else _number(transfers)
+    rate = _RATE if transfers is None else number_or_nan(transfers)
     if math.isnan(rate) and transfers is not None:
         return read_transfer_rates(Path(transfers), names)
     if not 0 < rate < math.inf:

@@ -44,15 +44,7 @@ FUSION_CURVES: Mapping[str, FusionCurve] = {
 
 @dataclass
 class ArrayAccount(Account):
-    """An array as the planner's trainer; also a member that trains alone.
-
-    Parameters
-    ----------
-    fusion
-        Throughput of an array relative to one member.
-    members
-        The accounts of its members.
-    """
+    """An array as the planner's trainer; also a member that trains alone."""
 
     fusion: FusionCurve = field(default_factory=FusionCurve)
     members: list[Account] = field(default_factory=list)
@@ -139,17 +131,7 @@ class ArrayAccount(Account):
 
 @dataclass
 class Sweep:
-    """The members of a sweep that are not done: in arrays, or waiting.
-
-    Parameters
-    ----------
-    name
-        Of the sweep; the arrays' names begin with it.
-    trainer
-        Describes every member.
-    fusion
-        Throughput of an array relative to one member.
-    """
+    """The members of a sweep that are not done, all like `trainer`: in arrays, or waiting."""
 
     name: str
     trainer: Trainer
@@ -168,16 +150,7 @@ class Sweep:
     def rearrange(
         self, slots: int, horizon: float, start: float = 0.0
     ) -> tuple[list[ArrayAccount], list[ArrayAccount], float]:
-        """Form, enlarge, split and merge arrays so that the throughput on so many slots pays for the changes.
-
-        Parameters
-        ----------
-        slots
-            Slots for all arrays, at least as many as there are arrays.
-        horizon
-            How long an arrangement is expected to last, seconds.
-        start
-            Seconds that a new array loses.
+        """Form, enlarge, split and merge arrays as far as that pays for the changes; see `arrange`.
 
         Returns
         -------

@@ -46,20 +46,8 @@ def compare_fusion(
 
     Parameters
     ----------
-    log
-        The holes.
-    trainers
-        The sweeps.
     fusion
         Name and throughput of arrays. With a curve of one member, only one by one is replayed.
-    contestants
-        The policies.
-    settings
-        How to replay; `knowledge` is taken from each contestant.
-    price_per_node_hour
-        Price in any currency.
-    on_progress
-        Called with the progress.
 
     Returns
     -------
@@ -122,22 +110,7 @@ def replay_sweeps(
     settings: ReplaySettings | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Replay sweeps with a policy.
-
-    Parameters
-    ----------
-    log
-        The holes.
-    trainers
-        The sweeps.
-    fusion
-        Throughput of arrays; ``FusionCurve()`` trains one by one.
-    policy
-        Allocates the idle nodes to the arrays.
-    settings
-        How to replay; `concurrent` limits the number of arrays.
-    on_progress
-        Called from time to time with the time reached on the log's clock.
+    """Replay sweeps with a policy; ``FusionCurve()`` trains one by one, and `concurrent` limits the number of arrays.
 
     Returns
     -------

@@ -34,15 +34,7 @@ _EPOCHS = 10  # of a job: Optimus counts the work left by epochs
 
 @dataclass(frozen=True)
 class CurveTimes:
-    """Times of a step that follow from a curve: the same for every batch and placement of a number of GPUs.
-
-    Parameters
-    ----------
-    curve
-        Samples per second.
-    batch
-        Samples of a step.
-    """
+    """Times of a step of `batch` samples that follow from a curve: the same for each placement of a number of GPUs."""
 
     curve: ScalingCurve
     batch: int
@@ -96,17 +88,6 @@ def read_job_log(
     and has as much work as it would have done on them in its recorded run time, with the curve of a trainer. Trainers
     are used in turn. Jobs that did not run, or whose end the log does not contain, are left out.
 
-    Parameters
-    ----------
-    file
-        The log.
-    trainers
-        Curves, bounds and costs of changes; at least one.
-    gpus
-        Size of the cluster.
-    lenient
-        Skip malformed lines.
-
     Raises
     ------
     InvalidInput
@@ -140,20 +121,9 @@ def _recorded_request(trainer: Trainer, job: RecordedJob, number: int, gpus: int
 def curve_request(
     trainer: Trainer, name: str, submitted: float, gpus: int, work: float, bounds: tuple[int, int] | None = None
 ) -> JobRequest:
-    """Make a job that trains with a curve, all steps of the same batch, until its work is done.
+    """Make a job that trains with a trainer's curve, all steps of the same batch, until its work in samples is done.
 
-    Parameters
-    ----------
-    trainer
-        Its curve and costs of changes.
-    name, submitted
-        Name and time of submission, seconds.
-    gpus
-        What policies give it that choose nothing.
-    work
-        Samples.
-    bounds
-        Fewest and most GPUs; ``None`` for those of the trainer.
+    Policies that choose nothing give it `gpus`; `bounds`, of the trainer by default, are its fewest and most.
     """
     least, most = bounds or (trainer.min_nodes, trainer.max_nodes)
     curve = trainer.curve

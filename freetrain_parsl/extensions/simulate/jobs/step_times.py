@@ -22,19 +22,7 @@ Placement = tuple[int, ...]
 
 
 class Measurement(NamedTuple):
-    """One measured step.
-
-    Parameters
-    ----------
-    nodes, gpus
-        Where it was measured.
-    placement
-        GPUs on each node; ``None`` for a mean over placements.
-    local_batch
-        Samples on each GPU.
-    step_time, sync_time
-        Seconds of a step, and its part spent in the exchange of gradients.
-    """
+    """One measured step, or a mean over placements (``None``), in seconds; the exchange of gradients is part of it."""
 
     nodes: int
     gpus: int
@@ -75,11 +63,6 @@ class MeasuredStepTimes:
 
     A measured placement is interpolated linearly in the samples on each GPU. For others, means over placements are
     interpolated in the samples, then in GPUs, then between the measured numbers of nodes at equal GPUs per node.
-
-    Parameters
-    ----------
-    measurements
-        At least one.
     """
 
     def __init__(self, measurements: Sequence[Measurement]) -> None:

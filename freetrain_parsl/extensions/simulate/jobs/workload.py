@@ -87,23 +87,7 @@ def read_rows(file: Path, columns: Sequence[str]) -> Iterator[CsvRow]:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job as its user submits it.
-
-    Parameters
-    ----------
-    name
-        Unique in the workload.
-    time
-        When it is submitted, seconds.
-    application
-        What it trains.
-    gpus, batch
-        The GPUs and the global batch that its user asks for.
-    least
-        The fewest GPUs that it runs on.
-    costs
-        Seconds that it stands still when its GPUs change.
-    """
+    """A job as its user submits it; it asks for `gpus` and a global `batch`, and runs on `least` GPUs or more."""
 
     name: str
     time: float
@@ -115,16 +99,9 @@ class JobRequest:
 
 
 def read_workload(file: Path, applications: Mapping[str, Application], gpus: int) -> tuple[JobRequest, ...]:
-    """Read a workload, ordered by submission.
+    """Read a workload for a cluster of so many GPUs, ordered by submission.
 
-    Parameters
-    ----------
-    file
-        CSV with the columns ``name,time,application,num_replicas,batch_size``.
-    applications
-        Name -> application.
-    gpus
-        Size of the cluster.
+    The file is CSV with the columns ``name,time,application,num_replicas,batch_size``.
 
     Raises
     ------
