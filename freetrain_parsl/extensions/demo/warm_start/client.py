@@ -59,22 +59,12 @@ def circumstances() -> dict[str, Any]:
 
 
 def run_forked(command: list[str]) -> int | None:
-    """Let a process of the server run the program of this node.
+    """Let a process of the server run the program of this node, a module in an interpreter like this one.
 
-    Parameters
-    ----------
-    command
-        The program, a module in an interpreter like this one, and its arguments.
-
-    Returns
-    -------
-    int or None
-        The exit code of the process; ``None`` if the program must run in this process.
+    Return its exit code; ``None`` if the program must run in this process.
     """
-    if ADDRESS not in os.environ:
-        return None
-    if MARK not in os.environ:
-        return None  # no node of an embedded cluster: a batch system would not find the process
+    if ADDRESS not in os.environ or MARK not in os.environ:
+        return None  # without a mark, no node of an embedded cluster: a batch system would not find the process
     # Signals to the job reach the process directly. This one ends after it.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
