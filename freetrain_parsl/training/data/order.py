@@ -21,26 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """The samples that a member runs through the model at a time.
+    """The samples that a member runs through the model at a time."""
 
-    Parameters
-    ----------
-    positions
-        Positions in the dataset, int64, shape (samples,), never empty.
-    weight
-        How many of them count: all, or none if this member has no samples left. It then trains on `Order.least`
-        samples with weight zero, because it must take part in the collectives.
-    shard
-        Number of the shard of the batch that it belongs to; seeds its random numbers.
-    last_of_shard, last
-        Whether it is the last of its shard, and of this member's part of the batch.
-    """
-
-    positions: torch.Tensor
+    positions: torch.Tensor  # positions in the dataset, int64, shape (samples,), never empty
     weight: int
-    shard: int
+    """How many of them count: all, or none if this member has no samples left. It then trains on `Order.least`
+    samples with weight zero, because it must take part in the collectives."""
+    shard: int  # number of the shard of the batch that it belongs to; seeds its random numbers
     last_of_shard: bool
-    last: bool
+    last: bool  # of this member's part of the batch
 
     @cached_property
     def checksum(self) -> int:
