@@ -33,23 +33,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class MainRecord:
-    """The record of a main job; seconds on the cluster's clock.
-
-    Parameters
-    ----------
-    id
-        The job's id.
-    nodes
-        Number of its nodes.
-    walltime
-        Requested walltime.
-    submit
-        When it was submitted.
-    start, end
-        When it started and ended; ``None`` if not yet.
-    planned_run
-        Its planned run time, as long as it has not ended.
-    """
+    """The record of a main job; seconds on the cluster's clock."""
 
     id: str
     nodes: int
@@ -57,7 +41,7 @@ class MainRecord:
     submit: float
     start: float | None
     end: float | None
-    planned_run: float
+    planned_run: float  # as long as it has not ended
 
 
 @dataclass(frozen=True)

@@ -47,18 +47,9 @@ class JobState(str, Enum):
 
 @dataclass(frozen=True)
 class Command:
-    """The command that a job runs on each of its nodes.
+    """The command that a job runs on each of its nodes, see `ClusterClient.submit`.
 
-    Parameters
-    ----------
-    argv
-        Program and arguments; no shell is involved.
-    env
-        The whole environment; the cluster's own variables are added.
-    cwd
-        Working directory.
-    stdout, stderr
-        Files to which the output of all nodes is appended; ``None`` to discard it.
+    The cluster's own variables are added to `env`.
     """
 
     argv: tuple[str, ...]
@@ -110,18 +101,7 @@ class Interval:
 class BatchQueue:
     """Queue, nodes and jobs of one cluster.
 
-    Parameters
-    ----------
-    name
-        The cluster's name.
-    scheduler
-        The scheduler; it must not be used by other code.
-    grace
-        Seconds from SIGTERM to SIGKILL.
-    workload
-        The main queue, submitted over time.
-    loop
-        Event loop whose clock, timers and signal handlers are used.
+    The scheduler must not be used by other code; `grace` is in seconds.
     """
 
     def __init__(

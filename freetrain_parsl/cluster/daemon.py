@@ -35,15 +35,7 @@ _MAX_REQUEST = 16 * 2**20  # bytes; a request contains a job's whole environment
 
 
 class Daemon:
-    """Serves requests to a batch system.
-
-    Parameters
-    ----------
-    batch
-        The batch system.
-    directory
-        Directory of its log.
-    """
+    """Serves requests to a batch system."""
 
     def __init__(self, batch: BatchQueue, directory: Path) -> None:
         self._batch = batch

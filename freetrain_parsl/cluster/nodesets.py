@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 class NodeNames:
     """Converts between node names and bits; bit i is the i-th name.
 
-    Parameters
-    ----------
-    nodes
-        The names, or the number of nodes, which are then named ``n00``, ``n01``, …
+    Given the number of nodes, it names them ``n00``, ``n01``, …
     """
 
     def __init__(self, nodes: int | Sequence[str]) -> None:

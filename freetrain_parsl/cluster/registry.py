@@ -34,22 +34,12 @@ _PERIOD = 0.2
 
 @dataclass(frozen=True)
 class ClusterInfo:
-    """A cluster's entry.
-
-    Parameters
-    ----------
-    name
-        Unique among this user's running clusters.
-    directory
-        Directory of its logs and its jobs' scripts.
-    pid, started
-        Its process and the start time of that (clock ticks after boot).
-    """
+    """A cluster's entry; its name is unique among this user's running clusters."""
 
     name: str
-    directory: str
+    directory: str  # of its logs and its jobs' scripts
     pid: int
-    started: int
+    started: int  # when the process was, clock ticks after boot
 
     @property
     def running(self) -> bool:
@@ -120,15 +110,7 @@ def wait_for_ending(
     """Wait until the cluster of a directory is gone, if there is one and the process that has started it was killed.
 
     Such a cluster ends by itself, with all its jobs, within the grace period. If it does not, this gives up.
-
-    Parameters
-    ----------
-    directory
-        Its directory, resolved.
-    report
-        Called once with a line of output, if there is anything to wait for.
-    clock, sleep
-        In seconds.
+    The directory is resolved; `report` is called once with a line of output, if there is anything to wait for.
     """
     end, reported = clock() + _LONGEST_ENDING, False
     while found := [info for info in running_clusters() if info.directory == str(directory) and _is_ending(info)]:

@@ -33,27 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """The request of a job.
-
-    Parameters
-    ----------
-    id
-        Unique among the jobs of a scheduler.
-    nodes
-        Number of nodes.
-    walltime
-        Maximum run time, seconds.
-    preemptible
-        Whether main jobs have priority over it and may preempt it.
-    nodelist
-        Names of the nodes on which it may run; ``None`` for any. Preemptible jobs only: main jobs run on any nodes.
-    """
+    """The request of a job; the walltime is in seconds, the id is unique among the jobs of a scheduler."""
 
     id: str
     nodes: int
     walltime: float
     preemptible: bool = False
+    """Whether main jobs have priority over it and may preempt it."""
     nodelist: tuple[str, ...] | None = None
+    """Names of the nodes on which it may run; ``None`` for any. Preemptible jobs only: main jobs run on any nodes."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1:

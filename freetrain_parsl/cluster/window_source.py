@@ -31,12 +31,7 @@ class LocalWindowSource(WindowSource):
     They are of kind backfill: they close when the cluster's plan needs the nodes (``None`` if it does not). The plan is
     based on requested walltimes, so a main job may start earlier and preempt.
 
-    Parameters
-    ----------
-    client
-        Client of the cluster.
-    only
-        Names of the nodes to find; ``None`` for all.
+    `only` are the names of the nodes to find; ``None`` for all.
     """
 
     def __init__(self, client: ClusterClient, only: Sequence[str] | None = None) -> None:

@@ -38,10 +38,7 @@ def note_checked(digest: str, name: str) -> None:
 def take_unchecked(codes: Mapping[str, str]) -> list[str]:
     """Return the digests for which a check is to be suggested, once: they were never given to this function before.
 
-    Parameters
-    ----------
-    codes
-        Digest -> name of the function, for people who read the file.
+    `codes` maps digests to names of functions, for people who read the file.
     """
     try:
         lines = (state_directory() / _FILE).read_text(encoding="utf-8").splitlines()

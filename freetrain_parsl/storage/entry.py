@@ -40,13 +40,7 @@ class Sink(Protocol):
 
 
 class HashingSink:
-    """Passes bytes on to a file and computes their count and SHA-256.
-
-    Parameters
-    ----------
-    file
-        Open for writing.
-    """
+    """Passes bytes on to a file and computes their count and SHA-256."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

@@ -31,21 +31,9 @@ _LEAST_RATE, _MOST_RATE = 1e-6, 1e12  # samples per second
 
 
 def read_measurement(path: Path, parse: Callable[[Any], T], consequence: str) -> T | None:
-    """Read a file of `write_measurement`.
+    """Read a file of `write_measurement`; ``None`` if there is none, or if it cannot be used, which is logged.
 
-    Parameters
-    ----------
-    path
-        The file.
-    parse
-        Converts its content; raises ValueError, TypeError or KeyError if this is invalid.
-    consequence
-        What follows if the file cannot be used, for the log.
-
-    Returns
-    -------
-    measurement
-        ``None`` if there is no such file, or if it cannot be used, which is logged.
+    `parse` raises ValueError, TypeError or KeyError if the content is invalid; `consequence` is for the log.
     """
     try:
         check_owned(path)
@@ -82,12 +70,7 @@ def write_measurement(path: Path, content: object) -> None:
 def read_rates(root: Path, key: str) -> Rates:
     """Return what was measured; nothing if there is nothing, or if its file cannot be used, which is logged.
 
-    Parameters
-    ----------
-    root
-        The checkpoint root.
-    key
-        Letters and digits, equal for trainings that are alike.
+    The key, letters and digits, is equal for trainings that are alike.
     """
     return read_measurement(_path(root, key), _checked, "the scaling curve is learned anew") or {}
 

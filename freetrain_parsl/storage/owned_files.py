@@ -52,12 +52,7 @@ _PRIVATE = 0o700
 class OpenDirectory:
     """An open directory: what is opened in it is in the directory that was checked, whatever its path names later.
 
-    Parameters
-    ----------
-    path
-        Where it was opened, without a link as its last part.
-    descriptor
-        Of the directory.
+    The last part of `path` is no link.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -97,14 +92,7 @@ class OpenDirectory:
         return ""
 
     def open_file(self, name: str, most: int | None = None) -> int:
-        """Open a file for reading, and return its descriptor.
-
-        Parameters
-        ----------
-        name
-            Its name.
-        most
-            Bytes that it may have.
+        """Open a file for reading, and return its descriptor; `most` is how many bytes it may have.
 
         Raises
         ------

@@ -54,24 +54,13 @@ _LONGEST_NAME = 200  # leaves room for suffixes under the usual limit of 255 byt
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written; it counts once `CheckpointDirectory.complete` has returned.
-
-    Parameters
-    ----------
-    step
-        Optimizer steps done.
-    path
-        Its temporary directory.
-    begun
-        Start time on the directory's clock.
-    files
-        Path in the checkpoint -> ``{"bytes": …, "sha256": …}``.
-    """
+    """A checkpoint that is being written; it counts once `CheckpointDirectory.complete` has returned."""
 
     step: int
-    path: Path
-    begun: float
+    path: Path  # temporary
+    begun: float  # on the directory's clock
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Path in the checkpoint -> ``{"bytes": …, "sha256": …}``."""
 
 
 def directory_name(trainer: str) -> str:
@@ -212,16 +201,7 @@ class CheckpointDirectory:
             return Draft(step, Path(tempfile.mkdtemp(prefix="step-", dir=staging.path)), self._clock())
 
     def write(self, draft: Draft, name: str, write: Callable[[Sink], object]) -> None:
-        """Write a file of a checkpoint durably and record its checksum.
-
-        Parameters
-        ----------
-        draft
-            Draft of the checkpoint; removed if this fails.
-        name
-            Name of the file.
-        write
-            Writes to the given sink.
+        """Write a file of a checkpoint durably and record its checksum; if this fails, the draft is removed.
 
         Raises
         ------
@@ -352,12 +332,7 @@ class CheckpointDirectory:
     def adopt(self, arrived: Path, entry: Entry) -> None:
         """Publish a complete checkpoint that was copied from another site; checkpoints of this site are set aside.
 
-        Parameters
-        ----------
-        arrived
-            Its directory, in the same file system.
-        entry
-            Its entry in this directory.
+        Its directory `arrived` is in the same file system.
 
         Raises
         ------

@@ -44,21 +44,9 @@ def condition_of(directory: Path | str, error: OSError) -> str:
 
 
 def storage_error(attempt: str, directory: Path, error: OSError) -> CheckpointError:
-    """Return the error of a failed attempt, to be raised from `error`.
+    """Return the error of a failed attempt, to be raised from `error`: `StorageUnavailable` if it may be temporary.
 
-    Parameters
-    ----------
-    attempt
-        What failed, such as ``cannot write a checkpoint of step 5 in /ck/net``.
-    directory
-        The checkpoint directory whose condition is reported.
-    error
-        The file system's error.
-
-    Returns
-    -------
-    problem
-        A `StorageUnavailable` if the failure may be temporary.
+    The attempt is such as ``cannot write a checkpoint of step 5 in /ck/net``.
     """
     message = f"{attempt}: {error.strerror or error}"
     if is_unavailable(error):

@@ -12,12 +12,7 @@ DEEPEST: Final = 100
 
 
 def parse_stored(text: object) -> Any:
-    """Return the value of a stored text.
-
-    Parameters
-    ----------
-    text
-        JSON. A database that was tampered with may hold anything, such as a number.
+    """Return the value of a stored text; a database that was tampered with may hold anything, such as a number.
 
     Raises
     ------

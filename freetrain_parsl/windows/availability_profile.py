@@ -45,24 +45,11 @@ _NAMED_IN_NOTE = 5
 
 @dataclass(frozen=True)
 class NodeNeeds:
-    """What a block requires of each of its nodes.
-
-    Parameters
-    ----------
-    partition
-        Partition to which it is submitted.
-    exclusive
-        It takes whole nodes: only idle ones count. Otherwise partly used nodes with enough resources count too.
-    cpus, gpus
-        Counts.
-    memory
-        MiB.
-    features
-        Features that the node must have.
-    """
+    """What a block requires of each of its nodes; memory in MiB."""
 
     partition: str
     exclusive: bool = True
+    """It takes whole nodes: only idle ones count. Otherwise partly used nodes with enough resources count too."""
     cpus: int = 1
     gpus: int = 0
     memory: int = 0

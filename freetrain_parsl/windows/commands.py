@@ -47,10 +47,7 @@ class Runner(Protocol):
 class Commands:
     """Runs the batch system's commands on this machine.
 
-    Parameters
-    ----------
-    timeout
-        Commands that take longer are killed.
+    Those that take longer than the timeout are killed.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:

@@ -23,11 +23,6 @@ class WindowsByKind(WindowSource):
 
     Every source sees all jobs of the batch system, so that any of them can find and cancel our jobs. A node that
     belongs to several kinds counts as one of the first of them.
-
-    Parameters
-    ----------
-    sources
-        Name of the kind -> source of its windows; at least one.
     """
 
     def __init__(self, sources: Mapping[str, WindowSource]) -> None:

@@ -17,12 +17,7 @@ __all__ = ["Occupancy"]
 class Occupancy:
     """A batch system's state, indexed by node.
 
-    Parameters
-    ----------
-    state
-        State of the batch system.
-    ours
-        Ids of our own jobs; pending ones are ignored.
+    `ours` are the ids of our own jobs; pending ones are ignored.
     """
 
     def __init__(self, state: BatchState, ours: Collection[str]) -> None:

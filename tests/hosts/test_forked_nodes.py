@@ -94,11 +94,11 @@ def test_a_host_with_other_files_starts_its_node_by_itself(run, tmp_path):
 
 _ENTER = """
 import os, sys
-from freetrain_parsl.extensions.demo.warm_start import namespaces
-there = [os.open(f"/proc/{sys.argv[1]}/ns/{kind}", os.O_RDONLY) for kind in namespaces.ENTERED]
+from freetrain_parsl.extensions.demo.warm_start.client import ENTERED, enter_namespaces, open_namespaces
+there = [os.open(f"/proc/{sys.argv[1]}/ns/{kind}", os.O_RDONLY) for kind in ENTERED]
 os.setuid(65534)
-namespaces.enter(namespaces.descriptors())  # its own
-namespaces.enter(there)
+enter_namespaces(open_namespaces())  # its own
+enter_namespaces(there)
 """
 
 

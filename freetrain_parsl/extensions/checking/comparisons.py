@@ -31,17 +31,7 @@ _ZERO = 1e-12  # norms below it are those of rounding
 
 @dataclass(frozen=True)
 class StateDifference:
-    """The first part of the states of two processes that differs.
-
-    Parameters
-    ----------
-    place
-        Where in the data.
-    name, kind
-        Of the part.
-    one, other
-        Its digests.
-    """
+    """The first part of the states of two processes that differs; `one` and `other` are its digests."""
 
     place: Place
     name: str
@@ -104,21 +94,13 @@ def _scales(states: Mapping[str, Value]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GradientGap:
-    """The first gradient that differs.
-
-    Parameters
-    ----------
-    number
-        Of the step, from 0.
-    share
-        Norm of the difference, relative to that of the gradient of one process.
-    ratio
-        By which the gradient of one process must be multiplied to come closest to the other one.
-    """
+    """The first gradient that differs, in the step of this number."""
 
     number: int
     share: float
+    """Norm of the difference, relative to that of the gradient of one process."""
     ratio: float
+    """By which the gradient of one process must be multiplied to come closest to the other one."""
 
 
 def gradient_gap(
@@ -180,16 +162,10 @@ def reason_for_gap(
     alone: ProcessRecord,
     again: Sequence[ProcessRecord],
 ) -> Finding:
-    """Tell why the gradient of a group is not that of one process.
+    """Tell why the gradient of a group is not that of the `reference`, one process.
 
-    Parameters
-    ----------
-    gap
-        The difference.
-    reference, group
-        One process, and the group.
-    alone, again
-        The same, with the scalars on the way to the loss: the first that is no mean of the members' is the cause.
+    `alone` and `again` are the same with the scalars on the way to the loss: the first that is no mean of the members'
+    is the cause.
     """
     step = reference.steps[gap.number]
     mean = sum(record.steps[gap.number].loss * record.steps[gap.number].weight for record in group)

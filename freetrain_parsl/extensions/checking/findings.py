@@ -155,21 +155,10 @@ class Judge:
     def members(
         self, size: int, group: Sequence[ProcessRecord], reference: ProcessRecord, steady: Sequence[ProcessRecord]
     ) -> GradientGap | None:
-        """Judge a group that was together from the start.
+        """Judge a group that was together from the start; return a difference of gradients of unknown cause.
 
-        Parameters
-        ----------
-        size
-            Of the group.
-        group
-            Its processes, with real random numbers: compared with each other, by bits.
-        reference, steady
-            One process, and the group, where nothing depends on the share: compared with a tolerance.
-
-        Returns
-        -------
-        gap
-            A difference of the gradients whose cause is still unknown.
+        The processes of `group` have real random numbers and are compared with each other, by bits. `reference`, one
+        process, and `steady`, the group, where nothing depends on the share, are compared with a tolerance.
         """
         name = f"{size} processes"
         when = f"On {name}"

@@ -170,13 +170,6 @@ class Processes:
     """Runs groups of processes, one after another.
 
     Forked from this process, which has imported torch and the user's module: a process costs 0.05 s, not seconds.
-
-    Parameters
-    ----------
-    call
-        What they run.
-    scratch
-        A private directory.
     """
 
     def __init__(self, call: Call, scratch: Path) -> None:

@@ -31,72 +31,35 @@ Place: TypeAlias = tuple[int, bool, int, int]
 
 @dataclass(frozen=True)
 class Variant:
-    """How one process of a check runs.
+    """How one process of a check runs."""
 
-    Parameters
-    ----------
-    rank, size
-        Its place in the first group.
-    pause_at
-        Steps after which it is paused with a checkpoint.
-    grow_at
-        Steps after which a second process joins it.
-    joins
-        Whether it is the one that joins.
-    fail_at
-        Steps after which the last process fails in the middle of a batch, which the others repeat.
-    fused
-        Whether two members of one array run the function, in one process.
-    leave_at
-        Steps after which it is over; ``None``: at the end of the function.
-    double
-        Whether numbers are float64.
-    steady
-        Whether random numbers in the loop are constants and BatchNorm uses its running statistics, so that nothing
-        depends by design on how a batch is divided.
-    scalars
-        Whether the scalars on the way to each loss are recorded.
-    whole
-        Whether epochs and the loop over them keep their length.
-    """
-
-    rank: int = 0
+    rank: int = 0  # in the first group
     size: int = 1
-    pause_at: int | None = None
-    grow_at: int | None = None
-    joins: bool = False
+    pause_at: int | None = None  # steps after which it is paused with a checkpoint
+    grow_at: int | None = None  # steps after which a second process joins it
+    joins: bool = False  # whether it is the one that joins
     fail_at: int | None = None
-    fused: bool = False
-    leave_at: int | None = None
-    double: bool = True
+    """Steps after which the last process fails in the middle of a batch, which the others repeat."""
+    fused: bool = False  # whether two members of one array run the function, in one process
+    leave_at: int | None = None  # steps after which it is over; ``None``: at the end of the function
+    double: bool = True  # whether numbers are float64
     steady: bool = False
-    scalars: bool = False
-    whole: bool = False
+    """Whether random numbers in the loop are constants and BatchNorm uses its running statistics, so that nothing
+    depends by design on how a batch is divided."""
+    scalars: bool = False  # whether the scalars on the way to each loss are recorded
+    whole: bool = False  # whether epochs and the loop over them keep their length
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """The digest of a number, string or tensor.
+    """The digest of a number, string or tensor."""
 
-    Parameters
-    ----------
-    bits
-        Equal for equal bits, shape and type.
-    text
-        The value, shortened.
-    norm
-        Its Euclidean norm; ``None`` if it can be compared by its bits only.
-    sketch
-        Its projections on random signs, from which the norm of a difference is estimated; a short one is exact.
-    of
-        Name of its type or of that of the object that contains it.
-    """
-
-    bits: bytes
-    text: str = ""
-    norm: float | None = None
+    bits: bytes  # equal for equal bits, shape and type
+    text: str = ""  # the value, shortened
+    norm: float | None = None  # its Euclidean norm; ``None`` if it can be compared by its bits only
     sketch: tuple[float, ...] = ()
-    of: str = ""
+    """Its projections on random signs, from which the norm of a difference is estimated; a short one is exact."""
+    of: str = ""  # name of its type or of that of the object that contains it
 
     def differs(self, other: Leaf, tolerance: float = 0.0, scale: float = 0.0) -> bool:
         """Return whether two values differ: by more than `tolerance`, relative to the larger norm or to `scale`."""
@@ -157,110 +120,56 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Graph:
-    """What the graph of a loss shows.
+    """What the graph of a loss shows."""
 
-    Parameters
-    ----------
-    sums
-        Whether one of torch's losses is a sum over samples.
-    weighted
-        Whether one is a mean over the weights of classes.
-    casts
-        Whether numbers are converted to a type of lower precision.
-    checkpoint
-        Whether it contains reentrant activation checkpointing.
-    """
-
-    sums: bool = False
-    weighted: bool = False
-    casts: bool = False
-    checkpoint: bool = False
+    sums: bool = False  # whether one of torch's losses is a sum over samples
+    weighted: bool = False  # whether one is a mean over the weights of classes
+    casts: bool = False  # whether numbers are converted to a type of lower precision
+    checkpoint: bool = False  # whether it contains reentrant activation checkpointing
 
 
 @dataclass
 class RecordedStep:
-    """One loss of one process.
+    """One loss of one process."""
 
-    Parameters
-    ----------
-    place
-        Where in the data.
-    line
-        ``file:line`` of the user's call.
-    loss, weight
-        The loss of its piece, and the share of the batch that the piece has.
-    draws
-        Whether random numbers were drawn since the batch was handed out.
-    graph
-        Of the loss.
-    scalars
-        On the way to the loss, in order.
-    gradients
-        Of the whole batch: parameter -> digest; empty before the last piece.
-    made
-        Whether the optimizer step was made.
-    """
-
-    place: Place
-    line: str
-    loss: float
-    weight: float
-    draws: bool
-    graph: Graph = Graph()
-    scalars: tuple[Scalar, ...] = ()
+    place: Place  # where in the data
+    line: str  # ``file:line`` of the user's call
+    loss: float  # of its piece
+    weight: float  # share of the batch that the piece has
+    draws: bool  # whether random numbers were drawn since the batch was handed out
+    graph: Graph = Graph()  # of the loss
+    scalars: tuple[Scalar, ...] = ()  # on the way to the loss, in order
     gradients: dict[str, Leaf] = field(default_factory=dict)
-    made: bool = False
+    """Of the whole batch: parameter -> digest; empty before the last piece."""
+    made: bool = False  # whether the optimizer step was made
 
 
 @dataclass
 class ProcessRecord:
-    """What one process of a check has recorded.
-
-    Parameters
-    ----------
-    states
-        At each boundary: name -> part of the session's state.
-    held
-        At each boundary: path -> what the user's frames, and the globals that they use, hold.
-    steps
-        In order.
-    events
-        (kind, where or what), such as a buffer that was assigned anew.
-    frames
-        The user's functions that were running at the last boundary, from the innermost.
-    batch_norm
-        Names of normalizations over the batch.
-    returned, metrics
-        What the function returned, and the session's metrics at the end.
-    lost, seen
-        Samples by the session's audit.
-    error, refused, trace
-        How the function failed: type and message, whether FreeTrain raised it, and the user's line.
-    hangs
-        Whether it was ended because it did not end.
-    notes
-        What could not be checked, and why.
-    seconds
-        Duration.
-    """
+    """What one process of a check has recorded."""
 
     variant: Variant = Variant()
     states: dict[Place, dict[str, Value]] = field(default_factory=dict)
+    """At each boundary: name -> part of the session's state."""
     held: dict[Place, dict[str, Leaf]] = field(default_factory=dict)
-    steps: list[RecordedStep] = field(default_factory=list)
+    """At each boundary: path -> what the user's frames, and the globals that they use, hold."""
+    steps: list[RecordedStep] = field(default_factory=list)  # in order
     events: list[tuple[str, str]] = field(default_factory=list)
+    """(kind, where or what), such as a buffer that was assigned anew."""
     frames: list[Frame] = field(default_factory=list)
-    batch_norm: list[str] = field(default_factory=list)
+    """The user's functions that were running at the last boundary, from the innermost."""
+    batch_norm: list[str] = field(default_factory=list)  # names of normalizations over the batch
     returned: dict[str, Leaf] = field(default_factory=dict)
-    metrics: dict[str, Leaf] = field(default_factory=dict)
-    lost: int = 0
+    """What the function returned."""
+    metrics: dict[str, Leaf] = field(default_factory=dict)  # of the session, at the end
+    lost: int = 0  # samples, by the session's audit
     seen: int = 0
-    error: str = ""
-    refused: bool = False
-    trace: str = ""
-    hangs: bool = False
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    error: str = ""  # how the function failed: type and message
+    refused: bool = False  # whether FreeTrain raised it
+    trace: str = ""  # the user's line
+    hangs: bool = False  # whether it was ended because it did not end
+    notes: list[str] = field(default_factory=list)  # what could not be checked, and why
+    seconds: float = 0.0  # duration
 
     @property
     def made(self) -> list[RecordedStep]:

@@ -79,16 +79,7 @@ def call_of(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Call:
 class Checker:
     """Checks one call of a training function.
 
-    Parameters
-    ----------
-    call
-        The call.
-    limit
-        Seconds for the plain run.
-    double
-        Whether to compute in float64, if the function runs in it.
-    progress
-        Called with what begins, in words.
+    The plain run may take `limit` seconds. With `double` it computes in float64, if the function runs in it.
     """
 
     def __init__(

@@ -54,27 +54,13 @@ class Use:
 
 @dataclass
 class Variable:
-    """A variable of a function.
+    """A variable of a function."""
 
-    Parameters
-    ----------
-    line
-        Of its last assignment, in the loop if there is one; 0 if it is never assigned.
-    initial
-        The expression that it is given before the loop; empty if there is none.
-    in_loop
-        Whether a loop assigns it.
-    carried
-        Whether a round of a loop may read what an earlier round has left.
-    counts
-        Whether it counts batches, as the target of ``for i, … in enumerate(loader)``.
-    """
-
-    line: int = 0
-    initial: str = ""
-    in_loop: bool = False
-    carried: bool = False
-    counts: bool = False
+    line: int = 0  # of its last assignment, in the loop if there is one; 0 if it is never assigned
+    initial: str = ""  # the expression that it is given before the loop; empty if there is none
+    in_loop: bool = False  # whether a loop assigns it
+    carried: bool = False  # whether a round of a loop may read what an earlier round has left
+    counts: bool = False  # whether it counts batches, as the target of ``for i, … in enumerate(loader)``
 
 
 @lru_cache

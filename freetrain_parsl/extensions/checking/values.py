@@ -76,14 +76,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 def leaf_of_tensor(tensor: torch.Tensor, of: str = "", *, sketched: bool = False) -> Leaf:
     """Return the digest of a tensor.
 
-    Parameters
-    ----------
-    tensor
-        On any device, of any type and layout that can be made dense.
-    of
-        See `Leaf`.
-    sketched
-        Whether it can be compared with a tolerance.
+    If it is `sketched`, it can be compared with a tolerance.
 
     Raises
     ------

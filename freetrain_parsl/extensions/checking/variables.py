@@ -102,18 +102,8 @@ class VariableCauses:
         changes without being assigned in the loop. Others are consequences, and so is what differs only after the
         parameters do.
 
-        Parameters
-        ----------
-        suspects
-            See `suspects_between`.
-        effect
-            The first difference of the session's state.
-        at
-            Steps after which the other process began.
-        by_share
-            Variables that differ between processes that have begun together.
-        known
-            Names of variables that are explained otherwise.
+        The other process began after `at` steps; `effect` is the first difference of the session's state; variables
+        whose names are `known` are explained otherwise.
         """
         roots = [
             suspect

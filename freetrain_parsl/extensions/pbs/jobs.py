@@ -61,18 +61,9 @@ def constraints(resources: Mapping[str, str]) -> frozenset[str]:
 def pending_job(
     job: str, attributes: Mapping[str, Any], now: float, capacity: Capacity, stopped: Collection[str]
 ) -> PendingJob | None:
-    """Describe a pending job; ``None`` for other jobs.
+    """Describe a pending job, at `now` in seconds since the epoch; ``None`` for other jobs.
 
-    Parameters
-    ----------
-    job, attributes
-        As reported by ``qstat``. An array is reported as one job for all of its pending subjobs.
-    now
-        Seconds since the epoch.
-    capacity
-        Resources of the largest node.
-    stopped
-        Queues whose jobs do not start.
+    ``qstat`` reports an array as one job for all of its pending subjobs. Jobs of `stopped` queues do not start.
     """
     state = as_text(attributes.get("job_state"))
     if state == "B" and _waiting_subjobs(attributes):

@@ -56,53 +56,26 @@ _NO_HOLD = frozenset(("RESV_UNCONFIRMED", "RESV_FINISHED", "RESV_DELETED", "RESV
 
 @dataclass(frozen=True)
 class Vnode:
-    """A vnode and the attributes that determine which queues it serves.
+    """A vnode and the attributes that determine which queues it serves."""
 
-    Parameters
-    ----------
-    node
-        The node without its queues.
-    queue
-        The only queue that it serves; empty for all.
-    partition
-        The partition of its scheduler.
-    jobs
-        Ids of the jobs on it.
-    changed
-        When its state last changed, s since the epoch.
-    """
-
-    node: Node
-    queue: str
-    partition: str
-    jobs: tuple[str, ...]
-    changed: float | None
+    node: Node  # without its queues
+    queue: str  # the only one that it serves; empty for all
+    partition: str  # of its scheduler
+    jobs: tuple[str, ...]  # ids of the jobs on it
+    changed: float | None  # when its state last did, seconds since the epoch
 
 
 @dataclass(frozen=True)
 class PbsServer:
-    """Attributes of the server.
-
-    Parameters
-    ----------
-    version
-        Version of PBS.
-    default_queue
-        Queue of jobs submitted without one; empty if there is none.
-    cycle
-        How long a start may take, s. A submission triggers a scheduling cycle, so this is how long the preceding cycle
-        may last on a large machine, not ``scheduler_iteration``, unless that is less.
-    shows_others
-        Whether an ordinary user sees other users' jobs.
-    limits
-        ``resources_max`` for jobs of all queues.
-    """
+    """Attributes of the server."""
 
     version: str
-    default_queue: str
+    default_queue: str  # of jobs submitted without one; empty if there is none
     cycle: float
-    shows_others: bool
-    limits: Mapping[str, Any]
+    """How long a start may take, s. A submission triggers a scheduling cycle, so this is how long the preceding cycle
+    may last on a large machine, not ``scheduler_iteration``, unless that is less."""
+    shows_others: bool  # whether an ordinary user sees other users' jobs
+    limits: Mapping[str, Any]  # ``resources_max`` for jobs of all queues
 
 
 def parse_nodes(answer: Answer) -> dict[str, Vnode]:
@@ -319,21 +292,9 @@ def parse_state(
     *,
     preemptible: Collection[str] = (),
 ) -> tuple[BatchState, dict[str, Mapping[str, Any]], tuple[str, ...]]:
-    """Combine the output of a round of queries.
+    """Combine the output of ``qstat -f -F json`` and ``pbsnodes -av -F json`` with results of earlier queries.
 
-    Parameters
-    ----------
-    jobs_text, nodes_text
-        Output of ``qstat -f -F json`` and ``pbsnodes -av -F json``.
-    queues, server, reservations
-        Results of `parse_queues`, `parse_server` and `parse_reservations`.
-    preemptible
-        Queues whose jobs may be preempted.
-
-    Returns
-    -------
-    BatchState, dict, tuple of str
-        The state; the jobs' attributes by id; repairs and assumptions, one line each.
+    Return the state; the jobs' attributes by id; repairs and assumptions, one line each.
 
     Raises
     ------

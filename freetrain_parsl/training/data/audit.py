@@ -51,13 +51,7 @@ _COUNTED_TOGETHER = 256  # batches
 
 
 class Ledger:
-    """Counts of how often the group has trained on each sample in the current epoch.
-
-    Parameters
-    ----------
-    length
-        Samples in the dataset.
-    """
+    """Counts of how often the group has trained on each sample in the current epoch."""
 
     def __init__(self, length: int) -> None:
         self._counts = torch.zeros(length, dtype=torch.int32)
@@ -89,15 +83,7 @@ def checksum(positions: torch.Tensor) -> int:
 
 
 def audit(counts: torch.Tensor, expected: Positions) -> Audit:
-    """Compare the sample counts of an epoch with the expected ones.
-
-    Parameters
-    ----------
-    counts
-        Steps on each sample, one element per sample of the dataset.
-    expected
-        Positions of the samples of a whole epoch; a sampler may repeat some.
-    """
+    """Compare the steps on each sample of the dataset with the positions of a whole epoch, some perhaps repeated."""
     missing = counts_of(expected, len(counts)) - counts
     return Audit(
         samples_seen=int(counts.sum()),

@@ -22,15 +22,7 @@ _LEAST = 2  # samples, on which a mean and a variance can be computed
 
 
 def divisible_for(objects: Iterable[object], order: Order) -> Order:
-    """Return an order in which each piece has enough samples for the models; log a warning if a whole batch has not.
-
-    Parameters
-    ----------
-    objects
-        What was prepared.
-    order
-        The order of the data.
-    """
+    """Return an order in which each piece has enough samples for the models; log a warning if a whole batch has not."""
     models = [thing for thing in objects if isinstance(thing, nn.Module)]
     norms = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
     if not norms:

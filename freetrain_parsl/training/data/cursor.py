@@ -32,24 +32,13 @@ class Position(NamedTuple):
 
 @dataclass
 class Cursor:
-    """A position between two steps; the same on all members.
-
-    Parameters
-    ----------
-    epoch
-        Number of the current epoch, from 0.
-    position
-        Samples of this epoch already processed.
-    pass_ended
-        Whether this epoch has had all its batches.
-    steps
-        Optimizer steps done on the batch at `position`, if a batch has several.
-    """
+    """A position between two steps, see `Position`; the same on all members."""
 
     epoch: int = 0
     position: int = 0
     pass_ended: bool = False
     steps: int = 0
+    """Optimizer steps done on the batch at `position`, if a batch has several."""
 
     @property
     def place(self) -> Place:

@@ -26,14 +26,7 @@ _DRAWN_TOGETHER = 32  # by torch's RandomSampler, with replacement
 class LazyPositions:
     """A sequence of positions, of which the chunk in use is in memory.
 
-    Parameters
-    ----------
-    length
-        How many there are.
-    chunk
-        How many are drawn together.
-    draw
-        Number of a chunk -> its positions, int64, shape (chunk,).
+    `draw` returns the positions of the chunk with a number, int64, shape (chunk,).
     """
 
     def __init__(self, length: int, chunk: int, draw: Callable[[int], torch.Tensor]) -> None:
@@ -90,15 +83,7 @@ def is_long(sampler: object) -> bool:
 
 
 def seeded_by_chunk(sampler: RandomSampler, seed: int, epoch: int) -> LazyPositions:
-    """Return the positions of an epoch in the session's order.
-
-    Parameters
-    ----------
-    sampler
-        Says how they are drawn.
-    seed, epoch
-        The training's seed and the epoch.
-    """
+    """Return the positions of an epoch in the session's order, drawn as the sampler says."""
     samples = len(sampler.data_source)
 
     def draw(number: int) -> torch.Tensor:

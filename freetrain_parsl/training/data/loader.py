@@ -215,13 +215,7 @@ class SessionLoader:
 
 
 class Gather:
-    """Fetches the batches of a ``TensorDataset`` as its samples would be fetched and collated, bit for bit.
-
-    Parameters
-    ----------
-    dataset
-        The dataset.
-    """
+    """Fetches the batches of a ``TensorDataset`` as its samples would be fetched and collated, bit for bit."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
@@ -400,13 +394,6 @@ def check_dropped(loader: DataLoader[Any], accumulated: int) -> None:
 
     A trainer leaves out an incomplete batch of the DataLoader, and makes a smaller last step of the remaining ones. The
     session leaves out the whole step.
-
-    Parameters
-    ----------
-    loader
-        The user's.
-    accumulated
-        Its batches in a step.
 
     Raises
     ------

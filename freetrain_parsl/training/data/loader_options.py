@@ -89,13 +89,6 @@ def check_fixed_size(*, deterministic: bool, scaled: bool, drop_last: bool) -> N
 def chosen_lr_scaling(value: LrScaling | None, *, elastic: bool, scaled: bool) -> LrScaling:
     """Return how the learning rate follows the batch size, by default as its kind asks for.
 
-    Parameters
-    ----------
-    value
-        The user's choice; ``None``: the default.
-    elastic, scaled
-        Whether there is a ``batch_range``, or ``scaled=True``.
-
     Raises
     ------
     UsageError

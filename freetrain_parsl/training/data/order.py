@@ -21,26 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """The samples that a member runs through the model at a time.
+    """The samples that a member runs through the model at a time."""
 
-    Parameters
-    ----------
-    positions
-        Positions in the dataset, int64, shape (samples,), never empty.
-    weight
-        How many of them count: all, or none if this member has no samples left. It then trains on `Order.least`
-        samples with weight zero, because it must take part in the collectives.
-    shard
-        Number of the shard of the batch that it belongs to; seeds its random numbers.
-    last_of_shard, last
-        Whether it is the last of its shard, and of this member's part of the batch.
-    """
-
-    positions: torch.Tensor
+    positions: torch.Tensor  # positions in the dataset, int64, shape (samples,), never empty
     weight: int
-    shard: int
+    """How many of them count: all, or none if this member has no samples left. It then trains on `Order.least`
+    samples with weight zero, because it must take part in the collectives."""
+    shard: int  # number of the shard of the batch that it belongs to; seeds its random numbers
     last_of_shard: bool
-    last: bool
+    last: bool  # of this member's part of the batch
 
     @cached_property
     def checksum(self) -> int:
@@ -50,21 +39,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """One member's view of a global batch.
-
-    Parameters
-    ----------
-    positions
-        Positions of all its samples, int64, shape (samples,).
-    pieces
-        This member's pieces, in order; never empty, and as many as on other members, unless `Order.shards` is fixed.
-    shards
-        Number of shards that have samples.
-    """
+    """One member's view of a global batch."""
 
     positions: torch.Tensor
+    """Positions of all its samples, int64, shape (samples,)."""
     pieces: tuple[Piece, ...]
+    """This member's pieces, in order; never empty, and as many as on other members, unless `Order.shards` is fixed."""
     shards: int
+    """Number of shards that have samples."""
 
     @property
     def samples(self) -> int:
@@ -149,19 +131,7 @@ class Order:
         return torch.randperm(self.length, generator=generator)[: self.samples]
 
     def batch(self, positions: Positions, begin: int, rank: int, world_size: int, size: int | None = None) -> Batch:
-        """Return a member's part of a batch.
-
-        Parameters
-        ----------
-        positions
-            Those of the epoch.
-        begin
-            Number of samples before the batch.
-        rank, world_size
-            The member's, and the number of members.
-        size
-            Samples in the batch; ``None``: as many as at the start.
-        """
+        """Return a member's part of the batch after `begin` samples; without a size, it has as many as at the start."""
         if size is None:
             size = self.batch_size * world_size if self.scaled else self.batch_size
         members = positions[begin : begin + size]

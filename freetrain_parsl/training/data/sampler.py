@@ -35,13 +35,6 @@ class IndexSampler(Protocol):
 class EpochOrder:
     """The positions of each epoch as a function gives them; an `IndexSampler`.
 
-    Parameters
-    ----------
-    order
-        Epoch -> positions in the dataset.
-    seed
-        The training's seed.
-
     Raises
     ------
     UsageError
@@ -135,15 +128,6 @@ def draw(sampler: IndexSampler, length: int, seed: int, epoch: int) -> Positions
 
     The global generators of torch, numpy and Python are seeded for the epoch, and restored afterwards. A generator that
     the sampler has as ``generator`` is seeded, too.
-
-    Parameters
-    ----------
-    sampler
-        The user's.
-    length
-        Samples in the dataset.
-    seed, epoch
-        The training's seed and the epoch.
 
     Raises
     ------

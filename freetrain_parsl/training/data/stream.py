@@ -32,12 +32,7 @@ class _Mark:
 class Stream:
     """A stream whose samples are accessed by their positions in an epoch; created by ``session.stream``.
 
-    Parameters
-    ----------
-    source
-        Yields the samples of an epoch each time it is iterated over.
-    samples
-        Samples in an epoch.
+    The source yields the samples of an epoch each time it is iterated over.
     """
 
     def __init__(self, source: Iterable[Any], samples: int) -> None:

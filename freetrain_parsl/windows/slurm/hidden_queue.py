@@ -21,14 +21,7 @@ __all__ = ["HiddenQueue", "hides_jobs"]
 
 
 class HiddenQueue:
-    """The rules of this module, for one round of queries.
-
-    Parameters
-    ----------
-    occupancy
-        The state, with the visible jobs, which are ours.
-    partition
-        Partition of our blocks.
+    """The rules of this module, for one round of queries and the partition of our blocks; visible jobs are ours.
 
     Attributes
     ----------

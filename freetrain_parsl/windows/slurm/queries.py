@@ -50,12 +50,7 @@ _BF_INTERVAL, _BF_WINDOW, _BF_MAX_JOB_TEST, _SCHED_INTERVAL = 30, 1440, 500, 60
 class SlurmQueries:
     """Queries Slurm; every method may raise `BatchSystemError`, and `CommandNotFound` from the runner.
 
-    Parameters
-    ----------
-    run
-        Runs commands.
-    clock
-        Returns the time, seconds since the epoch.
+    The clock returns seconds since the epoch.
     """
 
     def __init__(self, run: Runner, clock: Callable[[], float]) -> None:

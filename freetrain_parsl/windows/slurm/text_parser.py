@@ -277,13 +277,6 @@ def parse_partitions(text: str, preempt_type: str = "") -> dict[str, Partition]:
 
     A partition is preemptible if its jobs yield to those of a partition with a higher tier that shares a node with it.
 
-    Parameters
-    ----------
-    text
-        Output of scontrol.
-    preempt_type
-        ``PreemptType`` of the configuration.
-
     Raises
     ------
     UnreadableAnswer

@@ -7,6 +7,7 @@ command, which is the pilot's.
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 import os
 import re
@@ -16,17 +17,26 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.cluster.processes import MARK
-from freetrain_parsl.extensions.demo.warm_start import ADDRESS, namespaces
+from freetrain_parsl.extensions.demo.warm_start import ADDRESS
 from freetrain_parsl.interpreters import module_in
 from freetrain_parsl.location import PACKAGE
 
-__all__ = ["LENGTH", "circumstances", "run_forked"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ENTERED", "LENGTH", "circumstances", "enter_namespaces", "open_namespaces", "run_forked"]
 
 LENGTH: Final = struct.Struct("!I")
 """Precedes the request, which is JSON; the standard streams and the namespaces are sent with it."""
+
+ENTERED: Final = ("net", "uts", "ipc", "mnt")
+"""Linux namespaces that a process without threads can change, if it may administer them."""
+
+_FIXED: Final = ("cgroup", "pid", "user")
+"""Kinds that a process keeps, or must not change: its parent has to be in the same."""
 
 _PATIENCE: Final = 60.0  # seconds until the server's answer; it may still be importing
 _LOST: Final = 128 + signal.SIGKILL  # exit code of a process that ended without one, as a shell would report
@@ -46,7 +56,7 @@ def circumstances() -> dict[str, Any]:
         "executable": [str(Path(sys.executable).parent), sys.prefix, sys.version],
         "flags": [str(sys.flags), *sys.warnoptions],
         "variables": {name: value for name, value in sorted(os.environ.items()) if _READ_AT_IMPORT.match(name)},
-        "namespaces": [str(Path("/proc/self/ns", kind).readlink()) for kind in namespaces.FIXED],
+        "namespaces": [str(Path("/proc/self/ns", kind).readlink()) for kind in _FIXED],
         # The file system may be mounted differently; what has been imported must be the same.
         "files": [[found.st_dev, found.st_ino] for found in map(os.stat, _imported_from())],
         "identity": [os.getresuid(), os.getresgid(), sorted(os.getgroups())],
@@ -59,22 +69,12 @@ def circumstances() -> dict[str, Any]:
 
 
 def run_forked(command: list[str]) -> int | None:
-    """Let a process of the server run the program of this node.
+    """Let a process of the server run the program of this node, a module in an interpreter like this one.
 
-    Parameters
-    ----------
-    command
-        The program, a module in an interpreter like this one, and its arguments.
-
-    Returns
-    -------
-    int or None
-        The exit code of the process; ``None`` if the program must run in this process.
+    Return its exit code; ``None`` if the program must run in this process.
     """
-    if ADDRESS not in os.environ:
-        return None
-    if MARK not in os.environ:
-        return None  # no node of an embedded cluster: a batch system would not find the process
+    if ADDRESS not in os.environ or MARK not in os.environ:
+        return None  # without a mark, no node of an embedded cluster: a batch system would not find the process
     # Signals to the job reach the process directly. This one ends after it.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -119,7 +119,7 @@ def _send(server: socket.socket, command: list[str], *, ignored: list[int]) -> N
         "ignored": ignored,
     }
     payload = json.dumps(request).encode()
-    opened = namespaces.descriptors()
+    opened = open_namespaces()
     passed = array.array("i", [0, 1, 2, *opened])
     server.sendmsg([LENGTH.pack(len(payload))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
     for descriptor in opened:
@@ -131,6 +131,27 @@ def _ignored(before: dict[signal.Signals, Any]) -> list[int]:
     """Return the signals that this process ignored when it started."""
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} | before
     return [int(number) for number, handler in handlers.items() if handler is signal.SIG_IGN]
+
+
+def open_namespaces() -> list[int]:
+    """Open the namespaces that another process would have to enter to be where this one is."""
+    return [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in ENTERED]
+
+
+def enter_namespaces(namespaces: Sequence[int]) -> None:
+    """Enter the namespaces of these descriptors; no effect for those that this process is in already.
+
+    Raises
+    ------
+    OSError
+        This process must not: it is neither root, nor has it the capability.
+    """
+    own = [Path("/proc/self/ns", kind).stat() for kind in ENTERED]
+    library = ctypes.CDLL(None, use_errno=True)  # os.setns is in Python since 3.12
+    for kind, descriptor, here in zip(ENTERED, namespaces, own, strict=True):
+        there = os.fstat(descriptor)
+        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) and library.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}: the {kind} namespace of the node")
 
 
 def _run(command: list[str]) -> int:

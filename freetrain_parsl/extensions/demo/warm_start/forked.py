@@ -71,10 +71,7 @@ def _overwrite(which: slice, data: bytes) -> None:
 class PoolStarter:
     """Starts the worker pool for the pilot: in a process that is forked.
 
-    Parameters
-    ----------
-    client
-        Connection to the node's program, which belongs to the pilot alone.
+    The client, the connection to the node's program, belongs to the pilot alone.
     """
 
     def __init__(self, client: socket.socket) -> None:

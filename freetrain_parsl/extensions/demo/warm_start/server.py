@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Final
 from freetrain_parsl.cluster import processes
 from freetrain_parsl.executor.htex.worker_pool import WARM_IMPORTS
 from freetrain_parsl.executor.slot import pilot
-from freetrain_parsl.extensions.demo.warm_start import forked, namespaces
-from freetrain_parsl.extensions.demo.warm_start.client import LENGTH, circumstances
+from freetrain_parsl.extensions.demo.warm_start import forked
+from freetrain_parsl.extensions.demo.warm_start.client import ENTERED, LENGTH, circumstances, enter_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _SECONDS: Final = 5.0  # for a client to send its request, or to confirm the answer
 _REAP: Final = 1.0  # seconds between looks for processes that have ended
 _STREAMS: Final = 3
-_PASSED: Final = _STREAMS + len(namespaces.ENTERED)  # descriptors
+_PASSED: Final = _STREAMS + len(ENTERED)  # descriptors
 
 
 def main(descriptor: int) -> None:
@@ -160,7 +160,7 @@ def _become(client: socket.socket, request: dict[str, Any], passed: list[int]) -
     """Become the program of the node, run it, and tell the client its exit code."""
     os.setsid()
     try:
-        namespaces.enter(passed[_STREAMS:])
+        enter_namespaces(passed[_STREAMS:])
     except OSError as error:
         _tell(client, refused=error.strerror)
         return
