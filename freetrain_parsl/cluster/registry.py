@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _MAX_SOCKET_PATH = 107
 _INFO = "cluster.json"
-_PARENT = "parent.json"  # a file of its own: earlier versions remove an entry with unknown keys
 _LONGEST_ENDING = 60.0  # seconds; jobs are killed after the grace period
 _PERIOD = 0.2
 
@@ -40,6 +39,7 @@ class ClusterInfo:
     directory: str  # of its logs and its jobs' scripts
     pid: int
     started: int  # when the process was, clock ticks after boot
+    parent: tuple[int, int] | None = None  # the same of the process with which it ends, if there is one
 
     @property
     def running(self) -> bool:
@@ -138,13 +138,12 @@ def register(name: str, directory: Path, parent: ProcessInfo | None = None) -> C
     own = process_info(os.getpid())
     if own is None:
         raise InvalidSettings("the embedded cluster cannot see its own process in /proc")
-    info = ClusterInfo(name, str(directory), own.pid, own.started)
+    ends_with = None if parent is None else (parent.pid, parent.started)
+    info = ClusterInfo(name, str(directory), own.pid, own.started, ends_with)
     entry = socket_path(name).parent
     aside = entry.with_name(f".{name}.{own.pid}")
     aside.mkdir(mode=0o700)
     (aside / _INFO).write_text(json.dumps(asdict(info)), encoding="utf-8")
-    if parent is not None:
-        (aside / _PARENT).write_text(json.dumps([parent.pid, parent.started]), encoding="utf-8")
     try:
         aside.rename(entry)
     except OSError as error:
@@ -155,11 +154,7 @@ def register(name: str, directory: Path, parent: ProcessInfo | None = None) -> C
 
 def _is_ending(info: ClusterInfo) -> bool:
     """Return whether the process with which a cluster ends is gone, so that it will soon be gone, too."""
-    try:
-        pid, started = json.loads((socket_path(info.name).parent / _PARENT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # it has none, or is of an earlier version; or it has just been removed
-        return False
-    return not is_running(pid, started)
+    return info.parent is not None and not is_running(*info.parent)
 
 
 def unregister(name: str) -> None:

@@ -329,18 +329,17 @@ class FragmentStarted(Record):
 
 @dataclass(frozen=True)
 class FragmentResumed(Record):
-    """A group resumed from the checkpoint of `step`, made in steps of `slot_seconds`; ``None``: an earlier version."""
+    """A group resumed from the checkpoint of `step`, made in steps of `slot_seconds`."""
 
     step: int
-    slot_seconds: float | None = None
+    slot_seconds: float
 
 
 @dataclass(frozen=True)
 class FragmentEnded(Record):
     """A group ended; `failure`: because a member failed; `array` as in `FragmentStarted`.
 
-    `slot_seconds`: of the steps that count, as last reported, over all groups; ``None``: not reported, or an earlier
-    version.
+    `slot_seconds`: of the steps that count, as last reported, over all groups; ``None``: not reported.
     """
 
     generation: int

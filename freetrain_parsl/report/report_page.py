@@ -114,7 +114,7 @@ def _requests(figures: Mapping[str, Any]) -> list[Element]:
     title = element("h2", "Requests to the batch system")
     hours = figures["requests_by_hour"]
     if not hours:
-        return [title, element("p", "The journals have none: the run used an embedded cluster, or an earlier version.")]
+        return [title, element("p", "The journals have none: the run used an embedded cluster.")]
     commands = sorted(figures["requests"])
     span = max(_HOUR, (figures["end"] or 0.0) - (figures["begin"] or 0.0))
     total = sum(figures["requests"].values())

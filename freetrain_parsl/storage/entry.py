@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
+from freetrain_parsl.errors import CheckpointError, DamagedCheckpoint
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
 
 if TYPE_CHECKING:
@@ -133,8 +133,6 @@ class Entry:
         ------
         DamagedCheckpoint
             It is missing, unreadable, modified, or belongs to another checkpoint.
-        CheckpointMismatch
-            It was written by a version of this package with another format.
         StorageUnavailable
             The file system is temporarily unavailable.
         """
@@ -148,11 +146,6 @@ class Entry:
             raise DamagedCheckpoint(f"damaged checkpoint {self.path}: unreadable {MANIFEST} ({error})") from error
         if not isinstance(manifest, dict):
             raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} is not a manifest")
-        if _OWN not in manifest and manifest.get("format") in range(1, FORMAT):  # without a checksum of its own
-            raise CheckpointMismatch(
-                f"{self.path} has format {manifest['format']}, this version reads {FORMAT}; resume with the version "
-                f"that wrote it (freetrain {manifest.get('freetrain')}), or start over in another directory"
-            )
         if not _is_signed(text, manifest.pop(_OWN, None)):
             raise DamagedCheckpoint(f"damaged checkpoint {self.path}: {MANIFEST} does not match its own SHA-256")
         if manifest.get("step") != self.step:
@@ -176,7 +169,7 @@ class Entry:
         ------
         DamagedCheckpoint
             Bytes are missing or different; the message contains the path.
-        CheckpointMismatch, StorageUnavailable
+        StorageUnavailable
             See `manifest`.
         """
         manifest = self.manifest()

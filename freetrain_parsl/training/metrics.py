@@ -353,8 +353,7 @@ class TrainingMetrics:
         self.metrics.clear()
         self.metrics.update(state["metrics"])
         self._log = state["log"]
-        if "logged" in state:  # not in checkpoints of earlier versions
-            self.logged.load(state["logged"])
+        self.logged.load(state["logged"])
         self._row_open = state["row_open"]
         self._loss_sum, self._loss_items = state["loss_sum"], state["loss_samples"]
         self._pending = []

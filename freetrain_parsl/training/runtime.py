@@ -231,7 +231,7 @@ class Runtime:
             raise UsageError(f"call session.{best.verb} once, with one metric")
         followed[best.verb] = best
         if self._restored is not None:
-            self.state.take_best(self._restored.state)
+            self.state.best_epochs.load(self._restored.state["best"])
 
     def keep(self, values: Mapping[str, Any], *, per_process: bool) -> LoopState:
         """Keep values of the user's loop from now on; restore them, if there is a checkpoint.
@@ -245,7 +245,7 @@ class Runtime:
             raise UsageError("call session.state before `for epoch in session.epochs(…)`, and assign its values inside")
         state = self.state.loop.declare(values, per_process=per_process, device=self.device)
         if self._restored is not None:
-            self.state.take_loop(self._restored.state, rank=self.members.group.rank, names=set(values))
+            self.state.loop.load(self._restored.state["loop"], rank=self.members.group.rank, names=set(values))
         return state
 
     def start(self, total_epochs: int) -> None:
@@ -361,8 +361,8 @@ class Runtime:
     def _load_again(self, restored: Restoration, *, tell: bool) -> None:
         """Load what user code has changed since it was restored; see `Restoration.load_again`."""
         restored.load_again(self.state.objects, tell=tell)
-        self.state.take_trainable(restored.state)
-        self.state.take_loop(restored.state, rank=self.members.group.rank)
+        self.state.trainable.load(restored.state["trainable"])
+        self.state.loop.load(restored.state["loop"], rank=self.members.group.rank)
 
     def backward(
         self,

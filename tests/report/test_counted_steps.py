@@ -45,10 +45,9 @@ class _Training:
 class _World:
     """Two trainings, each with a node of its own, and drivers one after the other; writes their journals."""
 
-    def __init__(self, slots: int, earlier: float, *, records_positions: bool = True) -> None:
+    def __init__(self, slots: int, earlier: float) -> None:
         self.time = 0.0
         self.slots = slots
-        self.records_positions = records_positions
         self.trainings = {"a": _Training([(False, earlier)] if earlier else [], saved=bool(earlier)), "b": _Training()}
         self.journals: list[list[tuple[float, record.Record]]] = []
         self.progress: list[dict[str, dict[str, float]]] = []
@@ -86,8 +85,7 @@ class _World:
         self.generation += 1
         self.write(record.FragmentStarted(name, self.generation, [f"node-{name}"], in_place=False, paused=0.0))
         if training.saved:
-            position = training.position if self.records_positions else None
-            self.write(record.FragmentResumed(name, training.saved, position))
+            self.write(record.FragmentResumed(name, training.saved, training.position))
         self.report(name)
 
     def train(self, seconds: float) -> None:
@@ -130,7 +128,7 @@ class _World:
         training = self.trainings[name]
         if self.runs and training.trains:
             training.trains = False
-            position = training.reported_position if self.records_positions else None
+            position = training.reported_position
             ended = record.FragmentEnded(name, self.generation, [f"node-{name}"], failure, slot_seconds=position)
             self.write(ended)
 
@@ -234,16 +232,6 @@ def test_steps_that_count_are_those_that_the_journals_show(slots, earlier, actio
     assert {phase.value: seconds for phase, seconds in account.phases.items()} == pytest.approx(
         page["node_seconds"], abs=1.0
     )
-
-
-@given(st.integers(1, 3), st.sampled_from([0.0, 50.0]), st.lists(_ACTIONS, max_size=40))
-def test_a_part_is_no_larger_than_its_whole_in_journals_of_earlier_versions(slots, earlier, actions):
-    """These do not say where a group began; a report of another run must not make 87 % of 81 %."""
-    world = _World(slots, earlier, records_positions=False)
-    _play(world, actions)
-    account, counted = _figures(world)
-    assert counted / account.slots_per_node <= account.phases[NodePhase.TRAINING] + 1e-6
-    assert _page(world)["useful_node_seconds"] <= _page(world)["node_seconds"]["training"] + 1
 
 
 def test_steps_made_after_the_driver_was_killed_are_not_in_its_node_time():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import stat
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import (
     CheckpointError,
-    CheckpointMismatch,
     DamagedCheckpoint,
     ForeignCheckpoint,
     InvalidSettings,
@@ -326,13 +324,6 @@ def test_a_shard_that_the_manifest_does_not_list_is_refused(directory: Checkpoin
     (entry.path / "shards").mkdir()
     (entry.path / "shards" / "__0_0.distcp").write_bytes(b"planted")
     with pytest.raises(DamagedCheckpoint, match=r"does not list shards/__0_0\.distcp"):
-        entry.verify()
-
-
-def test_a_manifest_of_an_older_format_is_refused_by_name_not_passed_over(directory: CheckpointDirectory) -> None:
-    entry, manifest = directory.publish(1, writer(b"state"), {})
-    (entry.path / "manifest.json").write_text(json.dumps({**manifest, "format": 2, "freetrain": "0.4"}))
-    with pytest.raises(CheckpointMismatch, match=r"format 2, this version reads 3; .*\(freetrain 0\.4\)"):
         entry.verify()
 
 

@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy, mse_loss
 from training_runs import Run
 
 from freetrain_parsl.errors import CheckpointMismatch, UsageError
-from freetrain_parsl.training.checkpoints.state import SessionState
 from freetrain_parsl.training.fragment import Finished, Paused, run_alone
 
 if TYPE_CHECKING:
@@ -131,21 +130,6 @@ def test_they_have_to_have_the_same_shape(tmp_path: Path) -> None:
     assert isinstance(run(tempered, run=run, pause_after=5), Paused)
     with pytest.raises(CheckpointMismatch, match=r"optimizer, group 0, parameter 6 has shape \(\), now \(3,\)"):
         run(tempered, run=run, shape=(3,))
-
-
-def test_a_checkpoint_of_an_earlier_version_does_not_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    whole = SessionState.whole
-
-    def without(*args: Any) -> dict[str, Any]:
-        return {name: value for name, value in whole(*args).items() if name != "outside"}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SessionState, "whole", without)
-        assert isinstance(run(tempered, run=run, pause_after=5), Paused)
-    end = run(tempered, run=run)
-    assert isinstance(end, Finished)
-    assert end.progress.resumed_from == 5
 
 
 # ── closures ──────────────────────────────────────────────────────────────────────────────────────

@@ -211,7 +211,7 @@ def test_it_is_restored_after_a_pause(tmp_path: Path, pauses: list[int]) -> None
 
 
 def test_what_was_not_saved_keeps_its_first_value(tmp_path: Path) -> None:
-    """A checkpoint of an earlier version, or of code that did not have the name."""
+    """A checkpoint of code that did not have the name."""
 
     def train(session: Any, **values: Any) -> Any:
         model, _ = session.prepare(nn.Linear(6, 3), torch.optim.SGD, lr=0.1)

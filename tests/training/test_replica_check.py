@@ -423,10 +423,3 @@ def test_changes_are_made_in_another_process_and_others_undone() -> None:
     assert flags_of(model) == [True, False]
     flags.load({})
     assert flags_of(model) == [True, True]
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_flags() -> None:
-    replica = Replica()
-    replica.state.trainable.watch(replica.state.objects)
-    replica.state.take_trainable({})
-    assert all(flags_of(replica.model))

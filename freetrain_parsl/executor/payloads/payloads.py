@@ -112,8 +112,7 @@ def pack_training(
 
 def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the function, its arguments and its keyword arguments; from now on, its directory is searched first."""
-    # Without the directory if an earlier version has written it.
-    *_, function, args, kwargs = dill.loads(payload)  # noqa: S301 - from the driver, over the authenticated channel
+    _, function, args, kwargs = dill.loads(payload)  # noqa: S301 - from the driver, over the authenticated channel
     return function, args, kwargs
 
 

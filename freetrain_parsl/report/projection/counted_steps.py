@@ -48,10 +48,10 @@ class _Steps:
         """Take the position of a report."""
         if self.begins_anew:
             self.begin(driver, 0.0)
-        elif not self.parts or self.parts[-1].driver != driver:  # an earlier version does not record where it began
+        elif not self.parts or self.parts[-1].driver != driver:  # the group before ended before its first report
             end = self.parts[-1].end if self.parts else 0.0
             self.parts.append(_Part(driver, end, end))
-        if position < self.parts[-1].begin:  # as above; from an older checkpoint
+        if position < self.parts[-1].begin:  # likewise; from an older checkpoint
             self.begin(driver, position)
         self.parts[-1].end = position
 
@@ -76,13 +76,10 @@ class CountedSteps:
                 steps.is_open = True
                 steps.begins_anew = not in_place
             case record.FragmentResumed(subject=name, slot_seconds=position) if name in self._steps:
-                steps = self._steps[name]
-                steps.begins_anew = False
-                if position is not None:
-                    steps.begin(len(self._most), position)
+                self._steps[name].begin(len(self._most), position)
             case record.FragmentEnded(subject=name, slot_seconds=position) if name in self._steps:
                 steps = self._steps[name]
-                if steps.is_open and position is not None:  # else a group that never trained, or an earlier version
+                if steps.is_open and position is not None:  # else a group that never trained
                     steps.is_open = False
                     steps.reach(len(self._most), position)
 
@@ -110,5 +107,5 @@ class CountedSteps:
             for part in now.parts:
                 sums[part.driver] += part.end - part.begin
         # A driver that was suspended learns late that a group trains: until then its nodes count as between trainings.
-        # Journals of earlier versions do not say where a group began. In both cases the rest is not in its node time.
+        # The rest is not in its node time.
         return sum(min(sums_of) for sums_of in zip(sums, [*self._most, slot_seconds], strict=True))

@@ -117,8 +117,7 @@ class Restoration:
         target, state = objects[name], self._restored.state["objects"][name]
         try:
             if isinstance(target, Optimizer):
-                # Checkpoints of earlier versions do not have the names.
-                add_missing_groups(target, state, self._restored.state.get("groups", {}).get(name, []), objects)
+                add_missing_groups(target, state, self._restored.state["groups"][name], objects)
             target.load_state_dict(filled(state, target, self._restored.entry.path))
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
@@ -126,7 +125,7 @@ class Restoration:
 
     def _load_outside(self, objects: Mapping[str, Stateful]) -> None:
         try:
-            load_outside(objects, self._restored.state.get("outside", {}))  # not in checkpoints of earlier versions
+            load_outside(objects, self._restored.state["outside"])
         except RuntimeError as error:
             self._mismatch(str(error), error)
 

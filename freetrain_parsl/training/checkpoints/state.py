@@ -130,7 +130,7 @@ class SessionState:
         """Load a whole state."""
         self.take_counts(state)
         self.take_order(state)
-        self.take_best(state)
+        self.best_epochs.load(state["best"])
         self.adopt_objects(state)
 
     def adopt_objects(self, state: Mapping[str, Any]) -> None:
@@ -140,22 +140,8 @@ class SessionState:
                 add_missing_groups(target, state["objects"][name], state["groups"][name], self.objects)
             target.load_state_dict(state["objects"][name])
         load_outside(self.objects, state["outside"])
-        self.take_trainable(state)
-        self.take_loop(state)
-
-    def take_trainable(self, state: Mapping[str, Any]) -> None:
-        """Freeze and unfreeze parameters as in a state; checkpoints of earlier versions do not have this."""
-        self.trainable.load(state.get("trainable", {}))
-
-    def take_loop(self, state: Mapping[str, Any], *, rank: int | None = None, names: set[str] | None = None) -> None:
-        """Load the loop state, see `LoopStates.load`; checkpoints of earlier versions do not have it."""
-        if "loop" in state:
-            self.loop.load(state["loop"], rank=rank, names=names)
-
-    def take_best(self, state: Mapping[str, Any]) -> None:
-        """Load the best epochs, which checkpoints of earlier versions do not have."""
-        if "best" in state:
-            self.best_epochs.load(state["best"])
+        self.trainable.load(state["trainable"])
+        self.loop.load(state["loop"])
 
     def take_counts(self, state: Mapping[str, Any]) -> None:
         """Load the position in the data and the metrics.
@@ -169,8 +155,7 @@ class SessionState:
             self._mismatch(f"it was trained with seed {state['seed']}, now it is {self._seed}")
         self.training_metrics.load(state["books"])
         self.cursor.load(state["cursor"])
-        if "results" in state:  # not in checkpoints of earlier versions
-            self.results.load(state["results"])
+        self.results.load(state["results"])
 
     def take_order(self, state: Mapping[str, Any]) -> None:
         """Load the parts of a state that depend on the order of the data.
@@ -187,8 +172,8 @@ class SessionState:
                 self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(self.order, name)!r}")
         self.training_metrics.load_ledger(state["books"])
         if self.scaling is not None and state["factor"] is not None:
-            self.scaling.resume(state["factor"], state.get("rate"), state.get("ramp"))
-        if self.batch is not None and state.get("batch") is not None:
+            self.scaling.resume(state["factor"], state["rate"], state["ramp"])
+        if self.batch is not None and state["batch"] is not None:
             self.batch.load(state["batch"])
 
     def _mismatch(self, difference: str) -> NoReturn:

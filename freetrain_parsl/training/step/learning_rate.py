@@ -111,11 +111,10 @@ class RateScaling:
         """The scale at the end of the current ramp, and the change with each step."""
         return self._target, self._stride
 
-    def resume(self, scale: float, rate: float | None, ramp: Sequence[float] | None) -> None:
-        """Continue a ramp from another process or an earlier run; without one, `aim` starts it again."""
+    def resume(self, scale: float, rate: float, ramp: Sequence[float]) -> None:
+        """Continue a ramp from another process or an earlier run."""
         self.scale, self.rate = scale, rate
-        if ramp is not None:
-            self._target, self._stride = ramp
+        self._target, self._stride = ramp
 
     def factor(self, optimizer: Optimizer) -> float:
         """Return the current factor of an optimizer's learning rates.

@@ -101,7 +101,7 @@ def test_a_training_that_resumes_after_it_was_moved_by_plan_was_not_repaired(fai
         (111.0, record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0)),
         (120.0, record.FragmentEnded("a", 1, ["n1"], failure=failure)),
         (121.0, record.FragmentStarted("a", 2, ["n1"], in_place=False, paused=0.0)),
-        (121.0, record.FragmentResumed("a", 5)),
+        (121.0, record.FragmentResumed("a", 5, 0.0)),
     ).since()
     assert len(table(delta, "incidents")) == stated
 
@@ -112,7 +112,7 @@ def test_a_training_that_resumes_after_its_driver_was_killed_was_repaired(tmp_pa
     entries = [
         (300.0, record.TrainingSubmitted("a", 1, 2, 1000)),
         (310.0, record.FragmentStarted("a", 1, ["n9"], in_place=False, paused=0.0)),
-        (310.0, record.FragmentResumed("a", 5)),
+        (310.0, record.FragmentResumed("a", 5, 0.0)),
     ]
     write(second, *entries)
     drivers = [DriverJournal(journal, how="killed"), DriverJournal(second)]

@@ -167,7 +167,7 @@ class SiteAnswer:
                 copies_to_home=tuple((size, took) for there, size, took in measured if not there),
                 copies_from_home=tuple((size, took) for there, size, took in measured if there),
                 copying=tuple(plain_text(line, 500) for line in document["copying"]),
-                retried={str(name): _order(int(number)) for name, number in document.get("retried", {}).items()},
+                retried={str(name): _order(int(number)) for name, number in document["retried"].items()},
             )
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, PlanningError) as error:
             raise RemoteError(

@@ -152,7 +152,7 @@ class MoverDirectory:
                 path.relative_to(packed).as_posix(): path.stat().st_size for path in packed.rglob("*") if path.is_file()
             }
             return found | {MANIFEST: packed.with_name(f"{packed.name}.json").stat().st_size}
-        except FileNotFoundError:  # of an earlier version, or removed by the user
+        except FileNotFoundError:  # removed by the user
             return {}
         except OSError as error:
             raise storage_error(f"cannot read {packed}", self._root, error) from error
@@ -353,10 +353,10 @@ class MoverState:
                 raise InvalidInput(f"{path} is of another version of FreeTrain")
             measured = (
                 MeasuredCopy(bool(fetched), int(size), float(seconds))
-                for fetched, size, seconds in document.get("measured", [])
+                for fetched, size, seconds in document["measured"]
             )
             jobs = (CopyJob.from_json(job) for job in document["jobs"])
-            whole = tuple(map(Parcel.from_json, document.get("whole", [])))  # earlier versions did not write it
+            whole = tuple(map(Parcel.from_json, document["whole"]))
             return cls(tuple(jobs), tuple(map(str, document["lines"])), tuple(measured), whole)
         except FileNotFoundError:
             return cls()

@@ -39,6 +39,7 @@ ANSWER: dict[str, Any] = {
     "samples_left": {"t": 5},
     "measured": [[True, 100, 2.0], [False, 50, 1.0]],
     "copying": ["copying to home: t"],
+    "retried": {},
 }  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class ScriptedSite:
         measured: list[Any] = []
         blocks = [{"nodes": self.nodes, "walltime": 600}]
         plan = {"plan": {"blocks": blocks}} if request["plan"] else {}
-        more = {"held": [], "sizes": {}, "samples_left": {}, "measured": measured, "copying": []}
+        more = {"held": [], "sizes": {}, "samples_left": {}, "measured": measured, "copying": [], "retried": {}}
         status = {**self.status("running"), "run": request["run"]}
         return {**facts, **more, **plan, "order": self.order, "status": status, **self.also}
 
