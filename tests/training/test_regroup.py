@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from training_crew import SAMPLES, classify, diverge, fail, first_before_the_loop, lag, pass_states, run_member
 
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, PauseReason, Progress
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 EPOCHS = 3
 STEPS = EPOCHS * -(-SAMPLES // 8)
-BITWISE = {"deterministic": True, "shards": 4, "dropout": 0.3}
+BITWISE = {"deterministic": True, "options": LoaderOptions(shards=4), "dropout": 0.3}
 MODES: tuple[dict[str, Any], ...] = ({}, BITWISE, {"micro_batch": 2})
 
 
