@@ -60,7 +60,7 @@ def disturbed(crew: Crew, root: Path, size: int, events: Iterable[Event], **kwar
     """Train with these disturbances, each at its step."""
     events = sorted(events, key=lambda event: event.step)
     gates = {event.step: root / f"gate-{event.step}" for event in events}
-    kwargs = {"epochs": EPOCHS, "gates": gates, "options": {"keep": 3}, **kwargs}
+    kwargs = {"epochs": EPOCHS, "gates": gates, "session_options": {"keep": 3}, **kwargs}
     run = crew.start(size, root / "cut", classify, **kwargs)
     for event in events:
         gate = gates[event.step]
