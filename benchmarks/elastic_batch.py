@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, run_fragment
 from freetrain_parsl.training.step.elastic_batch import BatchChooser
@@ -117,7 +118,7 @@ def run(workload: Workload, seed: int, *, elastic: bool, hole: float) -> list[di
         model, optimizer, data, (x_test, y_test) = workload.make()
         session.prepare(model, optimizer)
         sizes = (workload.batch_size, workload.largest) if elastic else None
-        loader = session.loader(data, workload.batch_size, batch_range=sizes, seed_samples=False)
+        loader = session.loader(data, workload.batch_size, batch_range=sizes, options=LoaderOptions(seed_samples=False))
         for _ in session.epochs(workload.epochs):
             with watch.running():
                 for x, y in loader:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
     from freetrain_parsl.report.futures import explain
     from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
+    from freetrain_parsl.training.data.loader_options import LoaderOptions
     from freetrain_parsl.training.fragment import run_alone
     from freetrain_parsl.training.session import TrainingSession
     from freetrain_parsl.windows.base import WindowSource
@@ -82,6 +83,7 @@ __all__ = [
     "InvalidInput",
     "InvalidSettings",
     "InvalidTrainer",
+    "LoaderOptions",
     "Manners",
     "MilpPolicy",
     "NodeKind",
@@ -124,6 +126,7 @@ _HOMES = {
     "EmbeddedClusterProvider": "freetrain_parsl.cluster.provider",
     "EqualSharePolicy": "freetrain_parsl.planning.policies.baselines",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
+    "LoaderOptions": "freetrain_parsl.training.data.loader_options",
     "Manners": "freetrain_parsl.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "NodeKind": "freetrain_parsl.executor.node_kinds",

@@ -158,12 +158,12 @@ class CrewRun:
         *,
         timeout: float = 60,
         name: str = "net",
-        options: dict[str, Any] | None = None,
+        session_options: dict[str, Any] | None = None,
         recover: bool = True,
         **kwargs: Any,
     ) -> None:
         self._crew = crew
-        self._settings = {"root": root, "name": name, **(options or {})}
+        self._settings = {"root": root, "name": name, **(session_options or {})}
         self._name, self._timeout = name, timeout
         self._function, self._kwargs = function, kwargs
         self._recover = recover

@@ -116,7 +116,7 @@ def in_session(session: Any, kind: str = "shuffle", hold_at: int | None = None, 
 
     hold(session, hold_at)
     model, _ = session.prepare(*make_model())
-    loader = session.adopt(make_loader(kind), order="torch")
+    loader = session.loader(make_loader(kind), order="torch")
     state = session.state(losses=[])
     seen = []
     for _ in session.epochs(EPOCHS):

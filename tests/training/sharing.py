@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from training_crew import Data
 
+from freetrain_parsl.training.data.loader_options import LoaderOptions
+
 
 class Augmented(Data):
     """Each sample contains random numbers of all generators."""
@@ -98,7 +100,7 @@ def scale(session: Any, *, hold_at: int) -> dict[str, Any]:
     rates: list[float] = []
     optimizer.register_step_pre_hook(lambda stepping, *_: rates.append(stepping.param_groups[0]["lr"]))
     session.prepare(model, optimizer)
-    data = session.loader(Data(), 6, scaled=True, ramp=2)
+    data = session.loader(Data(), 6, options=LoaderOptions(scaled=True, ramp=2))
     for _ in session.epochs(2):
         for x, y in data:
             session.step(cross_entropy(model(x), y))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.batch_norm import divisible_for
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.fragment import run_alone
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("samples", "options"), [(34, {}), (37, {}), (53, {"micro_batch": 2}), (35, {"deterministic": True, "shards": 3})]
+    ("samples", "options"),
+    [(34, {}), (37, {}), (53, {"micro_batch": 2}), (35, {"deterministic": True, "options": LoaderOptions(shards=3)})],
 )
 def test_the_last_batch_may_be_smaller_than_twice_the_processes(
     crew: Crew, tmp_path: Path, samples: int, options: dict[str, int]

@@ -14,6 +14,7 @@ from training_crew import SAMPLES, Data, classify, lag, net, run_member
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.reports import GroupFailed
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import Finished, Membership, run_alone
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def test_a_batch_that_does_not_change_has_the_result_of_a_fixed_one(tmp_path: Pa
 
 def test_a_change_takes_effect_at_the_next_boundary_and_is_in_the_history(tmp_path: Path) -> None:
     """Steps of 8 samples, then of 20: 2 · 8 + 20 + 17, 20 + 20 + 13, then 5 at a time."""
-    end = alone(tmp_path, batches={2: 20, 7: 5}, ramp=1)
+    end = alone(tmp_path, batches={2: 20, 7: 5}, options=LoaderOptions(ramp=1))
     assert audited(end) == WHOLE
     assert end.progress.step == 4 + 3 + 11
     history = end.value["history"]
@@ -65,7 +66,7 @@ def test_a_change_takes_effect_at_the_next_boundary_and_is_in_the_history(tmp_pa
 
 def test_no_batch_is_larger_than_the_dataset(tmp_path: Path) -> None:
     """The learning rate follows the batches that there are."""
-    end = alone(tmp_path, batches={1: 10 * SAMPLES}, batch_range=(2, 100 * SAMPLES), ramp=1)
+    end = alone(tmp_path, batches={1: 10 * SAMPLES}, batch_range=(2, 100 * SAMPLES), options=LoaderOptions(ramp=1))
     assert audited(end) == WHOLE
     assert [row["batch"] for row in end.value["history"]] == [SAMPLES] * EPOCHS
     assert end.value["history"][-1]["rate"] == pytest.approx((SAMPLES / 8) ** 0.5 * 0.02 * 0.7 ** (EPOCHS - 1))
@@ -115,11 +116,14 @@ def test_the_range_may_change_between_two_runs(tmp_path: Path) -> None:
         ({"batch_range": (0, 32)}, "smallest batch must be at least 1, got 0"),
         ({"batch_range": (8, 32.5)}, "largest batch must be a whole number, got 32.5"),
         ({"batch_range": (8, 32), "deterministic": True}, "cannot be combined with deterministic=True: the results"),
-        ({"batch_range": (8, 32), "scaled": True}, "cannot be combined with scaled=True: both decide"),
+        (
+            {"batch_range": (8, 32), "options": LoaderOptions(scaled=True)},
+            "cannot be combined with scaled=True: both decide",
+        ),
         ({"batch_range": (8, 32), "drop_last": True}, "cannot be combined with drop_last=True: the dropped"),
-        ({"lr_scaling": "sqrt"}, "lr_scaling needs batch_range"),
-        ({"lr_scaling": "adascale", "scaled": True}, "'adascale' needs batch_range"),
-        ({"lr_scaling": "cubic", "batch_range": (8, 32)}, "lr_scaling is 'cubic'; it is one of"),
+        ({"options": LoaderOptions(lr_scaling="sqrt")}, "lr_scaling needs batch_range"),
+        ({"options": LoaderOptions(lr_scaling="adascale", scaled=True)}, "'adascale' needs batch_range"),
+        ({"options": LoaderOptions(lr_scaling="cubic"), "batch_range": (8, 32)}, "lr_scaling is 'cubic'; it is one of"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:

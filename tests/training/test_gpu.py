@@ -13,7 +13,6 @@ import pytest
 import torch
 from crew import Crew
 from gpu_trainings import classify_in_half_precision
-from sharded_trainings import classify_sharded
 from test_regroup import BITWISE, Event, assert_same, disturbed, undisturbed
 from training_crew import Outcome, classify, net, run_member
 
@@ -80,6 +79,8 @@ def test_a_checkpoint_of_a_gpu_goes_on_without_one(crew: Crew, tmp_path: Path, m
 
 def test_a_model_is_sharded_on_a_card_of_ones_own_only(crew: Crew, tmp_path: Path) -> None:
     """FSDP's collectives on GPUs need NCCL."""
+    from sharded_trainings import classify_sharded
+
     assert isinstance(first(crew.run(1, tmp_path / "own", classify_sharded, epochs=1)).end, Finished)
     outcomes = crew.run(2, tmp_path / "shared", classify_sharded, epochs=1)
     errors = [outcome.error for outcome in outcomes if outcome]

@@ -13,6 +13,7 @@ from verbs import plain, tag
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.audit import Audit
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import Finished, Membership, run_alone
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def assert_as_plain(value: dict[str, Any], epochs: int = 2) -> None:
         {"by_backward": True},
         {"micro_batch": 1},
         {"micro_batch": 3, "by_backward": True},
-        {"deterministic": True, "shards": 4},
+        {"deterministic": True, "options": LoaderOptions(shards=4)},
         {"batch_range": (2, 32), "micro_batch": 3},
     ],
     ids=str,
@@ -165,7 +166,9 @@ EVENTS = (Event(2, "regroup", 1), Event(4, "regroup", 3), Event(6, "kill", 1), E
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"deterministic": True, "shards": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"micro_batch": 2}, {"deterministic": True, "options": LoaderOptions(shards=4)}], ids=str
+)
 def test_processes_come_go_and_die_and_the_result_is_that_of_a_plain_loop(
     crew: Crew, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -178,7 +181,7 @@ def test_processes_come_go_and_die_and_the_result_is_that_of_a_plain_loop(
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_with_a_fixed_number_of_shards_it_is_the_same_bit_by_bit(crew: Crew, tmp_path: Path) -> None:
-    options = {"deterministic": True, "shards": 4}
+    options = {"deterministic": True, "options": LoaderOptions(shards=4)}
     alone = run_alone(tag, **options)
     for value in disturbed(crew, tmp_path, 2, EVENTS, **options):
         assert torch.equal(value["parameters"], alone["parameters"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from training_crew import SAMPLES, classify, diverge, fail, first_before_the_loop, lag, pass_states, run_member
 
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, PauseReason, Progress
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 EPOCHS = 3
 STEPS = EPOCHS * -(-SAMPLES // 8)
-BITWISE = {"deterministic": True, "shards": 4, "dropout": 0.3}
+BITWISE = {"deterministic": True, "options": LoaderOptions(shards=4), "dropout": 0.3}
 MODES: tuple[dict[str, Any], ...] = ({}, BITWISE, {"micro_batch": 2})
 
 
@@ -59,7 +60,7 @@ def disturbed(crew: Crew, root: Path, size: int, events: Iterable[Event], **kwar
     """Train with these disturbances, each at its step."""
     events = sorted(events, key=lambda event: event.step)
     gates = {event.step: root / f"gate-{event.step}" for event in events}
-    kwargs = {"epochs": EPOCHS, "gates": gates, "options": {"keep": 3}, **kwargs}
+    kwargs = {"epochs": EPOCHS, "gates": gates, "session_options": {"keep": 3}, **kwargs}
     run = crew.start(size, root / "cut", classify, **kwargs)
     for event in events:
         gate = gates[event.step]

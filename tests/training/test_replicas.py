@@ -10,6 +10,7 @@ import torch
 from habits import HELD
 from training_crew import run_member
 
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def test_buffers_that_are_not_persistent_may_differ(crew: Crew, tmp_path: Path) 
 @pytest.mark.parametrize("how", ["in place", "reassigned"])
 def test_with_fixed_shards_a_buffer_is_the_mean_over_them(crew: Crew, tmp_path: Path, how: str) -> None:
     """So it is equal on all processes, and on any number of them; it is the tensor that the model uses and saves."""
-    options: dict[str, Any] = {"how": how, "deterministic": True, "shards": 4}
+    options: dict[str, Any] = {"how": how, "deterministic": True, "options": LoaderOptions(shards=4)}
     alone = run_member(diverging.statistic, options, root=tmp_path / "alone", membership=Membership("net"))
     group = crew.run(3, tmp_path / "crew", diverging.statistic, **options)
     (expected,), others = ends([alone]), ends(group)

@@ -170,14 +170,6 @@ def _shift(_worker: int) -> None:
     sampled.Recorded.__getitem__ = shifted  # type: ignore[method-assign]  # in the worker's process only
 
 
-def test_the_verb_for_a_data_loader_names_what_it_got_instead() -> None:
-    def train(session: Any) -> None:
-        session.adopt(sampled.Recorded())
-
-    with pytest.raises(UsageError, match=r"session.adopt needs a torch.utils.data.DataLoader, got Recorded"):
-        run_alone(train)
-
-
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -259,7 +251,7 @@ def endless(session: Any, *, replacement: bool, order: str | None = None, pause_
     session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     state = session.state(seen=[])
     sampler = RandomSampler(data, replacement=replacement, num_samples=10**10)
-    batches = session.adopt(DataLoader(data, 16, sampler=sampler), order=order)
+    batches = session.loader(DataLoader(data, 16, sampler=sampler), order=order)
     for _ in session.epochs(1):
         for positions, x in batches:
             session.step(model(x).square().mean())

@@ -12,6 +12,7 @@ from training_crew import SAMPLES, Data, net
 from training_runs import Run, loop
 
 from freetrain_parsl.errors import CheckpointError, UsageError
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import Paused, run_alone
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def no_micro_batch(session: Any) -> None:
 
 def deterministic_and_scaled(session: Any) -> None:
     other_extras(session)
-    session.loader(Data(), 8, deterministic=True, scaled=True)
+    session.loader(Data(), 8, deterministic=True, options=LoaderOptions(scaled=True))
 
 
 def shuffled_stream(session: Any) -> None:

@@ -13,6 +13,7 @@ from habits import HELD
 from training_crew import SAMPLES, run_member
 
 from freetrain_parsl.training.data.audit import Audit
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import Finished, Membership, run_alone
 from freetrain_parsl.training.step.learning_rate import RateScaling
 
@@ -55,7 +56,7 @@ def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 # BatchNorm needs two samples in each shard, so there is no last batch of five.
-DETERMINISTIC = {"kind": "normed", "deterministic": True, "shards": 3, "drop_last": True}
+DETERMINISTIC = {"kind": "normed", "deterministic": True, "options": LoaderOptions(shards=3), "drop_last": True}
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}], ids=["whole", "micro-batches"])
@@ -75,7 +76,7 @@ def test_deterministic_trainings_have_the_same_bits(
 def test_deterministic_trainings_differ_with_the_number_of_shards(tmp_path: Path) -> None:
     """Otherwise the bitwise equality of the test above would be trivial."""
     three = alone(tmp_path / "3", **DETERMINISTIC)
-    four = alone(tmp_path / "4", **{**DETERMINISTIC, "shards": 4})
+    four = alone(tmp_path / "4", **{**DETERMINISTIC, "options": LoaderOptions(shards=4)})
     assert farthest(state(three), state(four)) > 1e-4
 
 
@@ -105,7 +106,7 @@ def test_parameters_that_only_some_samples_use_are_trained_alike(crew: Crew, tmp
 def test_running_statistics_are_the_mean_over_the_processes(crew: Crew, tmp_path: Path) -> None:
     """Two processes normalize over half of each batch, with the same result as two shards on one process."""
     outcomes = crew.run(2, tmp_path, sharing.train, kind="normed", epochs=1)
-    shares = alone(tmp_path, kind="normed", epochs=1, deterministic=True, shards=2)
+    shares = alone(tmp_path, kind="normed", epochs=1, deterministic=True, options=LoaderOptions(shards=2))
     halves = state(outcomes[0])
     assert halves["1.running_mean"].abs().sum() > 0
     assert farthest(halves, state(shares)) < 1e-4

@@ -11,6 +11,7 @@ from training_crew import SAMPLES
 from verbs import decide, plain
 
 from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.fragment import run_alone
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def test_a_call_that_other_processes_would_not_make_is_refused(where: str, messa
     def train(session: Any) -> None:
         model = torch.nn.Linear(1, 1)
         session.prepare(model, torch.optim.SGD, lr=0.1)
-        data = session.loader(torch.ones(4, 1), 2, deterministic=where == "batch", shards=2)
+        data = session.loader(torch.ones(4, 1), 2, deterministic=where == "batch", options=LoaderOptions(shards=2))
         if where == "function":
             session.agree(1)
         for _ in session.epochs(1):

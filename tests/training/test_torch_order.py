@@ -62,7 +62,7 @@ def test_a_training_that_resumes_has_the_order_of_the_plain_script(
 def test_several_processes_divide_the_batches_of_the_plain_script(crew: Crew, tmp_path: Path, kind: str) -> None:
     """Also one that joins in the second epoch; the results differ by the rounding of sums."""
     expected = plain(kind)
-    run = crew.start(2, tmp_path, in_session, kind=kind, hold_at=10, options={"seed": 3})
+    run = crew.start(2, tmp_path, in_session, kind=kind, hold_at=10, session_options={"seed": 3})
     run.until(lambda: (tmp_path / "net" / "files" / HELD).exists() or run.ended)
     run.regroup(3)
     results = [value_of(outcome) for outcome in run.outcomes()]

@@ -374,8 +374,10 @@ class _TrainingData:
     def adopt(self, session: TrainingSession, accumulate: int) -> None:
         check_dropped(self._source, accumulate)
         size = self._source.batch_size
-        options = {} if accumulate == 1 or size is None else {"batch_size": size * accumulate, "micro_batch": size}
-        self._batches = session.adopt(self._source, **options)
+        options: dict[str, Any] = (
+            {} if accumulate == 1 or size is None else {"batch_size": size * accumulate, "micro_batch": size}
+        )
+        self._batches = session.loader(self._source, **options)
 
     def __len__(self) -> int:
         """Return the number of the DataLoader's own batches, from which scripts compute their schedules."""

@@ -142,8 +142,8 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         if source.batch_size is None:
             raise UsageError("SessionFabric: the training DataLoader has no batch_size, or its own batch_sampler")
         size = source.batch_size * self._accumulate
-        divided = {} if self._accumulate == 1 else {"micro_batch": source.batch_size}
-        self._training.batches = self._session.adopt(source, batch_size=size, **divided)
+        divided: dict[str, Any] = {} if self._accumulate == 1 else {"micro_batch": source.batch_size}
+        self._training.batches = self._session.loader(source, batch_size=size, **divided)
         return self._session.epochs(count)
 
     def no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[None]:  # noqa: FBT001, FBT002 - as in Fabric

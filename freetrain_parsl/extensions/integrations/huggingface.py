@@ -257,7 +257,7 @@ class _Loop:
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self._steps_an_epoch)
         self._epochs = -(-steps // self._steps_an_epoch)
         self._prepare(steps)
-        self._data: SessionLoader = session.adopt(
+        self._data: SessionLoader = session.loader(
             source, batch_size=self._size, micro_batch=piece if self._size > piece else None
         )
         trainer.callback_handler.train_dataloader = self._data

@@ -237,8 +237,8 @@ class _Batches:
         assert dataloader.batch_size is not None, "checked before"
         check_dropped(dataloader, accumulated)
         size = dataloader.batch_size * accumulated
-        divided = {} if accumulated == 1 else {"micro_batch": dataloader.batch_size}
-        self._data = session.adopt(dataloader, batch_size=size, **divided)
+        divided: dict[str, Any] = {} if accumulated == 1 else {"micro_batch": dataloader.batch_size}
+        self._data = session.loader(dataloader, batch_size=size, **divided)
         self._epochs = session.epochs(trainer.max_epochs)  # a process that joins receives the state here
         self._pieces: Iterator[Any] | None = None
         self.is_open = False

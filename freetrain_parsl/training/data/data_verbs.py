@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.loader import MapDataset, SessionLoader, check_dataset, parts_of
 from freetrain_parsl.training.data.loader_options import (
+    LoaderOptions,
     check_batch_range,
     check_fixed_size,
     check_whole,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.runtime import Runtime
-    from freetrain_parsl.training.step.learning_rate import LrScaling
 
 __all__ = ["DataVerbs"]
 
@@ -44,17 +44,13 @@ class DataVerbs:
         drop_last: bool = False,
         micro_batch: int | None = None,
         deterministic: bool = False,
-        shards: int = 8,
-        scaled: bool = False,
         batch_range: tuple[int, int] | None = None,
-        lr_scaling: LrScaling | None = None,
-        ramp: int = 100,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        seed_samples: bool = True,
         sampler: IndexSampler | None = None,
         order: Callable[[int], Sequence[int]] | Literal["torch"] | None = None,
         worker_options: Mapping[str, Any] | None = None,
+        options: LoaderOptions | None = None,
     ) -> SessionLoader:
         """Return the training data in batches, on the device; every sample exactly once per epoch.
 
@@ -65,7 +61,9 @@ class DataVerbs:
         ----------
         dataset
             A map-style dataset (``len()`` and indexing), a `stream`, or a ``DataLoader`` over a map-style dataset, of
-            which dataset, batch size, sampler, ``drop_last``, ``num_workers`` and ``collate_fn`` are used.
+            which dataset, batch size, sampler, ``drop_last``, ``collate_fn`` and workers are used. Its ``shuffle=True``
+            means the session's own order, and its ``generator`` is seeded for each epoch if a sampler draws from it,
+            unless ``order="torch"`` is given.
         batch_size
             Samples in a batch, over all processes. With a ``DataLoader``: its own by default.
         shuffle
@@ -77,29 +75,15 @@ class DataVerbs:
             loop's body runs several times per step, and `step` returns False except for the last.
         deterministic
             Whether the parameters are bitwise equal for any number of processes, on the same kind of hardware. A batch
-            is then always divided into `shards` parts, each with its own pass through the model, summed in order.
-        shards
-            Number of these parts; at least the maximum number of processes, as further processes have nothing to do.
-        scaled
-            Whether `batch_size` is per process, so that the batch, and with it the learning rate, grows with the number
-            of processes.
+            is then always divided into the same parts, each with its own pass through the model, summed in order.
         batch_range
             The smallest and the largest batch size. The driver then chooses the batch size within it, by the speed and
             the noise of the gradient; training begins with `batch_size`, to which the learning rate belongs. No batch
             is larger than the dataset.
-        lr_scaling
-            How the learning rate follows the batch size with `batch_range` or `scaled`: ``"linear"``, ``"sqrt"``,
-            ``"adascale"``, ``"none"``, or a function: batch size relative to the initial one -> factor. By default
-            ``"auto"`` with `batch_range`: linear for SGD, square root for other optimizers; linear with `scaled`.
-        ramp
-            Steps over which the learning rate is adjusted.
         num_workers
             Processes that fetch samples; 0: this process.
         collate_fn
             Merges a list of samples into a batch; torch's function by default.
-        seed_samples
-            Whether random numbers are seeded for each sample, so that augmentation does not depend on the fetching
-            process. Takes some microseconds per sample; not for datasets that fetch samples in bulk (``__getitems__``).
         sampler
             Yields the positions of an epoch instead of `shuffle`, with repetitions if it likes: weighted, sorted by
             length, a subset. What it yields is divided over the processes, each position exactly as often as yielded.
@@ -113,11 +97,14 @@ class DataVerbs:
         worker_options
             Arguments of torch's ``DataLoader`` for the workers: ``worker_init_fn``, ``timeout``, ``prefetch_factor``,
             ``multiprocessing_context``.
+        options
+            Options that few training jobs need.
 
         Raises
         ------
         UsageError
-            The dataset is not map-style, it yields no batch, or an option is wrong.
+            The dataset is not map-style, it yields no batch, its batches cannot be divided (a ``DataLoader`` with a
+            batch sampler of its own or none, or over an ``IterableDataset``), or an option is wrong.
         CheckpointMismatch
             The newest checkpoint belongs to another dataset or batch size.
         """
@@ -127,28 +114,31 @@ class DataVerbs:
                 "num_workers": num_workers,
                 "collate_fn": collate_fn,
                 "sampler": sampler,
-                "order": order,
                 "worker_options": worker_options,
             }
-            return self.adopt(
-                dataset,
-                **{name: value for name, value in given.items() if value},
+            found, own = parts_of(dataset)
+            own |= {name: value for name, value in given.items() if value}
+            if order == "torch":
+                own["sampler"] = torch_order_like(dataset, **own)
+            elif order is not None and sampler is None:
+                own.pop("sampler", None)
+            return self.loader(
+                found,
+                **own,
                 micro_batch=micro_batch,
                 deterministic=deterministic,
-                shards=shards,
-                scaled=scaled,
                 batch_range=batch_range,
-                lr_scaling=lr_scaling,
-                ramp=ramp,
-                seed_samples=seed_samples,
+                order=None if order == "torch" else order,
+                options=options,
             )
+        options = options or LoaderOptions()
         if batch_size is None:
             raise UsageError("session.loader: give batch_size=…, the samples in a batch over all processes")
         for name, number in (
             ("batch_size", batch_size),
             ("micro_batch", micro_batch),
-            ("shards", shards),
-            ("ramp", ramp),
+            ("shards", options.shards),
+            ("ramp", options.ramp),
             ("num_workers", num_workers),
         ):
             if number is not None:
@@ -157,12 +147,12 @@ class DataVerbs:
         check_worker_options(worker_options or {}, num_workers)
         seed = self._runtime.options.seed
         sampler = chosen_sampler(sampler, order, dataset, batch_size, seed, shuffle=shuffle, drop_last=drop_last)
-        if deterministic and scaled:
+        if deterministic and options.scaled:
             raise UsageError("session.loader: deterministic=True needs a batch of fixed size: no scaled=True")
         if batch_range is not None:
             batch_range = check_batch_range(batch_range, batch_size)
-            check_fixed_size(deterministic=deterministic, scaled=scaled, drop_last=drop_last)
-        lr_scaling = chosen_lr_scaling(lr_scaling, elastic=batch_range is not None, scaled=scaled)
+            check_fixed_size(deterministic=deterministic, scaled=options.scaled, drop_last=drop_last)
+        lr_scaling = chosen_lr_scaling(options.lr_scaling, elastic=batch_range is not None, scaled=options.scaled)
         plan = Order(
             len(dataset),
             batch_size,
@@ -170,57 +160,25 @@ class DataVerbs:
             shuffle=shuffle,
             drop_last=drop_last,
             micro_batch=micro_batch,
-            shards=shards if deterministic else None,
-            scaled=scaled,
+            shards=options.shards if deterministic else None,
+            scaled=options.scaled,
             drawn=None if sampler is None else len(sampler),
             batch_range=batch_range,
         )
         plan = self._runtime.planned(plan)
         if isinstance(sampler, TorchOrder):
             self._runtime.at_start.append(sampler.begin)
-        self._runtime.use(plan, lr_scaling=lr_scaling, ramp=ramp)
+        self._runtime.use(plan, lr_scaling=lr_scaling, ramp=options.ramp)
         return SessionLoader(
             self._runtime,
             dataset,
             plan,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            seed_samples=seed_samples,
+            seed_samples=options.seed_samples,
             sampler=sampler,
             worker_options=worker_options or {},
         )
-
-    def adopt(self, dataloader: DataLoader[Any], **options: Any) -> SessionLoader:
-        """Return the training data of the user's ``DataLoader``, divided over the processes; see `loader`.
-
-        Its dataset, batch size, sampler, ``drop_last``, ``collate_fn`` and workers are used. Its ``shuffle=True`` means
-        the session's own order, and its ``generator`` is seeded for each epoch if a sampler draws from it, unless
-        ``order="torch"`` is given.
-
-        Parameters
-        ----------
-        dataloader
-            Over a map-style dataset. Its batch size is that over all processes.
-        options
-            Those of `loader`, in place of the DataLoader's own: ``batch_size=256``.
-
-        Raises
-        ------
-        UsageError
-            Its batches cannot be divided: it has a batch sampler of its own or none, divides the data itself, or reads
-            an ``IterableDataset``.
-        CheckpointMismatch
-            The newest checkpoint belongs to another dataset or batch size.
-        """
-        if not isinstance(dataloader, DataLoader):
-            raise UsageError(f"session.adopt needs a torch.utils.data.DataLoader, got {type(dataloader).__name__}")
-        dataset, own = parts_of(dataloader)
-        if options.get("order") == "torch":
-            own["sampler"] = torch_order_like(dataloader, **(own | options))
-            options = {name: value for name, value in options.items() if name not in ("order", "sampler")}
-        elif options.get("order") is not None:
-            own.pop("sampler", None)
-        return self.loader(dataset, **(own | options))
 
     def stream(self, source: Iterable[Any], samples: int) -> Stream:
         """Make a stream accessible by position, so that `loader` can divide it with each sample exactly once.

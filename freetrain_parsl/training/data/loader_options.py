@@ -1,7 +1,8 @@
-"""Checks of the options of ``session.loader``, before anything is changed."""
+"""Options of ``session.loader``, and their checks, before anything is changed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,14 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
-__all__ = ["check_batch_range", "check_fixed_size", "check_whole", "check_worker_options", "chosen_lr_scaling"]
+__all__ = [
+    "LoaderOptions",
+    "check_batch_range",
+    "check_fixed_size",
+    "check_whole",
+    "check_worker_options",
+    "chosen_lr_scaling",
+]
 
 WORKER_OPTIONS = ("worker_init_fn", "timeout", "prefetch_factor", "multiprocessing_context")
 """Arguments of torch's DataLoader that are passed on as they are."""
@@ -23,6 +31,36 @@ _WHY_NOT = {
     "scaled": "both decide the batch size",
     "drop_last": "the dropped samples would depend on when the batch size changes",
 }
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """Options of `TrainingSession.loader` that few training jobs need.
+
+    Parameters
+    ----------
+    shards
+        Parts into which ``deterministic=True`` divides a batch; at least the maximum number of processes, as further
+        processes have nothing to do.
+    scaled
+        Whether the batch size is per process, so that the batch, and with it the learning rate, grows with the number
+        of processes.
+    lr_scaling
+        How the learning rate follows the batch size with ``batch_range`` or `scaled`: ``"linear"``, ``"sqrt"``,
+        ``"adascale"``, ``"none"``, or a function: batch size relative to the initial one -> factor. By default
+        ``"auto"`` with ``batch_range``: linear for SGD, square root for other optimizers; linear with `scaled`.
+    ramp
+        Steps over which the learning rate is adjusted.
+    seed_samples
+        Whether random numbers are seeded for each sample, so that augmentation does not depend on the fetching
+        process. Takes some microseconds per sample; not for datasets that fetch samples in bulk (``__getitems__``).
+    """
+
+    shards: int = 8
+    scaled: bool = False
+    lr_scaling: LrScaling | None = None
+    ramp: int = 100
+    seed_samples: bool = True
 
 
 def check_whole(what: str, value: object, *, least: int) -> None:

@@ -28,7 +28,7 @@ def carry(session: Any, *, lr: float, mailbox: Any = None) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     average = copy.deepcopy(model)
     session.prepare(model, optimizer)
-    batches = session.adopt(DataLoader(data(), 16, shuffle=True), order="torch")
+    batches = session.loader(DataLoader(data(), 16, shuffle=True), order="torch")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, epochs=3, steps_per_epoch=len(batches))
     session.prepare(scheduler)
     state = session.state(it=0, losses=[], average=average)

@@ -16,6 +16,7 @@ from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.mailbox import Paused
 from tests.extensions.fusion.sweep_trainings import alone, classify, data, distance, member, together
 
@@ -250,12 +251,12 @@ def test_a_loop_that_changes_its_batch_changes_that_of_its_own_training_only(tmp
         assert_equal(outcome.value(str(number)), value)
 
 
-@pytest.mark.parametrize("option", ["micro_batch", "deterministic", "scaled", "batch_range", "scaler"])
+@pytest.mark.parametrize("option", ["micro_batch", "deterministic", "options", "batch_range", "scaler"])
 def test_what_cannot_be_fused_trains_beside_the_others_as_it_does_alone(tmp_path: Path, option: str) -> None:
     def train(session: Any, *, option: str, lr: float) -> Any:
         scaler = [torch.amp.GradScaler("cpu", init_scale=4.0)] if option == "scaler" else []
         model, optimizer, *_ = session.prepare(nn.Linear(24, 4).double(), torch.optim.SGD, *scaler, lr=lr)
-        values: dict[str, Any] = {"micro_batch": 5, "batch_range": (8, 32)}
+        values: dict[str, Any] = {"micro_batch": 5, "batch_range": (8, 32), "options": LoaderOptions(scaled=True)}
         given = {} if option in ("", "scaler") else {option: values.get(option, True)}
         batches = session.loader(data(), batch_size=16, **given)
         for _ in session.epochs(2):

@@ -109,7 +109,7 @@ def test_a_periodic_checkpoint_of_a_sharded_training_is_one_to_go_back_to(
     """It is written in the background; one that is being written when all members die does not count."""
     options = {"checkpoint_interval": timedelta(milliseconds=1)}
     gates = {step: tmp_path / f"gate-{step}" for step in range(1, 13)}
-    run = crew.start(size, tmp_path / "cut", classify_sharded, gates=gates, options=options)
+    run = crew.start(size, tmp_path / "cut", classify_sharded, gates=gates, session_options=options)
     for step, gate in gates.items():
         run.until(gate.with_suffix(".reached").exists)
         time.sleep(0.1)  # for the write in the background, which takes longer than some of the steps

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from freetrain_parsl.app import training_app
+from freetrain_parsl.training.data.loader_options import LoaderOptions
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.session import TrainingSession
@@ -125,7 +126,7 @@ def train(
         torch.optim.SGD([model.counts], lr=float(BATCH)),
         torch.optim.lr_scheduler.StepLR(adam, step_size=1, gamma=0.9),
     )
-    options: dict[str, Any] = {"deterministic": True, "shards": 4} if deterministic else {}
+    options: dict[str, Any] = {"deterministic": True, "options": LoaderOptions(shards=4)} if deterministic else {}
     data = session.loader(NumberedSamples(samples), batch_size=BATCH, **options)
     for epoch in session.epochs(epochs):
         for numbers, inputs, labels in data:
