@@ -44,7 +44,7 @@ $(STAMP): $(DEMO_STAMP)
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
-demo: $(DEMO_STAMP)  ## Watch seven trainings on the idle nodes of a small busy cluster
+demo: $(DEMO_STAMP)  ## Watch seven training jobs on the idle nodes of a small busy cluster
 	@$(BIN)/freetrain demo $(ARGS)
 
 test test-all: $(STAMP)
@@ -58,7 +58,7 @@ test-all:  ## Run all tests (20 minutes)
 test-pythons: $(STAMP)  ## Try the demo and the quick tests on each supported Python that is found: ARGS="3.10 lowest"
 	@$(BIN)/python -m tests.pythons $(ARGS)
 
-chaos: $(STAMP)  ## Run trainings under random faults: make chaos SEEDS=1-300 ARGS="--jobs 2"
+chaos: $(STAMP)  ## Run training jobs under random faults: make chaos SEEDS=1-300 ARGS="--jobs 2"
 	@$(BIN)/python -m tests.support.chaos $(KIND) $(SEEDS) $(ARGS)
 
 check: $(STAMP)  ## Run linter, format check and type check

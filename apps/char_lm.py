@@ -1,7 +1,7 @@
 """A character-level language model: a small transformer on real English.
 
 The text is the Python language documentation, which is part of every CPython (``pydoc_data.topics``).
-``python apps/char_lm.py`` is ordinary PyTorch in one process. `train` is the same training for FreeTrain:
+``python apps/char_lm.py`` is ordinary PyTorch in one process. `train` is the same training job for FreeTrain:
 compare its lines with those of `main`.
 """
 

@@ -1,6 +1,6 @@
 """Handwritten digits: a small convolutional network on 1797 real images of 8x8 pixels.
 
-``python apps/digits.py`` is ordinary PyTorch in one process. `train` is the same training for FreeTrain:
+``python apps/digits.py`` is ordinary PyTorch in one process. `train` is the same training job for FreeTrain:
 compare its lines with those of `main`. Needs scikit-learn (``pip install freetrain-parsl[examples]``).
 """
 

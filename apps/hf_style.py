@@ -2,7 +2,7 @@
 
 The model is a small stand-in with the same interface, so that nothing has to be downloaded; any
 ``transformers.AutoModelFor…`` can replace it. ``python apps/hf_style.py`` is ordinary PyTorch in one process.
-`train` is the same training for FreeTrain, in which the session has the role of ``accelerate``.
+`train` is the same training job for FreeTrain, in which the session has the role of ``accelerate``.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ NETS = ("mlp", "cnn", "pointnet", "transformer", "lstm", "dcgan", "resnet18", "b
 
 
 def models(net: str) -> list[nn.Module]:
-    """Return new models of a training, each of which has an optimizer of its own."""
+    """Return new models of a training job, each of which has an optimizer of its own."""
     whole = torch.cuda.is_available()
     if net == "dcgan":
         return dcgan(64, 100, 4) if whole else dcgan(8, 16, 2)

@@ -30,11 +30,11 @@ class Account:
     starting
         From the start of a block until its slot has imported torch and has registered.
     unassigned
-        The slot is registered but not assigned: decisions, newcomers warming up, trainings not ready.
+        The slot is registered but not assigned: decisions, newcomers warming up, training jobs not ready.
     paused
-        Trainings pause to change their nodes.
+        Training jobs pause to change their nodes.
     between_steps
-        In a training, but not in a step: its first step's preparations, checkpoints, unfinished steps.
+        In a training job, but not in a step: its first step's preparations, checkpoints, unfinished steps.
     leaving
         The slot has ended, but not its block.
     again
@@ -92,7 +92,7 @@ def draw_up(
     least
         Shorter windows do not count, and training in them is subtracted from `useful`.
     useful
-        Node-seconds in steps that count, as reported by the trainings.
+        Node-seconds in steps that count, as reported by the training jobs.
     """
     joined = _joined(entries, end)
     fragments = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The training of `goodput.py`: real torch, real gradients, and steps that mostly sleep."""
+"""The training job of `goodput.py`: real torch, real gradients, and steps that mostly sleep."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ from tests.support.globus.rabbitmq import LoopbackRabbit
 from tests.support.globus.transfer_service import LoopbackCollections, TransferService
 
 NAMES = ("day", "night")
-NODES = 2  # of each site, and trainings
+NODES = 2  # of each site, and training jobs
 STEP = 0.2  # seconds
-LONGEST_START = 300.0  # seconds until the first trainings have nodes
+LONGEST_START = 300.0  # seconds until the first training jobs have nodes
 BATCH = 10
 UUIDS = {
     "day": "aaaaaaaa-0000-4000-8000-000000000000",
@@ -83,7 +83,7 @@ SITE = """\
 system: local
 block: {cluster: %s}
 planner: {startup: 5 s, min_useful: 4 s, closing_margin: 2 s, max_walltime: 30 min, idle_timeout: 2 s, settle: 0.5 s}
-manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
+rate_limits: {poll_interval: 0.5 s, submissions_per_minute: 100}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 6 s}
 checkpoints:
   interval: 2 s
@@ -202,7 +202,7 @@ class Stand:
         return figures
 
     def run_undisturbed(self, seconds: float) -> dict[str, float]:
-        """Run the campaign at all sites without neighbours; return requests per hour, once all trainings have nodes."""
+        """Run the campaign at all sites without neighbours; return requests per hour, once all jobs have nodes."""
         process = self._start("--sites", "sites.yaml")
         self._wait_for_work(process, night_only=False)
         begin, requests = time.monotonic(), self.requests()
@@ -222,7 +222,7 @@ class Stand:
             )  # fmt: skip
 
     def _wait_for_work(self, process: subprocess.Popen[bytes], *, night_only: bool) -> None:
-        """Wait until all trainings have nodes, or, where there are none yet, until a driver is alive."""
+        """Wait until all training jobs have nodes, or, where there are none yet, until a driver is alive."""
         end = time.monotonic() + LONGEST_START
         while time.monotonic() < end and process.poll() is None:
             stores = self.stores()
@@ -230,10 +230,10 @@ class Stand:
             if len(running) == NODES or (night_only and any(store.last_driver() for store in stores)):
                 return
             time.sleep(1)
-        raise RuntimeError(f"no training has started: {(self.directory / 'output.log').read_text()[-2000:]}")
+        raise RuntimeError(f"no training job has started: {(self.directory / 'output.log').read_text()[-2000:]}")
 
     def steps(self) -> float:
-        """Return the number of steps that all trainings have done."""
+        """Return the number of steps that all training jobs have done."""
         shares: dict[str, float] = {}
         for store in self.stores():
             for item in store.trainings():

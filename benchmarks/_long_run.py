@@ -1,4 +1,4 @@
-"""A long synthetic run: a journal of a day on a thousand nodes with two hundred trainings."""
+"""A long synthetic run: a journal of a day on a thousand nodes with two hundred training jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LongRun:
     ----------
     path
         The journal.
-    nodes, trainings
+    nodes, training jobs
         Their numbers.
     begin
         Seconds since the epoch.
@@ -65,7 +65,7 @@ class LongRun:
             self.journal.commit()
 
     def report_progress(self) -> None:
-        """Write what the driver writes in a turn with a report of each training that runs, and commit it."""
+        """Write what the driver writes in a turn with a report of each training job that runs, and commit it."""
         self.now += 0.25
         self._train()
         self.journal.commit()

@@ -25,7 +25,7 @@ import mip
 from freetrain_parsl.planning.placement import current_counts
 
 if TYPE_CHECKING:
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.planning.objectives.base import Objective
     from freetrain_parsl.testing.instances import Instance
 
@@ -43,7 +43,7 @@ class PublishedSolution:
     finished
         Whether it ended before the time limit.
     allocation
-        Trainer -> its nodes, if there is a best allocation.
+        PlannedJob -> its nodes, if there is a best allocation.
     """
 
     objective: float | None
@@ -104,7 +104,7 @@ def solve_published(
     return PublishedSolution(value, seconds, status == mip.OptimizationStatus.OPTIMAL, allocation)
 
 
-def _breakpoints(trainer: Trainer, objective: Objective) -> list[tuple[int, float]]:
+def _breakpoints(trainer: PlannedJob, objective: Objective) -> list[tuple[int, float]]:
     inner = {n for n, _ in trainer.curve.points if trainer.min_nodes < n < trainer.max_nodes}
     counts = sorted({trainer.min_nodes, *inner, trainer.max_nodes})
     return [(0, 0.0), *((n, objective(trainer, n)) for n in counts)]

@@ -1,4 +1,4 @@
-"""Our side of `rescale`: warm processes that run one training and get the commands that the executor would send."""
+"""Our side of `rescale`: warm processes that run one training job and get the commands that the executor would send."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Crew:
             worker.process.join()
 
     def start(self, size: int) -> None:
-        """Start the training in a group."""
+        """Start the training job in a group."""
         self.members = self._take_idle(size)
         for worker, membership in zip(self.members, self._places(size), strict=True):
             worker.channel.send(membership)

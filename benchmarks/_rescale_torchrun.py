@@ -1,4 +1,4 @@
-"""The training of `rescale` under torchrun, after PyTorch's tutorial on elastic training: run by `rescale`.
+"""The training job of `rescale` under torchrun, after PyTorch's tutorial on elastic training job: run by `rescale`.
 
 The first rank writes a snapshot every few steps; whenever the number of workers changes, torchrun restarts all of
 them, and they resume from the snapshot.

@@ -1,6 +1,6 @@
 """Our side of `slurm_neighbours.py`: a driver in its own process, as for an ordinary user.
 
-It prints ``ready``, submits its trainings when it reads a line, and when it reads another prints its account as one
+It prints ``ready``, submits its training jobs when it reads a line, and when it reads another prints its account as one
 line of JSON and ends together with its jobs.
 """
 
@@ -21,8 +21,8 @@ from parsl.providers import SlurmProvider
 from freetrain_parsl import (
     CheckpointSettings,
     FreeTrainExecutor,
-    Manners,
     PlannerSettings,
+    RateLimits,
     TrainingSettings,
     training_app,
 )
@@ -52,7 +52,7 @@ def make_app(nodes: int) -> Any:
 
 
 def account(executor: FreeTrainExecutor) -> dict[str, Any]:
-    """Summarize the training work from the journal."""
+    """Summarize the training job work from the journal."""
     run = RunState(executor.journal_path).refresh()
     progress = [training.progress for training in run.trainings.values()]
     return {
@@ -85,7 +85,7 @@ def main() -> int:
             max_nodes_per_block=options["nodes_per_block"],
         ),
         trainings=TrainingSettings(threads_per_slot=1),
-        manners=Manners(poll_interval=timedelta(seconds=options["poll"])),
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=options["poll"])),
         grace=timedelta(seconds=options["grace"]),
         checkpoint_dir=directory / "checkpoints",
         checkpoints=CheckpointSettings(interval=timedelta(seconds=CHECKPOINT_SECONDS)),

@@ -22,7 +22,7 @@ _WARNING_SECONDS = 15  # Slurm's signals are late by half a minute, or early: se
 
 
 class Training:
-    """One training; its state is in its directory, from which it resumes."""
+    """One training job; its state is in its directory, from which it resumes."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -105,7 +105,7 @@ class Training:
 
 
 def submit(directory: Path, *, partition: str, trainings: int, nodes: int, minutes: int) -> None:
-    """Submit the trainings, each as one job that is requeued for ever."""
+    """Submit the training jobs, each as one job that is requeued for ever."""
     executor = submitit.SlurmExecutor(directory / "logs", max_num_timeout=1_000_000)
     executor.update_parameters(
         job_name="requeue",
@@ -125,7 +125,7 @@ def submit(directory: Path, *, partition: str, trainings: int, nodes: int, minut
 
 
 def account(directory: Path) -> dict[str, Any]:
-    """Summarize the training work that is not lost."""
+    """Summarize the training job work that is not lost."""
     done = {"step_node_seconds": 0.0, "samples": 0}
     fragments = []
     for home in sorted(directory.glob("training-*")):

@@ -1,7 +1,7 @@
-"""The training of `slurm_neighbours.py`: real torch, real gradients, and steps that mostly sleep.
+"""The training job of `slurm_neighbours.py`: real torch, real gradients, and steps that mostly sleep.
 
 So sixteen virtual nodes fit on two cores, and a sample costs the same node-seconds on any number of nodes. Our
-trainings and those of the requeue alternative use the same numbers.
+training jobs and those of the requeue alternative use the same numbers.
 """
 
 from __future__ import annotations

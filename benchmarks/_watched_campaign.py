@@ -45,7 +45,7 @@ def train(session, counter):
 
 
 class WatchedCampaign:
-    """A campaign of one training with small steps, which runs until it is stopped.
+    """A campaign of one training job with small steps, which runs until it is stopped.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class WatchedCampaign:
         end = time.monotonic() + 300
         while self.steps() < 100:
             if time.monotonic() > end:
-                raise TimeoutError(f"{self.run_dir}: no training has begun")
+                raise TimeoutError(f"{self.run_dir}: no training job has begun")
             time.sleep(0.2)
 
     def steps(self) -> int:

@@ -1,7 +1,7 @@
 """Cost and speed of a checkpoint, compared to plain ``torch.save`` with ``fsync``.
 
 Use ``--quick`` for a short run, ``--json FILE`` to save the figures, ``--directory DIR`` to measure another file
-system. A state is a model with Adam: 12 bytes per parameter. `blocked` is the time for which a training is blocked,
+system. A state is a model with Adam: 12 bytes per parameter. `blocked` is the time for which a training job is blocked,
 `write` the time until the checkpoint is durable, with its checksums. Each figure is a median of several checkpoints
 after one warm-up; ours and the plain ones alternate. Sharded states are written by two processes with FSDP2, which wait
 for the write.
@@ -109,7 +109,7 @@ class Bench:
         return Round(blocked, write, self._restore(), size)
 
     def _continue(self) -> None:
-        """Do what a training does between two steps."""
+        """Do what a training job does between two steps."""
         ready = torch.tensor([float(self.checkpoint_manager.ready)])
         if self.group.sum(ready) == self.group.size:
             self.checkpoint_manager.advance()

@@ -2,18 +2,19 @@
 
 Use ``--json FILE`` to save the rows, ``--quick`` for a small run. Needs Chromium.
 
-The run is synthetic: a day on 1,000 nodes with 200 trainings and a survey every 30 s (`_long_run.py`). ``open_seconds``
-is the median time from the navigation to the drawn page, with the server running; ``first_open_seconds`` the time from
-the start of ``freetrain dashboard``, whose imports and reading of the journal are in it. ``browser_mb`` is what the
-page adds to the memory of the browser's process for it (PSS), compared with a page of one word, after all views were
-shown; ``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, its script and its style sheet.
+The run is synthetic: a day on 1,000 nodes with 200 training jobs and a survey every 30 s (`_long_run.py`).
+``open_seconds`` is the median time from the navigation to the drawn page, with the server running;
+``first_open_seconds`` the time from the start of ``freetrain dashboard``, whose imports and reading of the journal are
+in it. ``browser_mb`` is what the page adds to the memory of the browser's process for it (PSS), compared with a page of
+one word, after all views were shown; ``heap_mb`` is its JavaScript heap. ``page_kb`` is the size of the page, its
+script and its style sheet.
 
 ``driver_slowdown`` is measured with a real campaign on an embedded cluster (`_watched_campaign.py`): the ratio of the
 steps per second without and with five viewers. ``turn_slowdown`` is that of the durations of a driver's turns, with the
-synthetic run, which is much longer: in a turn the progress of all trainings and some records are written and committed,
-four times a second. Server and viewers are stopped (SIGSTOP) and continued every few seconds, because the load of a
-shared machine changes; the ratios are the medians of those of neighbouring periods. Viewers, server, driver and
-training share the machine's cores. ``--only-driver`` measures these two.
+synthetic run, which is much longer: in a turn the progress of all training jobs and some records are written and
+committed, four times a second. Server and viewers are stopped (SIGSTOP) and continued every few seconds, because the
+load of a shared machine changes; the ratios are the medians of those of neighbouring periods. Viewers, server, driver
+and training share the machine's cores. ``--only-driver`` measures these two.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def _turns(driver: LongRun, seconds: float) -> list[float]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="an hour on 100 nodes with 20 trainings")
+    parser.add_argument("--quick", action="store_true", help="an hour on 100 nodes with 20 training jobs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="save the rows")
     parser.add_argument("--only-driver", action="store_true", help="do not measure the page; needs no Chromium")
     arguments = parser.parse_args()

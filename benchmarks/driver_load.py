@@ -1,8 +1,8 @@
-"""What the driver costs a login node while trainings run: processor time, memory, iterations of its control loop.
+"""What the driver costs a login node while training jobs run: processor time, memory, iterations of its control loop.
 
 Use ``--slots N…`` for other sizes, ``--json FILE`` to save the rows. The control loop, the control channel with
 CurveZMQ and the journal are real. The slots are threads of another process with a slot's channel: they send heartbeats
-at the default rate, and report a step when they are started. Each training has sixteen slots, on as many nodes. No
+at the default rate, and report a step when they are started. Each training job has sixteen slots, on as many nodes. No
 batch system is queried, and nothing changes during the measurement, in which the planner only looks for changes. Memory
 excludes what a script imports beside FreeTrain.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.messages import ToSlot
 
 SLOTS_OF_A_TRAINING = 16
-SETTLE = 8.0  # seconds after which all trainings run
+SETTLE = 8.0  # seconds after which all training jobs run
 
 
 class IdleSubmitter(JobSubmitter):
@@ -106,7 +106,7 @@ def run_slots(slots: int, port: int, certificates: str, over: Event) -> None:
 
 
 def measure(slots: int, seconds: float, directory: Path) -> dict[str, Any]:
-    """Let trainings run on this many nodes of one slot; return a row."""
+    """Let training jobs run on this many nodes of one slot; return a row."""
     certificates = str(curvezmq.create_certificates(directory))
     server = SlotServer(certificates, (54000, 56000), ["127.0.0.1"])
     loop = CountingLoop(

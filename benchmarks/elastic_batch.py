@@ -1,10 +1,10 @@
 """What elastic batches gain: time and samples to the same validation loss, fixed batch against ``batch_range``.
 
-Two trainings in one process, on CPU: a convolutional network on handwritten digits (SGD with momentum) and a small
+Two training jobs in one process, on CPU: a convolutional network on handwritten digits (SGD with momentum) and a small
 transformer on characters (AdamW), each with several seeds. They train in holes of random lengths, the same for both
-ways: at the end of a hole a training saves and stops, in the next one it resumes. Seconds are those of the processor in
-one thread, also those by which the batch is chosen: other processes on the machine then make no difference. They are
-of the training loop, with saving and without validation.
+ways: at the end of a hole a training job saves and stops, in the next one it resumes. Seconds are those of the
+processor in one thread, also those by which the batch is chosen: other processes on the machine then make no
+difference. They are of the training loop, with saving and without validation.
 
 ``--cost`` measures instead how long the measurement of the gradient's noise takes, with 20 million parameters.
 """
@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "apps"))
 
 @dataclass(frozen=True)
 class Workload:
-    """A training of the benchmark.
+    """A training job of the benchmark.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def run(workload: Workload, seed: int, *, elastic: bool, hole: float) -> list[di
                 assert (progress.samples_lost, progress.duplicate_samples) == (0, 0), "every sample once per epoch"
                 rows: list[dict[str, Any]] = [{**row, "holes": hole_number + 1} for row in end.value]
                 return rows
-    raise RuntimeError("the training did not end")
+    raise RuntimeError("the training job did not end")
 
 
 def _alone(_membership: Membership) -> Any:
@@ -286,7 +286,7 @@ def main() -> None:
         return
     names = arguments.trainings.split(",")
     if unknown := [name for name in names if name not in WORKLOADS]:
-        parser.error(f"unknown trainings {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+        parser.error(f"unknown training jobs {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     rows = [row for name in names for row in compare(name, arguments.seeds, arguments.hole)]
     report("elastic batches against a fixed batch", rows, ("freetrain-parsl", "torch"), arguments.json)
 

@@ -43,7 +43,7 @@ SKIPPED = 3
 
 
 class Stopwatch:
-    """The shortest time of a step of all trainings of a turn."""
+    """The shortest time of a step of all training jobs of a turn."""
 
     def __init__(self) -> None:
         self.shortest = math.inf
@@ -74,7 +74,7 @@ def train(
     watch: Stopwatch | None = None,
     sizing: ArraySizing | None = None,
 ) -> None:
-    """Train for some steps, or until the sizing has decided; the first training of an array holds the stopwatch."""
+    """Train for some steps, or until the sizing has decided; the first training job of an array holds the stopwatch."""
     parts = models(net)
     optimizers = [torch.optim.Adam(model.to(session.device).parameters(), lr=lr, fused=True) for model in parts]
     session.prepare(*(thing for pair in zip(parts, optimizers, strict=True) for thing in pair))
@@ -106,7 +106,7 @@ def array(points: Sequence[dict[str, Any]], sizing: ArraySizing | None, root: Pa
     )
     if failures:
         raise failures[0]
-    if sizing is None and engine.reason:  # then the times are those of one training after another
+    if sizing is None and engine.reason:  # then the times are those of one training job after another
         raise SystemExit(f"{points[0]['net']} cannot be fused: {engine.reason}")
     return engine
 
@@ -216,7 +216,9 @@ def main() -> None:
             if options.json is not None:
                 write_output(options.json, json.dumps({"rows": rows}, indent=2) + "\n")
     report(
-        "Horizontal fusion: seconds of a step of one training, fused and one by one", rows, ["torch", "freetrain-parsl"]
+        "Horizontal fusion: seconds of a step of one training job, fused and one by one",
+        rows,
+        ["torch", "freetrain-parsl"],
     )
 
 

@@ -1,7 +1,7 @@
 """Goodput on recorded idle nodes: the share of the offered node-time that is used for training.
 
 An idle log is replayed, compressed, on an embedded cluster: main jobs occupy its nodes when those of the log were busy,
-and arrive unannounced, so that our blocks are preempted. Trainings of one to `--most` nodes share the idle nodes; a
+and arrive unannounced, so that our blocks are preempted. Training jobs of one to `--most` nodes share the idle nodes; a
 step mostly sleeps, and takes half the time on twice the nodes. goodput is the node-seconds in training steps that count
 divided by the node-seconds in windows of at least `--least` seconds; shorter ones are not offered. ``work`` is
 stricter: it uses the steps' nominal cost instead of their time on a machine whose cores are shared by all nodes.
@@ -32,7 +32,7 @@ from _goodput_training import BATCH, SAMPLE_NODE_SECONDS, SAMPLES, make_app
 from _report import report
 from parsl.config import Config
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, RateLimits, TrainingSettings
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.extensions.replay.logs.logs import open_log
 from freetrain_parsl.report.output import write_output
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace, windows: Sequence[Window], directory: P
         policy=options.policy,
         planner=PLANNER,
         trainings=TrainingSettings(threads_per_slot=1),
-        manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
         checkpoint_dir=directory / "checkpoints",
         grace=GRACE,
     )
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, windows: Sequence[Window], directory: P
     if options.plot is not None:
         from freetrain_parsl.report.timeline import draw_timeline
 
-        title = f"Goodput {account.goodput:.3f}: main jobs grey, trainings coloured"
+        title = f"Goodput {account.goodput:.3f}: main jobs grey, training jobs coloured"
         draw_timeline(run, history, options.plot, title=title)
     samples = sum(told.get("samples", 0) for told in progress)
     return {
@@ -134,7 +134,7 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=120.0, help="shortest window, replayed seconds (default 120)")
     parser.add_argument("--nodes", type=int, default=8, help="nodes of the cluster (default 8)")
     parser.add_argument("--trainings", type=int, default=3, help="concurrent trainings (default 3)")
-    parser.add_argument("--most", type=int, default=4, help="maximum nodes per training (default 4)")
+    parser.add_argument("--most", type=int, default=4, help="maximum nodes per training job (default 4)")
     parser.add_argument("--policy", default="milp", help="allocation policy (default milp)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the node choice, and of a drawn log (default 1)")
     parser.add_argument("--directory", type=Path, help="keep the run's files there (default: a temporary directory)")

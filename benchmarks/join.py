@@ -1,4 +1,4 @@
-"""Time in which the members of a large training form a group, and what this costs the driver.
+"""Time in which the members of a large training job form a group, and what this costs the driver.
 
 Use ``--members N…`` for other sizes, ``--json FILE`` to save the rows. The members are threads of one process, each
 with a slot's channel to a driver in another process, with CurveZMQ. They check that they reach each other, share the

@@ -1,10 +1,10 @@
 """What learning scaling curves gains over wrong ones, on the embedded cluster.
 
-Two trainings share the holes of ``--nodes`` nodes for ``--minutes``, the same in each row. The steps of one get shorter
-with each node; those of the other take the same time on any number. They really train, but their steps mostly sleep, so
-that the nodes of one machine do not compete for its cores. Each states the other's scaling, its own, or none at all
-(``scaling="learn"``). The table has the last half of the time: mean numbers of nodes, and work, the samples relative to
-those of one node without pauses.
+Two training jobs share the holes of ``--nodes`` nodes for ``--minutes``, the same in each row. The steps of one get
+shorter with each node; those of the other take the same time on any number. They really train, but their steps mostly
+sleep, so that the nodes of one machine do not compete for its cores. Each states the other's scaling, its own, or none
+at all (``scaling="learn"``). The table has the last half of the time: mean numbers of nodes, and work, the samples
+relative to those of one node without pauses.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def speedup(divided: float, nodes: int) -> float:
 
 
 def stated(kind: str, how: str, nodes: int) -> Any:
-    """Return the scaling that a training states: its own, the other's, or ``learn``."""
+    """Return the scaling that a training job states: its own, the other's, or ``learn``."""
     if how == "learn":
         return "learn"
     [other] = SCALING.keys() - {kind}
@@ -80,7 +80,7 @@ def stated(kind: str, how: str, nodes: int) -> Any:
 
 
 def measure(how: str, *, learns: bool, nodes: int, minutes: float, directory: Path) -> dict[str, Any]:
-    """Run both trainings; return their rates and mean numbers of nodes in the second half."""
+    """Run both training jobs; return their rates and mean numbers of nodes in the second half."""
     observe = CurveLearning.observe
     if not learns:
         CurveLearning.observe = lambda *_, **__: []  # type: ignore[method-assign]
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
             found = measure(how, learns=learns, nodes=options.nodes, minutes=options.minutes, directory=Path(directory))
         rows.append({"stated_curves": title, **found})
         rows[-1]["relative"] = rows[-1]["work"] / rows[0]["work"]
-    title = f"Learning scaling curves: two trainings on {options.nodes} nodes, {options.minutes:g} min each"
+    title = f"Learning scaling curves: two training jobs on {options.nodes} nodes, {options.minutes:g} min each"
     report(title, rows, ["freetrain-parsl", "parsl", "torch"], options.json)
     return 0
 

@@ -24,7 +24,7 @@ import numpy as np
 from _report import report
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.node_kinds import allocate_over_kinds
 from freetrain_parsl.planning.policies import MilpPolicy, WindowPolicy
 from freetrain_parsl.report.output import write_output
@@ -38,7 +38,7 @@ HORIZON = 300.0
 
 def instance(
     rng: np.random.Generator, trainers: int, nodes: int, closing: float
-) -> tuple[Pool, list[Trainer], dict[str, frozenset[str]]]:
+) -> tuple[Pool, list[PlannedJob], dict[str, frozenset[str]]]:
     """Make trainers that are 1 to 10 times as fast on fast nodes; a share `closing` of the nodes closes at a time."""
     made = [
         PoolNode(
@@ -56,7 +56,7 @@ def instance(
         curves = {"slow": slow, "fast": slow.scaled(float(rng.uniform(1, 10)))}
         costs = CostsInSeconds(*map(float, rng.uniform([5, 5, 10], [20, 15, 60])))
         most = int(rng.integers(1, max(2, nodes // 2 + 1)))
-        jobs.append(Trainer(f"t{index:02}", 1, most, slow, costs, submitted=float(index), curves=curves))
+        jobs.append(PlannedJob(f"t{index:02}", 1, most, slow, costs, submitted=float(index), curves=curves))
         kind = KINDS[int(rng.integers(0, 2))]
         count = int(rng.integers(1, most + 1))
         if rng.random() < 2 / 3 and len(free[kind]) >= count:

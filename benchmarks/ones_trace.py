@@ -32,7 +32,7 @@ from freetrain_parsl.extensions.simulate.comparison import JobKnowledge, compare
 from freetrain_parsl.extensions.simulate.description import ClusterShape
 from freetrain_parsl.extensions.simulate.jobs.curve_jobs import curve_request
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
@@ -87,7 +87,9 @@ def jobs(directory: Path, number: int) -> list[JobRequest]:
         gpus = int(row["num_gpus"])
         counts = [1 << power for power in range((_MOST * gpus).bit_length())]
         curve = ScalingCurve((count, rate * _DOUBLING ** math.log2(count / gpus)) for count in counts)
-        trainer = Trainer(row["model"], 1, min(_MOST * gpus, _CLUSTER.gpus), curve, CostsInSeconds(_COST, _COST, _COST))
+        trainer = PlannedJob(
+            row["model"], 1, min(_MOST * gpus, _CLUSTER.gpus), curve, CostsInSeconds(_COST, _COST, _COST)
+        )
         work = epochs * float(row["epoch_size"])
         made.append(curve_request(trainer, f"{index:03d}-{row['model']}", float(row["time"]), gpus, work))
     return made

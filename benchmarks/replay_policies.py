@@ -22,7 +22,7 @@ from freetrain_parsl.extensions.replay.comparison import Contestant, compare
 from freetrain_parsl.extensions.replay.logs.logs import open_log
 from freetrain_parsl.extensions.replay.simulation import Knowledge
 from freetrain_parsl.extensions.replay.trainers import trainer_set
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES, Policy
 from freetrain_parsl.testing.instances import Instance
@@ -58,7 +58,7 @@ class PublishedPolicy(Policy):
         self._objective = OBJECTIVES[objective]
         self._horizon = 120.0 if horizon is None else horizon.total_seconds()
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Solve it, or keep the allocation if the cap is reached."""
         started = time.perf_counter()
         if not pool:

@@ -1,4 +1,4 @@
-"""Pause of a training when the number of its processes changes, with FreeTrain and with torchrun.
+"""Pause of a training job when the number of its processes changes, with FreeTrain and with torchrun.
 
 Both train the same net of 21 million parameters with SGD and momentum, one thread per rank, the same global batch, over
 gloo on this machine; both go from 2 to 4 to 3 to 2 ranks, alternating, so that the load of the machine is equal.
@@ -140,7 +140,7 @@ def main() -> int:
     everything = _row("all of them", chain(*ours.values()), chain(*theirs.values()))
     rows = [*(_row(name, ours[name], theirs[name]) for name in names), everything]
     rows += [_row(name, changes, ()) for name, changes in losses.items()]
-    report("Pauses of a training of 21 M parameters when its ranks change", rows, ["freetrain-parsl", "torch"])
+    report("Pauses of a training job of 21 M parameters when its ranks change", rows, ["freetrain-parsl", "torch"])
     figures = {
         "pause_s_median": everything["pause_s"],
         "pause_steps_median": everything["steps"],

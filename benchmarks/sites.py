@@ -1,9 +1,9 @@
 """What two sites with complementary holes are worth together, by replay: value, moves, and an audit of samples.
 
 Each seed makes two sites whose phases of many and of few idle nodes are opposite, with random holes in both, and
-replays the same trainings at each site alone, at both without moves, and at both with moves. Useful node-seconds are
-those held by trainings less those that changes have cost. `samples_lost` and `duplicate_samples` are gaps and overlaps
-between what a training had done when it left a site and what it began with at the next one.
+replays the same training jobs at each site alone, at both without moves, and at both with moves. Useful node-seconds
+are those held by training jobs less those that changes have cost. `samples_lost` and `duplicate_samples` are gaps and
+overlaps between what a training job had done when it left a site and what it began with at the next one.
 
 With ``--live``, two embedded clusters with real endpoints and drivers, and stand-ins of Globus' services: the same
 campaign at each site alone and at both, for as many seconds, while neighbours take the nodes. Useful node-seconds are
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=12.0, help="length of the logs")
     parser.add_argument("--phase", type=float, default=3.0, help="hours of each phase")
     parser.add_argument("--trainings", type=int, default=4, help="ShuffleNets, which together can use one site's nodes")
-    parser.add_argument("--state", type=float, default=1000.0, help="MB of a training's state")
+    parser.add_argument("--state", type=float, default=1000.0, help="MB of a training job's state")
     parser.add_argument("--rate", type=float, default=100.0, help="MB/s between the sites")
     parser.add_argument("--look", type=float, default=600.0, help="seconds between decisions")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--default-periods", type=float, metavar="SECONDS", help="live: count requests with the default periods instead"
     )
-    parser.add_argument("--parameters", type=int, default=1_000_000, help="live: of each training's model")
+    parser.add_argument("--parameters", type=int, default=1_000_000, help="live: of each training job's model")
     options = parser.parse_args()
     if options.default_periods is not None:
         from _live_sites import requests_row

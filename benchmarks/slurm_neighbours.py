@@ -1,4 +1,4 @@
-"""Effect of our trainings on other jobs on a real Slurm, and their gain, compared to requeued fixed-size jobs.
+"""Effect of our training jobs on other jobs on a real Slurm, and their gain, compared to requeued fixed-size jobs.
 
 The same seeded main queue runs on the same loopback Slurm in each mode:
 
@@ -7,9 +7,9 @@ without
 again
     alone once more, to measure the variation between two runs;
 backfill
-    with our trainings in a partition of low priority whose jobs are not preempted: they must yield by themselves;
+    with our training jobs in a partition of low priority whose jobs are not preempted: they must yield by themselves;
 preemptible
-    with our trainings in a partition whose jobs are cancelled for those of the main queue, after a grace period;
+    with our training jobs in a partition whose jobs are cancelled for those of the main queue, after a grace period;
 hidden, hidden-preemptible
     like the previous two, as an ordinary user where other users' jobs are hidden (``PrivateData=jobs``); needs root;
 requeue
@@ -48,7 +48,7 @@ from _report import report
 from _slurm_main_queue import MainQueue, Ran, count_rpcs, draw, idle_intervals
 from _slurm_training import SAMPLE_NODE_SECONDS
 
-from freetrain_parsl import Manners
+from freetrain_parsl import RateLimits
 from freetrain_parsl.report.output import write_figure, write_output
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ MODES = ("without", "again", "backfill", "preemptible", *HIDING, "requeue")
 OTHER = "nobody"  # an ordinary user: owner of the main queue, or of our jobs if it is hidden
 GRACE = 10  # grace period of the preemptible partitions, seconds
 CYCLE = 10  # sites typically have 30 s between scheduler passes; here the queue is compressed
-POLL = Manners().poll_interval.total_seconds()
+POLL = RateLimits().poll_interval.total_seconds()
 PLANNER = {  # seconds
     "startup": 8.0,
     "min_useful": 10.0,
@@ -78,7 +78,7 @@ PLANNER = {  # seconds
     "settle": 1.0,
 }
 NODES_PER_BLOCK = 2  # a block is preempted, and yields, as a whole
-SETTLED = 5.0  # seconds until the first main jobs have their nodes; start of the trainings and of the measurement
+SETTLED = 5.0  # seconds until the first main jobs have their nodes; start of the training jobs and of the measurement
 MINIMUM = PLANNER["startup"] + PLANNER["min_useful"] + PLANNER["closing_margin"]
 PARTITIONS = (
     LoopbackPartition("main", tier=100, default=True),
@@ -132,7 +132,7 @@ def live_through(mode: str, jobs: Sequence[MainJob], options: argparse.Namespace
 def _guest(
     mode: str, cluster: LoopbackSlurm, options: argparse.Namespace, logs: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the process of the trainings, and wait until it is ready."""
+    """Start the process of the training jobs, and wait until it is ready."""
     directory = Path(tempfile.mkdtemp(prefix=f"{mode}-", dir=cluster.work))
     settings = {
         "directory": str(directory),
@@ -247,7 +247,7 @@ def plot(outcomes: dict[str, Outcome], nodes: Sequence[str], file: Path) -> None
         for names, start, until in outcomes[mode].fragments:
             for name in names:
                 axis.barh(rows[name], until - start, left=start, height=0.5, color="tab:green", linewidth=0)
-        axis.set(title=f"{mode}: main jobs grey, trainings green", ylabel="node", xlabel="seconds")
+        axis.set(title=f"{mode}: main jobs grey, training jobs green", ylabel="node", xlabel="seconds")
     write_figure(file, figure)
 
 
@@ -308,7 +308,7 @@ def main() -> int:
         {"figure": key, **{mode: spread([one[mode][key] for one in found]) for mode in modes}}
         for key in found[0]["without"]
     ]
-    report("Neighbours of our trainings on a real Slurm", rows, ["parsl", "submitit", "torch"])
+    report("Neighbours of our training jobs on a real Slurm", rows, ["parsl", "submitit", "torch"])
     major, minor = slurm_version()
     print(
         f"Slurm {major}.{minor:02}: {options.nodes} nodes on the loopback, scheduler cycle {CYCLE} s, grace {GRACE} s;"

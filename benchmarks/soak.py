@@ -1,9 +1,9 @@
 """Resource usage of a driver in a long run: memory, descriptors, threads and journal, which must not grow with time.
 
-An embedded cluster with a busy main queue runs for ``--minutes``; ``--trainings`` small trainings are submitted evenly
-over that time. Every few seconds the driver's process is measured. The table compares the second quarter of the run
-with the last; the first is excluded, because imports and caches fill in it. The growth per hour is the slope of a line
-fitted to all samples after the first quarter.
+An embedded cluster with a busy main queue runs for ``--minutes``; ``--trainings`` small training jobs are submitted
+evenly over that time. Every few seconds the driver's process is measured. The table compares the second quarter of the
+run with the last; the first is excluded, because imports and caches fill in it. The growth per hour is the slope of a
+line fitted to all samples after the first quarter.
 
 ``--json FILE`` saves the table and all samples, ``--plot FILE`` draws them.
 """
@@ -30,8 +30,8 @@ from parsl.config import Config
 from freetrain_parsl import (
     EmbeddedClusterProvider,
     FreeTrainExecutor,
-    Manners,
     PlannerSettings,
+    RateLimits,
     TrainingSettings,
     training_app,
 )
@@ -82,7 +82,7 @@ class Meter:
     journal
         Journal file.
     futures
-        Futures of the trainings submitted so far.
+        Futures of the training jobs submitted so far.
     """
 
     def __init__(self, journal: Path, futures: Sequence[Future[Any]]) -> None:
@@ -121,14 +121,14 @@ class Meter:
 
 
 def soak(minutes: float, trainings: int, nodes: int, directory: Path) -> tuple[list[dict[str, float]], int]:
-    """Run the load; return the samples and the number of trainings with correct results."""
+    """Run the load; return the samples and the number of training jobs with correct results."""
     queue = generate_workload(nodes=nodes, duration=timedelta(minutes=minutes), seed=2, load=0.6)
     provider = EmbeddedClusterProvider(nodes=nodes, workload=queue, cluster_dir=str(directory / "cluster"))
     executor = FreeTrainExecutor(
         provider=provider,
         planner=PLANNER,
         trainings=TrainingSettings(threads_per_slot=1),
-        manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=60),
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=1), submissions_per_minute=60),
         checkpoint_dir=directory / "checkpoints",
     )
     futures: list[Future[Any]] = []
@@ -181,7 +181,7 @@ def plot(samples: Sequence[dict[str, float]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the soak test and report it; return 1 if a training has a wrong result."""
+    """Run the soak test and report it; return 1 if a training job has a wrong result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--trainings", type=int, default=200)
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="freetrain-soak-") as directory:
         samples, right = soak(options.minutes, options.trainings, options.nodes, Path(directory))
     rows = table(samples)
-    report(f"Soak: {right} of {options.trainings} trainings right", rows, ["freetrain-parsl", "parsl", "torch"])
+    report(f"Soak: {right} of {options.trainings} training jobs right", rows, ["freetrain-parsl", "parsl", "torch"])
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows, "samples": samples}, indent=2) + "\n", encoding="utf-8")
     if options.plot is not None:

@@ -1,8 +1,8 @@
 """What fusing a sweep gains end to end: learning rates of the digits network on the embedded cluster.
 
-The same trainings run twice on the same nodes, fused (``fuse="auto"``) and one by one (``fuse=False``), each time with
-new checkpoints. Times are from the first node to the last result: starting the blocks takes equally long in both.
-``difference`` is the largest one between a training's losses, in all epochs.
+The same training jobs run twice on the same nodes, fused (``fuse="auto"``) and one by one (``fuse=False``), each time
+with new checkpoints. Times are from the first node to the last result: starting the blocks takes equally long in both.
+``difference`` is the largest one between a training job's losses, in all epochs.
 """
 
 from __future__ import annotations

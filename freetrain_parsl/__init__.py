@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         ForeignCheckpoint,
         FreeTrainError,
         GlobusRefused,
+        InvalidApp,
         InvalidInput,
         InvalidSettings,
-        InvalidTrainer,
         NonFiniteLoss,
         PlanningError,
         RemoteError,
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.executor.values.tracker import Tracker
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
-    from freetrain_parsl.planning.model import Decision, Trainer, Window
+    from freetrain_parsl.planning.model import Decision, PlannedJob, Window
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.policies.baselines import EqualSharePolicy
     from freetrain_parsl.planning.policies.milp import MilpPolicy
     from freetrain_parsl.planning.policies.window import WindowPolicy
     from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
     from freetrain_parsl.report.futures import explain
-    from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
+    from freetrain_parsl.settings import CheckpointSettings, RateLimits, TrainingSettings
     from freetrain_parsl.training.data.loader_options import LoaderOptions
-    from freetrain_parsl.training.fragment import run_alone
+    from freetrain_parsl.training.fragment import run_local
     from freetrain_parsl.training.session import TrainingSession
     from freetrain_parsl.windows.base import WindowSource
 
@@ -80,17 +80,18 @@ __all__ = [
     "FreeTrainError",
     "FreeTrainExecutor",
     "GlobusRefused",
+    "InvalidApp",
     "InvalidInput",
     "InvalidSettings",
-    "InvalidTrainer",
     "LoaderOptions",
-    "Manners",
     "MilpPolicy",
     "NodeKind",
     "NonFiniteLoss",
+    "PlannedJob",
     "PlannerSettings",
     "PlanningError",
     "Policy",
+    "RateLimits",
     "RemoteError",
     "ReplicasDiffer",
     "RescaleCosts",
@@ -98,7 +99,6 @@ __all__ = [
     "StorageUnavailable",
     "TooManyRestarts",
     "Tracker",
-    "Trainer",
     "TrainingApp",
     "TrainingCancelled",
     "TrainingError",
@@ -113,7 +113,7 @@ __all__ = [
     "__version__",
     "explain",
     "read_journal",
-    "run_alone",
+    "run_local",
     "training_app",
 ]
 
@@ -127,14 +127,14 @@ _HOMES = {
     "EqualSharePolicy": "freetrain_parsl.planning.policies.baselines",
     "FreeTrainExecutor": "freetrain_parsl.executor.executor",
     "LoaderOptions": "freetrain_parsl.training.data.loader_options",
-    "Manners": "freetrain_parsl.settings",
+    "RateLimits": "freetrain_parsl.settings",
     "MilpPolicy": "freetrain_parsl.planning.policies.milp",
     "NodeKind": "freetrain_parsl.executor.node_kinds",
     "PlannerSettings": "freetrain_parsl.planning.settings",
     "Policy": "freetrain_parsl.planning.policies.base",
     "RescaleCosts": "freetrain_parsl.planning.settings",
     "ScalingCurve": "freetrain_parsl.planning.curves.scaling",
-    "Trainer": "freetrain_parsl.planning.model",
+    "PlannedJob": "freetrain_parsl.planning.model",
     "Tracker": "freetrain_parsl.executor.values.tracker",
     "TrainingApp": "freetrain_parsl.app",
     "TrainingSession": "freetrain_parsl.training.session",
@@ -144,7 +144,7 @@ _HOMES = {
     "WindowPolicy": "freetrain_parsl.planning.policies.window",
     "explain": "freetrain_parsl.report.futures",
     "read_journal": "freetrain_parsl.executor.journal",
-    "run_alone": "freetrain_parsl.training.fragment",
+    "run_local": "freetrain_parsl.training.fragment",
     "training_app": "freetrain_parsl.app",
 }
 _HOMES |= dict.fromkeys(set(__all__) - _HOMES.keys() - {"__version__"}, "freetrain_parsl.errors")

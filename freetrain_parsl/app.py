@@ -13,7 +13,7 @@ from parsl.dataflow.dflow import DataFlowKernelLoader
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.app_options import AppOptions, Scaling, curves_of, kinds_of
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.executor.jobs.likeness import likeness_of
 from freetrain_parsl.planning.settings import RescaleCosts
 from freetrain_parsl.protocol.options import SessionOptions
@@ -45,10 +45,10 @@ class TrainingApp(AppBase):
     def __init__(self, func: Callable[..., Any], options: AppOptions) -> None:
         executors = options.executors
         if isinstance(executors, str) and executors != "all":
-            raise InvalidTrainer(f"executors={executors!r}: give a list of labels, [{executors!r}], or 'all'")
+            raise InvalidApp(f"executors={executors!r}: give a list of labels, [{executors!r}], or 'all'")
         check_signature(func)
         if not isinstance(options.rescale_costs, (RescaleCosts, type(None))):
-            raise InvalidTrainer(f"rescale_costs must be RescaleCosts(up, down, start), got {options.rescale_costs!r}")
+            raise InvalidApp(f"rescale_costs must be RescaleCosts(up, down, start), got {options.rescale_costs!r}")
         super().__init__(
             func,
             data_flow_kernel=options.data_flow_kernel,
@@ -61,7 +61,7 @@ class TrainingApp(AppBase):
         self._options = options
         self._curve, self._curves = curves_of(options.scaling)
         self._node_kinds = kinds_of(options.node_kinds) or tuple(self._curves)
-        # Raises at the decorator if the description is invalid. Not every function's name can be a training's.
+        # Raises at the decorator if the description is invalid. Not every function's name can be a training job's.
         called = func.__name__ if func.__name__.isidentifier() and func.__name__.isascii() else ""
         if is_template(options.name):
             check_template(func, options.name)
@@ -72,13 +72,13 @@ class TrainingApp(AppBase):
 
     @property
     def training_function(self) -> Callable[..., Any]:
-        """The plain function; `run_alone` calls it."""
+        """The plain function; `run_local` calls it."""
         function: Callable[..., Any] = self.func
         return function
 
     @property
     def node_kinds(self) -> tuple[str, ...]:
-        """The kinds of nodes on which its trainings may run; empty: any."""
+        """The kinds of nodes on which its training jobs may run; empty: any."""
         return self._node_kinds
 
     def options(self, **changes: Any) -> TrainingApp:
@@ -86,7 +86,7 @@ class TrainingApp(AppBase):
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             An argument is unknown, or the description is invalid.
 
         Examples
@@ -98,7 +98,7 @@ class TrainingApp(AppBase):
         return TrainingApp(self.func, self._options.changed(**changes))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> AppFuture:
-        """Submit the training; the arguments are those of the function without ``session``.
+        """Submit the training job; the arguments are those of the function without ``session``.
 
         Raises
         ------
@@ -109,25 +109,25 @@ class TrainingApp(AppBase):
         return self.submit(self.call_request(args, kwargs), args, kwargs)
 
     def sweep(self, /, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
-        """Submit one training for each position of lists of arguments, which have the same length.
+        """Submit one training job for each position of lists of arguments, which have the same length.
 
         Parameters
         ----------
         *args, **kwargs
             Arguments of the function. A list, or any other iterable except strings and mappings, has one value for
-            each training; anything else is the same for all of them.
+            each training job; anything else is the same for all of them.
         seeds
-            The seeds of the trainings. Default: all have that of the app.
+            The seeds of the training jobs. Default: all have that of the app.
 
         Returns
         -------
         list of AppFuture
-            The trainings' futures, in the order of the lists.
+            The training jobs' futures, in the order of the lists.
 
         Raises
         ------
-        InvalidTrainer
-            The lists differ in length, one is empty, or two trainings would be the same; nothing is submitted.
+        InvalidApp
+            The lists differ in length, one is empty, or two training jobs would be the same; nothing is submitted.
         TypeError
             The function does not accept these arguments.
 
@@ -141,7 +141,7 @@ class TrainingApp(AppBase):
         return self._submit_points(zipped(args, kwargs, seeds, caller=caller), caller)
 
     def grid(self, /, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
-        """Submit one training for each combination of the values of lists of arguments.
+        """Submit one training job for each combination of the values of lists of arguments.
 
         Parameters, results and errors are those of `sweep`, but the lists may differ in length. The values of the last
         list vary fastest; `seeds` count as the last.
@@ -156,21 +156,21 @@ class TrainingApp(AppBase):
         return self._submit_points(combined(args, kwargs, seeds, caller=caller), caller)
 
     def at_points(self, points: Sequence[SweepPoint], caller: str) -> list[TrainingApp]:
-        """Return the app of each training of a sweep: with its seed and, if this app has a name, a name of its own.
+        """Return the app of each training job of a sweep: with its seed and, if this app has a name, a name of its own.
 
         Parameters
         ----------
         points
-            The arguments of each training.
+            The arguments of each training job.
         caller
             Begins the messages of errors.
 
         Raises
         ------
-        InvalidTrainer
-            Two trainings have the same arguments and seed, or the same name.
+        InvalidApp
+            Two training jobs have the same arguments and seed, or the same name.
         TypeError
-            The function does not accept the arguments of a training.
+            The function does not accept the arguments of a training job.
         """
         apps: list[TrainingApp] = []
         names: dict[str, int] = {}
@@ -184,13 +184,14 @@ class TrainingApp(AppBase):
             name, _ = app.names_of(point.args, point.kwargs)
             identity = _identity(point) or name.encode()
             if (first := identities.setdefault(identity, number)) != number:
-                raise InvalidTrainer(
-                    f"{caller}: trainings {first} and {number} have the same arguments and seed; give each "
+                raise InvalidApp(
+                    f"{caller}: training jobs {first} and {number} have the same arguments and seed; give each "
                     "combination once, or vary the seed: seeds=range(…)"
                 )
             if (first := names.setdefault(name, number)) != number:
-                raise InvalidTrainer(
-                    f"{caller}: trainings {first} and {number} are both named {name!r}; name them after the arguments "
+                raise InvalidApp(
+                    f"{caller}: training jobs {first} and {number} are both named {name!r}; name them after the "
+                    "arguments "
                     "in which they differ, as in options(name='lr{lr}')"
                 )
             apps.append(app)
@@ -207,12 +208,12 @@ class TrainingApp(AppBase):
         bind_call(self.__name__, inspect.signature(self.func), args, {**self.kwargs, **kwargs})
 
     def request(self, name: str, code: Code | None = None, call: str = "") -> TrainingRequest:
-        """Return the description of one training of this app, for the executor.
+        """Return the description of one training job of this app, for the executor.
 
         Parameters
         ----------
         name
-            Name of the training.
+            Name of the training job.
         code, call
             See `SessionOptions`.
         """
@@ -244,7 +245,7 @@ class TrainingApp(AppBase):
     def call_request(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], code: Code | None = None
     ) -> TrainingRequest:
-        """Return the description of the training of one call.
+        """Return the description of the training job of one call.
 
         Parameters
         ----------
@@ -259,7 +260,7 @@ class TrainingApp(AppBase):
         return replace(request, likeness=likeness_of(self.func, code, args, {**self.kwargs, **kwargs}))
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AppFuture:
-        """Submit the training of one call, described by `call_request`."""
+        """Submit the training job of one call, described by `call_request`."""
         from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY
 
         kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
@@ -278,7 +279,7 @@ class TrainingApp(AppBase):
         )
 
     def executor_of(self, kernel: DataFlowKernel | None = None) -> FreeTrainExecutor:
-        """Return the executor of its trainings.
+        """Return the executor of its training jobs.
 
         Parameters
         ----------
@@ -309,14 +310,14 @@ class TrainingApp(AppBase):
     def _caller(self, method: str) -> str:
         """Return how messages call a method that takes `seeds`, which no parameter of the function may be called."""
         if "seeds" in inspect.signature(self.func).parameters:
-            raise InvalidTrainer(
+            raise InvalidApp(
                 f"{self.__name__}.{method}: the function has a parameter 'seeds', but {method}() takes the seeds of "
-                "the trainings by that name; rename the parameter"
+                "the training jobs by that name; rename the parameter"
             )
         return f"{self.__name__}.{method}"
 
     def _submit_points(self, points: Sequence[SweepPoint], caller: str) -> list[AppFuture]:
-        """Submit the trainings of a sweep, after all of them have been checked."""
+        """Submit the training jobs of a sweep, after all of them have been checked."""
         code = code_of(self.func)
         described = [
             (app, app.call_request(point.args, point.kwargs, code), point)
@@ -329,7 +330,7 @@ class TrainingApp(AppBase):
         try:
             key = id_for_memo([list(args), dict(kwargs), self._options.seed])
         except ValueError:
-            raise InvalidTrainer(
+            raise InvalidApp(
                 f"{self.__name__}: no stable name can be derived from these arguments; "
                 f"give one: {self.__name__}.options(name='…')(…)"
             ) from None
@@ -365,49 +366,50 @@ def training_app(
 ) -> TrainingApp | Callable[[Callable[..., Any]], TrainingApp]:
     """Turn a training function into a Parsl app.
 
-    The function's first parameter is the `TrainingSession`; the others are the arguments of the call. The training
+    The function's first parameter is the `TrainingSession`; the others are the arguments of the call. The training job
     runs on as many nodes as the planner assigns to it; it is moved, resized and resumed as windows open and close. Its
-    future resolves to the function's return value when the whole training is done.
+    future resolves to the function's return value when the whole training job is done.
 
     Parameters
     ----------
     function
         The training function, when the decorator is used without parentheses.
     min_nodes, max_nodes
-        Bounds on the number of nodes while the training runs. Default: one node.
+        Bounds on the number of nodes while the training job runs. Default: one node.
     scaling
         Samples per second as a function of the number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file.
         Default: each doubling keeps 90 % of the efficiency. ``"learn"``: begin on `min_nodes`, measure, and try twice
         as many nodes while that pays off. Measured rates replace the stated ones in any case. Where a site has several
         kinds of nodes: one of these for each kind, ``{"gpu": {1: 900.0}, "cpu": {1: 40.0, 4: 150.0}}``; the training
-        then runs on these kinds only, unless `node_kinds` is given.
+        job then runs on these kinds only, unless `node_kinds` is given.
     priority
         Weight for objectives that use one.
     deadline
-        When the training should be finished, for the objective ``deadline``: a time (without a time zone, in that of
-        the driver), or the time after its submission.
+        When the training job should be finished, for the objective ``deadline``: a time (without a time zone, in that
+        of the driver), or the time after its submission.
     samples, epochs
         Total work. With `epochs`, ``session.epochs()`` needs no argument. Both are optional: the session reports the
         total to the planner once it is known.
     rescale_costs
         Training time lost by a change of nodes. Default: the executor's.
     seed
-        Seed of all random numbers of the training.
+        Seed of all random numbers of the training job.
     checkpoint_interval
         Time between periodic checkpoints. Default: the executor's.
     name
-        Name of the training and its checkpoints; may contain arguments and the seed, with a plain format:
+        Name of the training job and its checkpoints; may contain arguments and the seed, with a plain format:
         ``"lr{lr:.0e}-{seed}"``. Default: derived from function, arguments and code, so that a call of edited code
         starts over.
     on_code_change
         What to do if the newest checkpoint was written by different code: ``"refuse"`` raises `CodeChanged`,
         ``"resume"`` resumes from it, ``"restart"`` sets the old checkpoints aside and starts over.
     fuse
-        Whether the training may run fused with others of the same function and code, in one process, with the results
-        that it has alone: ``"auto"`` where that is faster, False, or the maximum number of trainings in one process.
+        Whether the training job may run fused with others of the same function and code, in one process, with the
+        results that it has alone: ``"auto"`` where that is faster, False, or the maximum number of training jobs in one
+        process.
     node_kinds
-        Kinds of nodes on which the training may run, at a site that has several. Default: any of them. It runs on one
-        kind at a time.
+        Kinds of nodes on which the training job may run, at a site that has several. Default: any of them. It runs on
+        one kind at a time.
     tracker
         Where the values of ``session.log`` go: ``"csv"``, ``"tensorboard"``, ``"mlflow"``, ``"wandb"``,
         ``"module:Class"``, a mapping from these to options, or a list. Default: the executor's.
@@ -416,7 +418,7 @@ def training_app(
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         The description is invalid, e.g. ``min_nodes`` exceeds ``max_nodes``, or the function has no first parameter
         for the session.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ class AppOptions:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             There is no such option.
         """
         known = {item.name for item in fields(self)}
         if unknown := sorted(set(changes) - known):
-            raise InvalidTrainer(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+            raise InvalidApp(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
         return replace(self, **changes)
 
 
@@ -71,11 +71,11 @@ def kinds_of(names: object) -> tuple[str, ...]:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         It is no list of names.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise InvalidTrainer(f"node_kinds is a list of names, such as ['gpu'], got {names!r}")
+        raise InvalidApp(f"node_kinds is a list of names, such as ['gpu'], got {names!r}")
     return tuple(dict.fromkeys(names))
 
 
@@ -84,12 +84,12 @@ def curves_of(scaling: Scaling) -> tuple[ScalingCurve, dict[str, ScalingCurve]]:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         It has both numbers of nodes and kinds of nodes, or a curve is invalid.
     """
     if not isinstance(scaling, Mapping) or not any(isinstance(key, str) for key in scaling):
         return ScalingCurve.of(cast("CurveLike", scaling)), {}
     if not all(isinstance(key, str) for key in scaling):
-        raise InvalidTrainer(f"scaling: give numbers of nodes or kinds of nodes, not both, got {list(scaling)!r}")
+        raise InvalidApp(f"scaling: give numbers of nodes or kinds of nodes, not both, got {list(scaling)!r}")
     curves = {kind: ScalingCurve.of(curve) for kind, curve in cast("Mapping[str, CurveLike]", scaling).items()}
     return next(iter(curves.values())), curves

@@ -4,7 +4,7 @@
 
     FreeTrainError
     ├── UsageError              the caller's input is wrong; nothing was started or written
-    │   ├── InvalidTrainer      the description of a training app (nodes, curve, work, …)
+    │   ├── InvalidApp      the description of a training app (nodes, curve, work, …)
     │   ├── InvalidSettings     an executor, planner or cluster setting
     │   ├── InvalidInput        an input file: a curve, a job log, a campaign
     │   ├── GlobusRefused       no login, no consent, or a path that a collection does not share
@@ -18,8 +18,8 @@
     │   ├── ForeignCheckpoint   another user owns it, or could have changed it
     │   ├── StorageUnavailable  its directory is full, over quota, missing or failing  (retry helps)
     │   └── CollectionUnavailable  Globus, or one of its collections, does not answer    (retry helps)
-    ├── TrainingError           a training ended for a reason that is not the user's own exception
-    │   ├── TrainingInterrupted the run ended before the training, for an external reason (resuming helps)
+    ├── TrainingError           a training job ended for a reason that is not the user's own exception
+    │   ├── TrainingInterrupted the run ended before the training job, for an external reason (resuming helps)
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
     │   ├── PeerFailed          another member of the process group has failed          (retry helps)
     │   ├── NonFiniteLoss       the loss is NaN or infinite
@@ -31,8 +31,8 @@
         ├── UnreadableAnswer    its output cannot be parsed                           (retry may help)
         └── ClusterGone         the embedded cluster is not running
 
-``transient`` indicates whether a retry can help, ``resumable`` whether ``freetrain resume`` continues a training that
-ended with the error. Each message is one line: what failed, where, and the remedy.
+``transient`` indicates whether a retry can help, ``resumable`` whether ``freetrain resume`` continues a training job
+that ended with the error. Each message is one line: what failed, where, and the remedy.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ __all__ = [
     "ForeignCheckpoint",
     "FreeTrainError",
     "GlobusRefused",
+    "InvalidApp",
     "InvalidInput",
     "InvalidSettings",
-    "InvalidTrainer",
     "NonFiniteLoss",
     "PeerFailed",
     "PlanningError",
@@ -91,7 +91,7 @@ class UsageError(FreeTrainError, ValueError):
         return [f"{type(self).__name__}: {self}"]
 
 
-class InvalidTrainer(UsageError):
+class InvalidApp(UsageError):
     """The description of a training app is invalid: it could never run."""
 
 
@@ -116,7 +116,7 @@ class PlanningError(FreeTrainError):
 
 
 class CannotFuse(FreeTrainError):
-    """Trainings cannot be computed as one with the same results; the message names the operator or difference."""
+    """Training jobs cannot be computed as one with the same results; the message names the operator or difference."""
 
 
 class CheckpointError(FreeTrainError):
@@ -132,7 +132,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class CodeChanged(CheckpointError):
-    """A checkpoint is intact, but the training's code has changed since it was written."""
+    """A checkpoint is intact, but the training job's code has changed since it was written."""
 
     resumable = True
 
@@ -178,13 +178,13 @@ class CollectionUnavailable(CheckpointError):
 
 
 class TrainingError(FreeTrainError):
-    """A training ended for a reason other than an exception of the user's function."""
+    """A training job ended for a reason other than an exception of the user's function."""
 
 
 class TrainingInterrupted(TrainingError):
-    """The run ended before the training: the driver failed, lost its worker pools, or was shut down.
+    """The run ended before the training job: the driver failed, lost its worker pools, or was shut down.
 
-    The training itself is not at fault. When run again, it resumes from its newest checkpoint.
+    The training job itself is not at fault. When run again, it resumes from its newest checkpoint.
     """
 
     transient = True
@@ -192,7 +192,7 @@ class TrainingInterrupted(TrainingError):
 
 
 class TrainingCancelled(TrainingError, CancelledError):
-    """A training was cancelled by `FreeTrainExecutor.cancel`; run again, it resumes from its newest checkpoint."""
+    """A training job was cancelled by `FreeTrainExecutor.cancel`; run again, it resumes from its newest checkpoint."""
 
 
 class PeerFailed(TrainingError):
@@ -214,18 +214,18 @@ class PeerFailed(TrainingError):
 
 
 class NonFiniteLoss(TrainingError):
-    """The loss of a training is NaN or infinite, so that continuing is pointless."""
+    """The loss of a training job is NaN or infinite, so that continuing is pointless."""
 
 
 class ReplicasDiffer(TrainingError):
-    """The processes of a training no longer have the same model; the message names what differs, where and since when.
+    """The processes of a job no longer have the same model; the message names what differs, where and since when.
 
     Its function has made them differ, so that running it again helps only after a change.
     """
 
 
 class TooManyRestarts(TrainingError):
-    """A training's processes keep crashing without reaching a new step, although their nodes were not taken."""
+    """A training job's processes keep crashing without reaching a new step, although their nodes were not taken."""
 
 
 class DriverSuperseded(FreeTrainError):

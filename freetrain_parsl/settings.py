@@ -10,25 +10,25 @@ from freetrain_parsl.planning.settings import DEFAULT_COSTS, RescaleCosts
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.settings_checks import check_count, check_duration
 
-__all__ = ["CheckpointSettings", "Manners", "TrainingSettings"]
+__all__ = ["CheckpointSettings", "RateLimits", "TrainingSettings"]
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How an executor runs its trainings.
+    """How an executor runs its training jobs.
 
     Parameters
     ----------
     rescale_costs
-        Training time lost by a change of nodes, for trainings that do not state it, until it is measured.
+        Training time lost by a change of nodes, for training jobs that do not state it, until it is measured.
     heartbeat_timeout
         Time without a heartbeat after which a slot, or the driver, counts as failed: the delay in detecting a process
         that hangs or a node that is cut off. A process that dies is detected at once.
     peer_timeout
-        If all members of a training are alive but only wait for each other for this long, their connections are assumed
-        to be broken and they form a new group. Must exceed the longest exchange of gradients.
+        If all members of a training job are alive but only wait for each other for this long, their connections are
+        assumed to be broken and they form a new group. Must exceed the longest exchange of gradients.
     max_restarts
-        A training fails after more than this number of crashes without reaching a new step.
+        A training job fails after more than this number of crashes without reaching a new step.
     threads_per_slot
         Number of torch threads in each slot; ``None``: torch's default.
 
@@ -57,7 +57,7 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True)
-class Manners:
+class RateLimits:
     """Limits on an executor's load on the batch system.
 
     Parameters
@@ -67,8 +67,8 @@ class Manners:
     submissions_per_minute
         Maximum number of blocks submitted per minute.
     max_refusals
-        After this number of consecutive permanent rejections, no further block is submitted, and waiting trainings fail
-        with the reason.
+        After this number of consecutive permanent rejections, no further block is submitted, and waiting training jobs
+        fail with the reason.
     max_failed_blocks
         The same after this number of consecutive attempts to start a block that end before a worker connects, e.g.
         because ``worker_init`` fails. The pause between attempts doubles.
@@ -85,15 +85,15 @@ class Manners:
     max_failed_blocks: int = 5
 
     def __post_init__(self) -> None:
-        check_duration("Manners: poll_interval", self.poll_interval)
-        check_count("Manners: submissions_per_minute", self.submissions_per_minute)
-        check_count("Manners: max_refusals", self.max_refusals)
-        check_count("Manners: max_failed_blocks", self.max_failed_blocks)
+        check_duration("RateLimits: poll_interval", self.poll_interval)
+        check_count("RateLimits: submissions_per_minute", self.submissions_per_minute)
+        check_count("RateLimits: max_refusals", self.max_refusals)
+        check_count("RateLimits: max_failed_blocks", self.max_failed_blocks)
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """When an executor's trainings write checkpoints, and how many they keep.
+    """When an executor's training jobs write checkpoints, and how many they keep.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class CheckpointSettings:
     save_margin
         Time between the completion of the last checkpoint and the closing of a node.
     keep
-        Number of checkpoints to keep of each training; with two, there is one to fall back on.
+        Number of checkpoints to keep of each training job; with two, there is one to fall back on.
 
     Raises
     ------

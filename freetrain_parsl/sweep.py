@@ -1,4 +1,4 @@
-"""The points of a sweep: lists of arguments, expanded to the arguments of one training each."""
+"""The points of a sweep: lists of arguments, expanded to the arguments of one training job each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -37,7 +37,7 @@ _ONE_VALUE = (str, bytes, bytearray, Mapping)  # iterable, but one argument
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """The arguments of one training of a sweep.
+    """The arguments of one training job of a sweep.
 
     Parameters
     ----------
@@ -60,23 +60,23 @@ def zipped(
     Parameters
     ----------
     args, kwargs
-        Arguments: an iterable has one value for each training, anything else is the same for all of them. Strings,
+        Arguments: an iterable has one value for each training job, anything else is the same for all of them. Strings,
         bytes and mappings are single values.
     seeds
-        The trainings' seeds; ``None``: all have that of the training app.
+        The training jobs' seeds; ``None``: all have that of the training app.
     caller
         Begins the messages of errors.
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         There is no list, a list is empty, or their lengths differ.
     """
     values = _values_of(args, kwargs, seeds, caller)
     lists = {key: value for key, value in values.items() if isinstance(value, list)}
     if len({len(one) for one in lists.values()}) > 1:
         lengths = ", ".join(f"{_label(key)} has {len(one)}" for key, one in lists.items())
-        raise InvalidTrainer(
+        raise InvalidApp(
             f"{caller}: the lists must have the same length, but {lengths} values; use .grid() for all combinations"
         )
     points = [dict(zip(lists, point, strict=True)) for point in zip(*lists.values(), strict=True)]
@@ -95,14 +95,14 @@ def combined(
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         There is no list, a list is empty, or there are too many combinations.
     """
     values = _values_of(args, kwargs, seeds, caller)
     lists = {key: value for key, value in values.items() if isinstance(value, list)}
     number = math.prod(len(one) for one in lists.values())
     if number > MOST_POINTS:
-        raise InvalidTrainer(f"{caller}: this makes {number:,} trainings, more than {MOST_POINTS:,}; shorten a list")
+        raise InvalidApp(f"{caller}: this makes {number:,} training jobs, more than {MOST_POINTS:,}; shorten a list")
     points = [dict(zip(lists, point, strict=True)) for point in itertools.product(*lists.values())]
     return [_point({**values, **point}) for point in points]
 
@@ -113,11 +113,11 @@ def _values_of(args: Sequence[Any], kwargs: Mapping[str, Any], seeds: object, ca
     given.update(kwargs)
     if seeds is not None:
         if not isinstance(seeds, Iterable) or isinstance(seeds, _ONE_VALUE):
-            raise InvalidTrainer(f"{caller}: seeds must be a list of whole numbers, got {seeds!r}")
+            raise InvalidApp(f"{caller}: seeds must be a list of whole numbers, got {seeds!r}")
         given[_SEEDS] = seeds
     values = {key: _expanded(key, value, caller) for key, value in given.items()}
     if not any(isinstance(value, list) for value in values.values()):
-        raise InvalidTrainer(f"{caller}: give a list of values for at least one argument, or seeds=range(…)")
+        raise InvalidApp(f"{caller}: give a list of values for at least one argument, or seeds=range(…)")
     return values
 
 
@@ -127,14 +127,14 @@ def _expanded(key: int | str, value: Any, caller: str) -> Any:
         return _python_value(value)
     values = value.tolist() if hasattr(value, "tolist") else list(itertools.islice(value, MOST_POINTS + 1))
     if not values:
-        raise InvalidTrainer(f"{caller}: {_label(key)} is empty; give at least one value")
+        raise InvalidApp(f"{caller}: {_label(key)} is empty; give at least one value")
     if len(values) > MOST_POINTS:
-        raise InvalidTrainer(f"{caller}: {_label(key)} has more than {MOST_POINTS:,} values; shorten it")
+        raise InvalidApp(f"{caller}: {_label(key)} has more than {MOST_POINTS:,} values; shorten it")
     return [_python_value(one) for one in values]
 
 
 def _python_value(value: Any) -> Any:
-    """Return a scalar of numpy as a Python number, so that both name the same training."""
+    """Return a scalar of numpy as a Python number, so that both name the same training job."""
     is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
     return value.item() if is_scalar else value
 
@@ -217,7 +217,7 @@ class NameTemplate:
 
 
 def is_template(name: object) -> TypeGuard[str]:
-    """Return whether a training's name is a template: braces are not allowed in a name."""
+    """Return whether a training job's name is a template: braces are not allowed in a name."""
     return isinstance(name, str) and ("{" in name or "}" in name)
 
 
@@ -226,7 +226,7 @@ def check_template(function: Callable[..., Any], template: str) -> None:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         It has other fields than the function's parameters and ``{seed}``, or is no template.
     """
     _, *parameters = inspect.signature(function).parameters.values()
@@ -242,7 +242,7 @@ def fill_template(
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         An argument is missing, or cannot be formatted as specified.
     """
     signature = inspect.signature(function)
@@ -255,11 +255,11 @@ def fill_template(
     try:
         return filled.fill(values)
     except InvalidInput as error:
-        raise InvalidTrainer(f"{function.__name__}: name {error}") from None
+        raise InvalidApp(f"{function.__name__}: name {error}") from None
 
 
 def _template(function: Callable[..., Any], template: str, known: Collection[str]) -> NameTemplate:
     try:
         return NameTemplate(template, known)
     except InvalidInput as error:
-        raise InvalidTrainer(f"{function.__name__}: name {error}") from None
+        raise InvalidApp(f"{function.__name__}: name {error}") from None

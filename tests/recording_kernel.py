@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """One submitted training."""
+    """One submitted training job."""
 
     request: TrainingRequest
     args: tuple[Any, ...]

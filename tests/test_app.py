@@ -10,7 +10,7 @@ import pytest
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl import ScalingCurve, TrainingApp, training_app
-from freetrain_parsl.errors import InvalidInput, InvalidSettings, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput, InvalidSettings
 from freetrain_parsl.executor.jobs.request import Fusion
 from tests.recording_kernel import RecordingKernel
 
@@ -66,7 +66,7 @@ def test_an_app_looks_like_its_function() -> None:
     ],
 )
 def test_a_description_that_cannot_run_is_refused_at_decoration_in_one_line(options: dict, message: str) -> None:
-    with pytest.raises(InvalidTrainer) as caught:
+    with pytest.raises(InvalidApp) as caught:
         training_app(**options)(train)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -93,7 +93,7 @@ def generator(session):
     ],
 )
 def test_a_function_that_cannot_take_a_session_is_refused_at_decoration_in_one_line(function, message: str) -> None:
-    with pytest.raises(InvalidTrainer) as caught:
+    with pytest.raises(InvalidApp) as caught:
         training_app(function)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -143,7 +143,7 @@ def test_options_change_one_call_and_leave_the_app_alone() -> None:
 
 @pytest.mark.parametrize("changes", [{"min_nodes": 9}, {"speed": 1}])
 def test_options_refuse_what_the_decorator_refuses(changes: dict) -> None:
-    with pytest.raises(InvalidTrainer):
+    with pytest.raises(InvalidApp):
         training_app(max_nodes=4)(train).options(**changes)
 
 
@@ -197,9 +197,9 @@ def test_a_name_may_be_a_template_of_the_arguments_with_their_defaults_and_the_s
 
 
 def test_a_template_that_a_call_cannot_fill_is_refused_in_one_line() -> None:
-    with pytest.raises(InvalidTrainer, match=r"train: name 'lr\{lr:.0e\}': 'fast' cannot be formatted with '.0e'"):
+    with pytest.raises(InvalidApp, match=r"train: name 'lr\{lr:.0e\}': 'fast' cannot be formatted with '.0e'"):
         called(train, "fast", name="lr{lr:.0e}")
-    with pytest.raises(InvalidTrainer, match=r"name '\{width\}' cannot be filled; a name may use \{seed\}, \{lr\}"):
+    with pytest.raises(InvalidApp, match=r"name '\{width\}' cannot be filled; a name may use \{seed\}, \{lr\}"):
         called(lambda s, **others: s, lr=0.1, name="{width}")
 
 
@@ -221,12 +221,12 @@ def test_what_the_cache_of_parsl_keeps_is_the_result_of_a_seed_and_of_a_number_o
 def test_what_to_do_on_a_change_of_code_is_one_of_three() -> None:
     assert training_app(train).request("t").options.on_code_change == "refuse"
     assert training_app(train).options(on_code_change="resume").request("t").options.on_code_change == "resume"
-    with pytest.raises(InvalidTrainer, match="on_code_change is 'yes'; it is one of 'refuse', 'resume', 'restart'"):
+    with pytest.raises(InvalidApp, match="on_code_change is 'yes'; it is one of 'refuse', 'resume', 'restart'"):
         training_app(train).options(on_code_change="yes")
 
 
 def test_arguments_without_a_stable_identity_ask_for_a_name() -> None:
-    with pytest.raises(InvalidTrainer, match=r"options\(name="):
+    with pytest.raises(InvalidApp, match=r"options\(name="):
         called(train, object())
 
 

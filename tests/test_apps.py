@@ -1,4 +1,4 @@
-"""The example apps run as plain PyTorch and as FreeTrain trainings, and learn."""
+"""The example apps run as plain PyTorch and as FreeTrain training jobs, and learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,18 +66,18 @@ def test_each_app_runs_alone_without_freetrain(name: str, options: list[str]) ->
 
 
 def test_digits_are_learnt(tmp_path: Path) -> None:
-    metrics = run_alone(training("digits"), epochs=3, width=12, directory=tmp_path)
+    metrics = run_local(training("digits"), epochs=3, width=12, directory=tmp_path)
     assert metrics["history"][-1]["accuracy"] > 0.9
     assert metrics["samples"] == 3 * 1500
 
 
 def test_the_text_becomes_less_surprising(tmp_path: Path) -> None:
-    metrics = run_alone(training("char_lm"), epochs=2, characters=30_000, width=32, directory=tmp_path)
+    metrics = run_local(training("char_lm"), epochs=2, characters=30_000, width=32, directory=tmp_path)
     first, last = (row["bits_per_character"] for row in metrics["history"])
     assert last < first < 7
 
 
 def test_a_hugging_face_style_model_is_trained(tmp_path: Path) -> None:
-    metrics = run_alone(training("hf_style"), epochs=2, samples=1000, directory=tmp_path)
+    metrics = run_local(training("hf_style"), epochs=2, samples=1000, directory=tmp_path)
     assert metrics["history"][-1]["accuracy"] > 0.75  # half of the labels could be guessed
     assert metrics["samples"] == 2 * 1000

@@ -15,8 +15,8 @@ import typer.main
 from freetrain_parsl import (
     CheckpointSettings,
     FreeTrainExecutor,
-    Manners,
     PlannerSettings,
+    RateLimits,
     TrainingSession,
     TrainingSettings,
 )
@@ -145,8 +145,8 @@ def test_settings_page_is_complete():
     parameters = {
         "The planner": PlannerSettings,
         "The executor": FreeTrainExecutor,
-        "Trainings": TrainingSettings,
-        "Load on the batch system": Manners,
+        "Training jobs": TrainingSettings,
+        "Load on the batch system": RateLimits,
         "Checkpoints": CheckpointSettings,
         "The policy": MilpPolicy,
     }

@@ -100,7 +100,7 @@ def write_page(page: Path, directory: Path) -> None:
 
 @pytest.mark.parametrize("script", [named(script) for script in SCRIPTS if script.file != "look.py"])
 def test_code_in_the_docs_runs(script, directory):
-    """Every block marked as runnable runs; those on the cluster print the loss of three trainings."""
+    """Every block marked as runnable runs; those on the cluster print the loss of three training jobs."""
     write_page(script.page, directory)
     if script.kind == "pytest":
         run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", script.file], directory)

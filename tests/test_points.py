@@ -1,4 +1,4 @@
-"""Lists of arguments: which trainings they make, and what is refused."""
+"""Lists of arguments: which training jobs they make, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.sweep import SweepPoint, combined, zipped
 
 
@@ -50,7 +50,7 @@ def test_seeds_vary_alone_or_zipped() -> None:
     "given", [np.array([1.0, 2.0]), [np.float64(1), np.float64(2)], torch.tensor([1.0, 2.0]), iter([1.0, 2.0])]
 )
 def test_arrays_and_iterators_give_python_numbers(given: object) -> None:
-    """Names of trainings are derived from the values, and numpy's have other names."""
+    """Names of training jobs are derived from the values, and numpy's have other names."""
     found = [point.kwargs["x"] for point in zipped((), {"x": given, "y": np.float64(3)}, None, caller="s")]
     assert found == [1.0, 2.0]
     assert {type(value) for value in found} == {float}
@@ -75,16 +75,16 @@ def test_an_array_without_dimensions_is_a_scalar() -> None:
         (zipped, {"lr": [1]}, 3, "seeds must be a list of whole numbers, got 3"),
         (zipped, {"lr": [1]}, "123", "seeds must be a list of whole numbers, got '123'"),
         (zipped, {"lr": itertools.count()}, None, "lr has more than 10,000 values"),
-        (combined, {"lr": range(150), "width": range(150)}, None, "this makes 22,500 trainings, more than 10,000"),
+        (combined, {"lr": range(150), "width": range(150)}, None, "this makes 22,500 training jobs, more than 10,000"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_lists_is_refused_in_one_line(make, kwargs, seeds, message: str) -> None:
-    with pytest.raises(InvalidTrainer) as refused:
+    with pytest.raises(InvalidApp) as refused:
         make((), kwargs, seeds, caller="t.sweep")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_an_empty_positional_list_is_named_by_its_position() -> None:
-    with pytest.raises(InvalidTrainer, match="argument 2 is empty"):
+    with pytest.raises(InvalidApp, match="argument 2 is empty"):
         zipped(([1], []), {}, None, caller="s")

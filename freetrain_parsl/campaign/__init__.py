@@ -1,1 +1,1 @@
-"""Campaigns: many trainings defined in one file, run at a site defined in another."""
+"""Campaigns: many training jobs defined in one file, run at a site defined in another."""

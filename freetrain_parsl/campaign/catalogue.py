@@ -25,7 +25,7 @@ class Listed:
     Parameters
     ----------
     training
-        Name of its training.
+        Name of its training job.
     entry
         The checkpoint.
     manifest
@@ -41,12 +41,12 @@ class Listed:
 
 
 def find_trainings(place: Path) -> dict[str, CheckpointDirectory]:
-    """Return the trainings that have checkpoints at a path, by name.
+    """Return the training jobs that have checkpoints at a path, by name.
 
     Parameters
     ----------
     place
-        A run directory, a checkpoint directory, or the directory of one training in it.
+        A run directory, a checkpoint directory, or the directory of one training job in it.
 
     Raises
     ------
@@ -68,26 +68,26 @@ def find_trainings(place: Path) -> dict[str, CheckpointDirectory]:
 
 
 def choose_training(trainings: Mapping[str, CheckpointDirectory], name: str | None) -> dict[str, CheckpointDirectory]:
-    """Return the training of this name; all trainings for ``None``.
+    """Return the training job of this name; all training jobs for ``None``.
 
     Raises
     ------
     InvalidInput
-        There is no such training.
+        There is no such training job.
     """
     if name is None:
         return dict(trainings)
     if name not in trainings:
-        raise InvalidInput(f"there is no training {name!r} here{did_you_mean(name, trainings)}")
+        raise InvalidInput(f"there is no training job {name!r} here{did_you_mean(name, trainings)}")
     return {name: trainings[name]}
 
 
 def list_checkpoints(trainings: Mapping[str, CheckpointDirectory], *, read: bool) -> Iterator[Listed]:
-    """Check all checkpoints, newest of each training first.
+    """Check all checkpoints, newest of each training job first.
 
     Parameters
     ----------
-    trainings
+    training jobs
         From `find_trainings`.
     read
         Whether to read all bytes and compare their checksums; otherwise only file sizes are compared.

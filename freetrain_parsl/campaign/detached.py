@@ -39,7 +39,7 @@ class RunStatus:
         Name of the run.
     state
         ``starting``, ``running``, ``stopping``; or over: ``finished``, ``stopped``, ``interrupted``, ``failed`` (the
-        driver could not start, or trainings failed), ``died`` (it was killed, or its host rebooted).
+        driver could not start, or training jobs failed), ``died`` (it was killed, or its host rebooted).
     host
         Login node of the driver.
     directory
@@ -144,7 +144,7 @@ def status_of(
     clock
         Seconds since the epoch.
     with_summary
-        Whether the status has the summary, with all trainings.
+        Whether the status has the summary, with all training jobs.
     """
     driver = None if store is None else store.last_driver()
     document = summary(store) if store is not None and with_summary else None
@@ -172,6 +172,6 @@ def status_of(
             left, total = sum(item.state not in ("finished", "cancelled") for item in trainings), len(trainings)
             if driver.how == "finished" and left:
                 return replace(
-                    status, state="failed", message=f"{left} of {total} trainings have not finished; see results"
+                    status, state="failed", message=f"{left} of {total} training jobs have not finished; see results"
                 )
             return replace(status, state=driver.how or "failed")

@@ -89,11 +89,11 @@ class RunKind(ABC):
 
     @abstractmethod
     def lines(self, store: StoredRun) -> list[str]:
-        """Describe the state of a run, beside its trainings."""
+        """Describe the state of a run, beside its training jobs."""
 
     @abstractmethod
     def explain(self, store: StoredRun) -> dict[str, Any]:
-        """Describe why the trainings of a run are where they are: ``trainings`` is a list, each with its ``name``."""
+        """Describe why the jobs of a run are where they are: ``trainings`` is a list, each with its ``name``."""
 
     @abstractmethod
     def sentences(self, figures: dict[str, Any]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""The logs of a run's trainings, from any shell: what they print, wherever they run, in order."""
+"""The logs of a run's training jobs, from any shell: what they print, wherever they run, in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOGS: Final = "logs"
 
 
 def trainings_of(run_dir: Path) -> list[str]:
-    """Return the names of a run's trainings: of a campaign, or of a Parsl script.
+    """Return the names of a run's training jobs: of a campaign, or of a Parsl script.
 
     Parameters
     ----------
@@ -53,16 +53,16 @@ def log_lines(
     all_processes: bool = False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterable[LogLine]:
-    """Return the lines of a training's log, or those of all trainings, merged by time.
+    """Return the lines of a training job's log, or those of all training jobs, merged by time.
 
     Parameters
     ----------
     run_dir
         As in `trainings_of`.
     training
-        Name of the training; ``None``: all trainings.
+        Name of the training job; ``None``: all training jobs.
     follow
-        Whether to go on with lines that are added, until the run has ended.
+        Whether to continue with lines that are added, until the run has ended.
     tail
         Number of lines to begin with; ``None``: all.
     all_processes
@@ -80,7 +80,7 @@ def log_lines(
         raise InvalidInput(f"the number of lines to begin with must not be negative, got {tail}")
     known = trainings_of(run_dir)
     if training is not None and training not in known:
-        raise InvalidInput(f"{run_dir} has no training {training[:80]!r}{did_you_mean(training[:80], known)}")
+        raise InvalidInput(f"{run_dir} has no training job {training[:80]!r}{did_you_mean(training[:80], known)}")
     directory = run_dir / LOGS
 
     def names() -> list[str]:
@@ -106,7 +106,7 @@ def _has_ended(run_dir: Path) -> bool:
 
 
 def name_width(names: Sequence[str]) -> int:
-    """Return the width of the column with the trainings' names; 0: it is not needed."""
+    """Return the width of the column with the training jobs' names; 0: it is not needed."""
     return max(len(shortened(name)) for name in names) if len(names) > 1 else 0
 
 
@@ -118,7 +118,7 @@ def shown_line(line: LogLine, width: int = 0, *, all_processes: bool = False, ti
     line
         The line.
     width
-        Width of the column with the training's name; 0: no such column.
+        Width of the column with the training job's name; 0: no such column.
     all_processes
         Whether the lines are of all processes.
     times

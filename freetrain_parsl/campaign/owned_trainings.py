@@ -1,10 +1,10 @@
-"""Which trainings of a run train here: all of them, or, with a home, those that this site owns.
+"""Which training jobs of a run train here: all of them, or, with a home, those that this site owns.
 
-A training whose ownership is lost is ended at a boundary between steps, with its state saved, and waits until this
+A training job whose ownership is lost is ended at a boundary between steps, with its state saved, and waits until this
 site owns it again. A result counts once the home has confirmed the ownership.
 
-With a coordinator of several sites, only the trainings that are assigned to this site are wanted. One that is withdrawn
-is ended in the same way; its last checkpoint is brought home, then it is released.
+With a coordinator of several sites, only the training jobs that are assigned to this site are wanted. One that is
+withdrawn is ended in the same way; its last checkpoint is brought home, then it is released.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ASSIGNMENT = "assignment.json"
 
 _CONFIRMATION = 60.0  # seconds for which a run that stops waits for the confirmation of results
 _PERIOD = 0.1
-_LONGEST_ADMISSION = 1.0  # seconds for which trainings are submitted at a time
+_LONGEST_ADMISSION = 1.0  # seconds for which training jobs are submitted at a time
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The trainings that a coordinator of several sites has assigned to a site, in a file that it replaces.
+    """The training jobs that a coordinator of several sites has assigned to a site, in a file that it replaces.
 
     The driver reads it several times a minute. One that was delayed on its way does not replace a later one.
 
@@ -48,7 +48,7 @@ class Assignment:
     ----------
     order
         Number of the coordinator's order; later ones are larger.
-    trainings
+    training jobs
         Their names.
     """
 
@@ -78,18 +78,18 @@ class Assignment:
 
 
 class OwnedTrainings:
-    """The trainings of a run that have not ended.
+    """The training jobs of a run that have not ended.
 
     Parameters
     ----------
     submissions
         Training -> submits it and returns its future.
     cancel
-        Ends a training, with its state saved.
+        Ends a training job, with its state saved.
     home
-        ``None``: all trainings may start at once.
+        ``None``: all training jobs may start at once.
     assigned
-        The trainings that are assigned to this site, with a home; `assign` changes them. ``None``: all, always.
+        The training jobs that are assigned to this site, with a home; `assign` changes them. ``None``: all, always.
     clock
         Monotonic clock, in seconds.
     """
@@ -117,21 +117,21 @@ class OwnedTrainings:
 
     @property
     def current(self) -> set[str]:
-        """Trainings that were submitted and have not ended."""
+        """Training jobs that were submitted and have not ended."""
         return set(self._futures)
 
     @property
     def has_ended(self) -> bool:
-        """Whether a training has ended that is not collected yet."""
+        """Whether a training job has ended that is not collected yet."""
         return any(future.done() for future in self._futures.values())
 
     @property
     def is_done(self) -> bool:
-        """Whether all trainings have ended, and their last checkpoints are at home."""
+        """Whether all training jobs have ended, and their last checkpoints are at home."""
         return not self._futures and not self.held and (self._home is None or self._home.settled)
 
     def admit(self) -> None:
-        """Submit the trainings that may train here, and end those that may not any more.
+        """Submit the training jobs that may train here, and end those that may not any more.
 
         Of thousands, some are left for the next call: the driver's heartbeat must not wait for all of them.
         """
@@ -148,8 +148,8 @@ class OwnedTrainings:
                     self._leaving.add(name)
 
     def assign(self, assigned: Collection[str]) -> None:
-        """Want the trainings that are assigned to this site now, and give up the others."""
-        assert self._home is not None, "trainings are assigned to sites with a home"
+        """Want the training jobs that are assigned to this site now, and give up the others."""
+        assert self._home is not None, "training jobs are assigned to sites with a home"
         for name in sorted(self.held.difference(assigned)):
             self.held.discard(name)
             self._leave(name)
@@ -163,12 +163,12 @@ class OwnedTrainings:
                 self._home.want([name])
 
     def _leave(self, name: str) -> None:
-        assert self._home is not None, "trainings are assigned to sites with a home"
+        assert self._home is not None, "training jobs are assigned to sites with a home"
         self.elsewhere.add(name)
         self._home.leave(name)
 
     def collect(self, keep: Callable[[str, Future[Any]], None]) -> None:
-        """Pass on the futures of trainings that have ended, and whose result counts."""
+        """Pass on the futures of training jobs that have ended, and whose result counts."""
         for name, future in list(self._futures.items()):
             if not future.done():
                 continue
@@ -177,7 +177,7 @@ class OwnedTrainings:
                 del self._futures[name]  # only after it is stored
 
     def _counts(self, name: str, future: Future[Any]) -> bool:
-        """Return whether the outcome of a training counts; if it never will, hold the training again."""
+        """Return whether the outcome of a training job counts; if it never will, hold the training job again."""
         if self._home is None or isinstance(future.exception(), TrainingInterrupted):
             return True
         if name in self._withdrawn:
@@ -196,7 +196,7 @@ class OwnedTrainings:
         return verdict is ResultStatus.CONFIRMED
 
     def cancel(self, name: str) -> bool:
-        """Cancel a training at the user's request; return whether it is being cancelled."""
+        """Cancel a training job at the user's request; return whether it is being cancelled."""
         if name in self.held or name in self.elsewhere:
             self.held.discard(name)
             self.elsewhere.discard(name)
@@ -204,7 +204,7 @@ class OwnedTrainings:
         return name in self._futures and self._cancel(self._futures[name])
 
     def ended_last(self) -> dict[str, Future[Any]]:
-        """Return the trainings that ended during the shutdown with an outcome that counts."""
+        """Return the training jobs that ended during the shutdown with an outcome that counts."""
         ended: dict[str, Future[Any]] = {}
         end = time.monotonic() + _CONFIRMATION
         done = {
@@ -223,18 +223,18 @@ class OwnedTrainings:
         return ended
 
     def remark(self, name: str) -> str:
-        """Return what the user should know about a training and its home."""
+        """Return what the user should know about a training job and its home."""
         return "" if self._home is None or name in self.elsewhere else self._home.remark(name)
 
     def notes(self) -> list[str]:
-        """Describe what is under way to and from home, and which trainings wait for it."""
+        """Describe what is under way to and from home, and which training jobs wait for it."""
         if self._home is None:
             return []
         return [*self._home.lines(), *(f"{name} waits: {self.remark(name)}" for name in sorted(self.held))]
 
 
 def _submitted(submit: Callable[[], Future[Any]]) -> Future[Any]:
-    """Submit a training; return a failed future if that is refused: the others go on."""
+    """Submit a training job; return a failed future if that is refused: the others continue."""
     try:
         return submit()
     except Exception as error:  # noqa: BLE001 - the app's arguments and its code may raise anything

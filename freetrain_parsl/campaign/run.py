@@ -73,7 +73,7 @@ _PERIOD = 0.25  # seconds between polls of futures and signals
 def preflight(site: Site, run_dir: Path, *, resuming: bool = False) -> None:
     """Reject settings that can never run, before anything is submitted.
 
-    A full disk is rejected too, unless the run is resumed with trainings that wait for space.
+    A full disk is rejected too, unless the run is resumed with training jobs that wait for space.
 
     Raises
     ------
@@ -134,13 +134,13 @@ class CampaignRun:
         campaign, site, directory
             What it consists of; the directory has a default name.
         assignment
-            File with the trainings that are assigned to this site; ``None``: all are.
+            File with the training jobs that are assigned to this site; ``None``: all are.
 
         Raises
         ------
         InvalidInput
-            The directory is in use or cannot be created, a training needs nodes that the site does not have, or
-            trainings are assigned to a site without a home.
+            The directory is in use or cannot be created, a training job needs nodes that the site does not have, or
+            training jobs are assigned to a site without a home.
         UsageError, BatchSystemError
             See `preflight`.
         """
@@ -148,7 +148,7 @@ class CampaignRun:
         if assignment is not None:
             if site.home is None:
                 sections = " or ".join(f"checkpoints.{name}" for name in HOME_KINDS)
-                raise InvalidInput(f"{site.file}: trainings are assigned to sites that have {sections} only")
+                raise InvalidInput(f"{site.file}: training jobs are assigned to sites that have {sections} only")
             Assignment.read(assignment)
         now = datetime.now().astimezone()
         run_dir, made = make_run_directory(directory, now)
@@ -188,7 +188,7 @@ class CampaignRun:
         config
             Another site file.
         on_code_change
-            What to do with trainings whose code has changed; ``None``: as set in the campaign.
+            What to do with training jobs whose code has changed; ``None``: as set in the campaign.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class CampaignRun:
         file = Path(store.fact("campaign_file"))
         campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
         if {training.name for training in campaign.trainings} != {item.name for item in store.trainings()}:
-            raise InvalidInput(f"{directory}: its trainings do not match its campaign; it was tampered with")
+            raise InvalidInput(f"{directory}: its training jobs do not match its campaign; it was tampered with")
         if on_code_change is not None:
             trainings = (
                 replace(training, app=training.app.options(on_code_change=on_code_change))
@@ -219,9 +219,9 @@ class CampaignRun:
         return self.store.directory
 
     def drive(self, *, report: Callable[[str], None], show: Show, resuming: bool = False) -> str:
-        """Run the unfinished trainings until all are finished, or until the run is stopped.
+        """Run the unfinished training jobs until all are finished, or until the run is stopped.
 
-        Ctrl-C, SIGTERM, SIGHUP and a stop request end the run cleanly: trainings save, jobs are withdrawn.
+        Ctrl-C, SIGTERM, SIGHUP and a stop request end the run cleanly: training jobs save, jobs are withdrawn.
 
         Parameters
         ----------
@@ -267,7 +267,7 @@ class CampaignRun:
         return how
 
     def _report_retries(self, report: Callable[[str], None]) -> None:
-        """Report which interrupted trainings are retried, and which trainings are left out."""
+        """Report which interrupted training jobs are retried, and which training jobs are left out."""
         trainings = self.store.trainings()
         for item in trainings:
             if item.state == "waiting" and item.error:
@@ -315,7 +315,7 @@ class CampaignRun:
                 run = RunState(executor.journal_path)
                 how = self._watch(driver, run, caught, report, show)
                 if how != "finished":
-                    report("stopping: trainings save their work, jobs are withdrawn")
+                    report("stopping: training jobs save their work, jobs are withdrawn")
             ended = self._owned.ended_last()
         with self._kept(report):
             for name, future in ended.items():
@@ -360,7 +360,7 @@ class CampaignRun:
             time.sleep(_PERIOD)
 
     def _beat(self, driver: int, run: RunState) -> None:
-        """Store the state of the trainings that have not ended; if its future is done, the reason is stored already."""
+        """Store the state of the jobs that have not ended; if its future is done, the reason is stored already."""
         names = self._owned.current
         current = [item for item in _unfinished(run) if item.name in names]
         states = dict.fromkeys(self._owned.held | self._owned.elsewhere, ("waiting", None, ()))
@@ -373,7 +373,7 @@ class CampaignRun:
         self._fence.confirm(since)
 
     def _assigned(self) -> tuple[str, ...] | None:
-        """Return the trainings that are assigned to this site; ``None``: all.
+        """Return the training jobs that are assigned to this site; ``None``: all.
 
         A file that cannot be read for now changes nothing.
         """
@@ -384,7 +384,7 @@ class CampaignRun:
             except InvalidInput as error:
                 if self._assignment is None:
                     raise
-                logger.warning("%s; the trainings assigned before stay", error)
+                logger.warning("%s; the training jobs assigned before stay", error)
         return self._assignment
 
     def _cancel_requested(self) -> None:
@@ -394,7 +394,7 @@ class CampaignRun:
                 self._cancelled.add(name)
 
     def _keep(self, name: str, future: Future[Any], *, run: RunState) -> None:
-        """Store the outcome of a completed future, and the journal's remark on its training."""
+        """Store the outcome of a completed future, and the journal's remark on its training job."""
         error = future.exception()
         if error is None:
             known = run.trainings.get(name)
@@ -496,7 +496,7 @@ def contained(function: Callable[_P, object]) -> Callable[_P, None]:
         nonlocal failed
         try:
             function(*args, **kwargs)
-        except Exception:  # whatever fails in a display, the run goes on
+        except Exception:  # whatever fails in a display, the run continues
             logger.log(logging.DEBUG if failed else logging.WARNING, "the run cannot be shown", exc_info=True)
             failed = True
 

@@ -51,22 +51,22 @@ class RunSource(Protocol):
         """Return the journals of its drivers so far, the first one first."""
 
     def trainings(self) -> list[TrainingRecord]:
-        """Return the state of its trainings."""
+        """Return the state of its training jobs."""
 
     def drivers(self) -> int:
         """Return how many drivers it has had."""
 
     def log(self, training: str, tail: int) -> Iterable[LogLine]:
-        """Return the last lines of a training's log.
+        """Return the last lines of a training job's log.
 
         Raises
         ------
         InvalidInput
-            There is no such training.
+            There is no such training job.
         """
 
     def stop(self) -> str:
-        """Ask the driver to save all trainings and end; return in one line what happens.
+        """Ask the driver to save all training jobs and end; return in one line what happens.
 
         Raises
         ------
@@ -148,7 +148,7 @@ class CampaignSource:
         return self._journals
 
     def trainings(self) -> list[TrainingRecord]:
-        """Return the state of its trainings."""
+        """Return the state of its training jobs."""
         from freetrain_parsl.campaign.summary import trainings_of  # the page, which also reads here, does not need it
 
         return trainings_of(self._store)
@@ -158,17 +158,17 @@ class CampaignSource:
         return len(self._store.drivers())
 
     def log(self, training: str, tail: int) -> Iterable[LogLine]:
-        """Return the last lines of a training's log."""
+        """Return the last lines of a training job's log."""
         return log_lines(self.directory, training, tail=tail)
 
     def stop(self) -> str:
-        """Ask the driver to save all trainings and end."""
+        """Ask the driver to save all training jobs and end."""
         if self._store.distrust:
             raise InvalidInput(f"{self.directory} {self._store.distrust}; only its owner can stop it")
         if driver_state(self._store.last_driver()) is not DriverState.ALIVE:
             raise InvalidInput(f"no driver of {self.directory} runs; there is nothing to stop")
         RunStore(self.directory).request_stop()
-        return "The driver was asked to stop: trainings save their state, and jobs are withdrawn."
+        return "The driver was asked to stop: training jobs save their state, and jobs are withdrawn."
 
 
 class ScriptSource:
@@ -212,7 +212,7 @@ class ScriptSource:
         return any(has_writer(place / LOGS) for place in (self._directory, self._directory.parent))
 
     def trainings(self) -> list[TrainingRecord]:
-        """Return what the journal says of its trainings; their results are in the script's futures only.
+        """Return what the journal says of its training jobs; their results are in the script's futures only.
 
         Raises
         ------
@@ -232,7 +232,7 @@ class ScriptSource:
         return 1
 
     def log(self, training: str, tail: int) -> Iterable[LogLine]:
-        """Return the last lines of a training's log."""
+        """Return the last lines of a training job's log."""
         return log_lines(self._directory, training, tail=tail) if (self._directory / LOGS).is_dir() else ()
 
     def stop(self) -> str:
@@ -241,7 +241,7 @@ class ScriptSource:
 
 
 def _last(training: TrainingState) -> str:
-    """Return the remark on a training, and the figures of its last report."""
+    """Return the remark on a training job, and the figures of its last report."""
     figures = [
         f"{key} {value:.5g}" if isinstance(value, float) else f"{key} {value}"
         for key in ("epoch", "samples", "loss")

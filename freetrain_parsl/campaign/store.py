@@ -214,16 +214,16 @@ class RunStore(StoredRun):
         trainings: Mapping[str, tuple[str, float | None, Sequence[str]]],
         remarks: Mapping[str, str] | None = None,
     ) -> None:
-        """Record a heartbeat and the state of the trainings.
+        """Record a heartbeat and the state of the training jobs.
 
         Parameters
         ----------
         driver
             Its number.
-        trainings
+        training jobs
             Name -> state, share done, nodes.
         remarks
-            Name -> remark for the user; trainings without a remark are omitted.
+            Name -> remark for the user; training jobs without a remark are omitted.
         """
         now = self._clock()
         rows = [
@@ -239,15 +239,15 @@ class RunStore(StoredRun):
             )
 
     def end_driver(self, driver: int, how: str) -> None:
-        """Record that the driver ends cleanly; running trainings become waiting."""
+        """Record that the driver ends cleanly; running training jobs become waiting."""
         with self._driving() as database:
             database.execute("UPDATE driver SET ended = ?, how = ? WHERE id = ?", (self._clock(), how, driver))
             database.execute(_WITHOUT_DRIVER)
 
-    # Trainings.
+    # Training jobs.
 
     def finish(self, name: str, result: object, remark: str = "") -> None:
-        """Store the result of a training that has not ended, as JSON if possible, else as its repr, and a remark.
+        """Store the result of a training job that has not ended, as JSON if possible, else as its repr, and a remark.
 
         One of more than a million characters is written to a file in the run directory, which is named instead; bytes
         are written as they are: their repr is up to four times as long, and no other thread runs while it is made.
@@ -278,9 +278,9 @@ class RunStore(StoredRun):
         return f"in {file.relative_to(self.directory)}: {what}"
 
     def fail(self, name: str, error: str, *, final: bool) -> None:
-        """Record why a training failed, unless it had ended before.
+        """Record why a training job failed, unless it had ended before.
 
-        If the cause is external it is not `final`: the training waits to be resumed.
+        If the cause is external it is not `final`: the training job waits to be resumed.
         """
         self._drive(
             "UPDATE training SET state = ?, nodes = '[]', error = ?, remark = NULL, updated = ? "
@@ -289,7 +289,7 @@ class RunStore(StoredRun):
         )  # fmt: skip
 
     def cancel(self, name: str) -> None:
-        """Record that a training was cancelled, unless it had ended before."""
+        """Record that a training job was cancelled, unless it had ended before."""
         self._drive(
             "UPDATE training SET state = 'cancelled', nodes = '[]', error = NULL, remark = NULL, updated = ? "
             "WHERE name = ? AND state IN ('waiting', 'running')",
@@ -297,16 +297,16 @@ class RunStore(StoredRun):
         )  # fmt: skip
 
     def retry_failed(self) -> None:
-        """Set all failed trainings to waiting."""
+        """Set all failed training jobs to waiting."""
         self._write("UPDATE training SET state = 'waiting', error = NULL WHERE state = 'failed'")
 
     def retry(self, name: str) -> None:
-        """Set a failed or cancelled training to waiting; a waiting one is not an error.
+        """Set a failed or cancelled training job to waiting; a waiting one is not an error.
 
         Raises
         ------
         InvalidInput
-            No training has that name, or it has finished.
+            No training job has that name, or it has finished.
         """
         if self.training(name).state == "finished":
             raise InvalidInput(f"{name} has finished; there is nothing to retry")
@@ -316,7 +316,7 @@ class RunStore(StoredRun):
         )
 
     def forget_interruptions(self) -> None:
-        """Clear the errors of waiting trainings, which are retried."""
+        """Clear the errors of waiting training jobs, which are retried."""
         self._write("UPDATE training SET error = NULL WHERE state = 'waiting'")
 
     # Requests.
@@ -326,12 +326,12 @@ class RunStore(StoredRun):
         self._write("INSERT INTO request (kind, time) VALUES ('stop', ?)", self._clock())
 
     def request_cancel(self, name: str) -> None:
-        """Request the driver to save and end one training.
+        """Request the driver to save and end one training job.
 
         Raises
         ------
         InvalidInput
-            The training does not exist, or it has ended.
+            The training job does not exist, or it has ended.
         """
         state = self.training(name).state
         if state not in ("waiting", "running"):

@@ -56,7 +56,7 @@ class DriverRecord:
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The state of a training of the campaign; see the table ``training``."""
+    """The state of a training job of the campaign; see the table ``training``."""
 
     name: str
     state: str
@@ -205,10 +205,10 @@ class StoredRun:
                 )
         return prefixes
 
-    # Trainings.
+    # Training jobs.
 
     def trainings(self) -> list[TrainingRecord]:
-        """Return all trainings in campaign order."""
+        """Return all training jobs in campaign order."""
         rows = self._rows(
             "SELECT name, state, share, nodes, result, result_is_json, error, remark FROM training ORDER BY position"
         )
@@ -220,13 +220,13 @@ class StoredRun:
         held = self._parsed(nodes, "nodes")
         texts = (name, state, result or "", error or "", remark or "", *(held if isinstance(held, list) else [None]))
         if not isinstance(share, (int, float, type(None))) or not all(isinstance(item, str) for item in texts):
-            raise StateUnreadable(f"{self._path} is damaged: training {str(name)[:80]!r} has values of other types")
+            raise StateUnreadable(f"{self._path} is damaged: training job {str(name)[:80]!r} has values of other types")
         if plain and result is not None:
             result = self._parsed(result, f"result of {name[:80]}")
         return TrainingRecord(name, state, share, tuple(held), result, error, remark)
 
     def training(self, name: str) -> TrainingRecord:
-        """Return one training.
+        """Return one training job.
 
         Raises
         ------
@@ -236,7 +236,7 @@ class StoredRun:
         trainings = {item.name: item for item in self.trainings()}
         if name not in trainings:
             raise InvalidInput(
-                f"{self.directory} has no training {name[:80]!r}{did_you_mean(name[:80], trainings)}; "
+                f"{self.directory} has no training job {name[:80]!r}{did_you_mean(name[:80], trainings)}; "
                 f"freetrain status {self.directory} lists them"
             )
         return trainings[name]
@@ -244,7 +244,7 @@ class StoredRun:
     # Requests.
 
     def cancellations(self) -> list[str]:
-        """Return the trainings with a cancel request to the current driver."""
+        """Return the training jobs with a cancel request to the current driver."""
         rows = self._rows("SELECT DISTINCT kind FROM request WHERE kind LIKE 'cancel %'")
         return [row[0].removeprefix("cancel ") for row in rows]
 

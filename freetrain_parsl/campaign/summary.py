@@ -31,7 +31,7 @@ __all__ = [
 
 
 def trainings_of(store: StoredRun) -> list[TrainingRecord]:
-    """Return the current trainings; those of a dead driver wait for a resume, and for nothing else."""
+    """Return the current training jobs; those of a dead driver wait for a resume, and for nothing else."""
     trainings = store.trainings()
     if driver_state(store.last_driver()) is not DriverState.DEAD:
         return trainings
@@ -101,7 +101,7 @@ def failures_of(store: StoredRun) -> int | None:
 
 
 def reasons_of(store: StoredRun) -> list[str]:
-    """Return what keeps the waiting trainings of the living driver from nodes, see `RunState.reasons`."""
+    """Return what keeps the waiting training jobs of the living driver from nodes, see `RunState.reasons`."""
     run = journal_state_of(store, with_reasons_only=True)
     return [] if run is None else run.reasons(time.time())
 

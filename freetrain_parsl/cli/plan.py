@@ -1,4 +1,4 @@
-"""``freetrain plan``: shows the blocks that would be submitted now, their trainings, and the gain."""
+"""``freetrain plan``: shows the blocks that would be submitted now, their training jobs, and the gain."""
 
 from __future__ import annotations
 

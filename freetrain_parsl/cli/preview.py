@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.port import JobKind
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.planning.explain import Explanation
-    from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+    from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
     from freetrain_parsl.windows.base import Survey, WindowSource
     from freetrain_parsl.windows.state import BatchState
 
 CampaignArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[CAMPAIGN]", help="Campaign file. Default: one training on any number of nodes."),
+    typer.Argument(metavar="[CAMPAIGN]", help="Campaign file. Default: one training job on any number of nodes."),
 ]
 
 _JOBS = "freetrain."  # prefix of the job names of all our blocks
-_WITHOUT_CAMPAIGN = "no campaign given: assuming one training on any number of nodes"
+_WITHOUT_CAMPAIGN = "no campaign given: assuming one training job on any number of nodes"
 _STAND_IN = "any"
 _TICK = 1e-6  # seconds
 
@@ -109,7 +109,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
         most = max(usable, default=survey.nodes)
         if most is not None and trainer.min_nodes > most:
             notes.append(
-                f"training {trainer.name} needs {trainer.min_nodes} nodes at the same time, but there are only "
+                f"training job {trainer.name} needs {trainer.min_nodes} nodes at the same time, but there are only "
                 f"{most}: it would be rejected"
             )
     return PlannerAnswer(survey, explanation, (*notes, *survey.notes))
@@ -125,8 +125,8 @@ def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]
 
 def _as_trainers(
     requests: Sequence[TrainingRequest], costs: CostsInSeconds, now: float
-) -> tuple[list[Trainer], list[str]]:
-    """Return the jobs of the requests as the planner will see them, and a note for each of several trainings."""
+) -> tuple[list[PlannedJob], list[str]]:
+    """Return the jobs of the requests as the planner will see them, and a note for each of several training jobs."""
     from freetrain_parsl.executor.jobs.port import usable_kinds
 
     kinds = list(usable_kinds())
@@ -135,7 +135,7 @@ def _as_trainers(
         kind, key = next(((k, key) for k in kinds if (key := k.key(request)) is not None), (None, request.name))
         groups.setdefault((kind, key), []).append(request)
     # All count as submitted just now, in the order of the file: ties are first come, first served.
-    trainers: list[Trainer] = []
+    trainers: list[PlannedJob] = []
     notes: list[str] = []
     for age, ((kind, _), members) in zip(range(len(groups), 0, -1), groups.items(), strict=True):
         submitted = now - age * _TICK
@@ -148,7 +148,7 @@ def _as_trainers(
     return trainers, notes
 
 
-def _on_kinds(trainers: Iterable[Trainer], speeds: Mapping[str, float]) -> list[Trainer]:
+def _on_kinds(trainers: Iterable[PlannedJob], speeds: Mapping[str, float]) -> list[PlannedJob]:
     """Return the trainers with the curves that the executor assumes on each kind of node before it has measured any."""
     from freetrain_parsl.planning.curves.learning import Profile, best_rate_per_node, learned_on_kinds, relative_speeds
 
@@ -163,15 +163,15 @@ def _on_kinds(trainers: Iterable[Trainer], speeds: Mapping[str, float]) -> list[
     return [learned_on_kinds(one, those, ratios, unit) for one, those in zip(trainers, profiles, strict=True)]
 
 
-def _stand_in(survey: Survey, costs: CostsInSeconds, kind: str) -> Trainer:
-    """Make a training that can use any number of nodes of a kind, each with the same value."""
+def _stand_in(survey: Survey, costs: CostsInSeconds, kind: str) -> PlannedJob:
+    """Make a training job that can use any number of nodes of a kind, each with the same value."""
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
     most = max(2, sum(len(window.nodes) for window in survey.windows if window.node_kind == kind))
     curve = ScalingCurve({1: 1.0, most: float(most)}, relative=True)
     name, kinds = (f"{_STAND_IN}-{kind}", (kind,)) if kind else (_STAND_IN, ())
-    return Trainer(name, 1, most, curve, costs, submitted=survey.time, node_kinds=kinds)
+    return PlannedJob(name, 1, most, curve, costs, submitted=survey.time, node_kinds=kinds)
 
 
 def _our_jobs(source: WindowSource) -> tuple[int, list[str], dict[str, str]]:

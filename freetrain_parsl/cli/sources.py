@@ -76,7 +76,7 @@ class ChosenSource:
     title
         Its name in headings.
     settings, policy, costs
-        From the site, or the defaults; `costs` for trainings that do not set any.
+        From the site, or the defaults; `costs` for training jobs that do not set any.
     least_interval
         Minimum seconds between rounds of queries.
     remark

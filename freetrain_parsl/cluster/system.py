@@ -40,7 +40,7 @@ planner:                                     # for blocks that start within seco
   idle_timeout: 5 s
   settle: 1.5 s
 
-manners:
+rate_limits:
   poll_interval: 1 s
   submissions_per_minute: 120
 

@@ -1,4 +1,4 @@
-"""The driver's addresses for the nodes, and the network interface for the traffic between members of a training."""
+"""The driver's addresses for the nodes, and the network interface for the traffic between members of a training job."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Interface(NamedTuple):
 
 
 def interface_for(setting: str | None, driver: str) -> Interface:
-    """Find the interface through which this host reaches the other members of a training.
+    """Find the interface through which this host reaches the other members of a training job.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """The Python environments of driver and nodes: their versions, and whether they are compatible.
 
-Functions are sent as bytecode and objects as pickles, so some differences break a training and others do not:
+Functions are sent as bytecode and objects as pickles, so some differences break a training job and others do not:
 
 ==============================  ==========================================================================
 differs                         consequence
@@ -54,7 +54,7 @@ def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> tu
     """Compare a node's environment with the driver's.
 
     Return one line, with the node, what differs and the remedy, empty if there is no relevant difference; and whether
-    no training can run there. Both are from `describe_environment`; entries that either lacks are not compared.
+    no training job can run there. Both are from `describe_environment`; entries that either lacks are not compared.
     """
     differing = [
         name
@@ -66,7 +66,7 @@ def compare(node: str, theirs: Mapping[str, Any], ours: Mapping[str, str]) -> tu
     facts = ", ".join(f"{name} {theirs[name]} (driver: {ours[name]})" for name in differing)
     where = f" in {theirs['executable']}" if "executable" in theirs else ""
     refused = any(name in _REFUSED for name in differing)
-    consequence = "cannot run trainings of this driver" if refused else "differs from the driver"
+    consequence = "cannot run training jobs of this driver" if refused else "differs from the driver"
     return f"node {node} {consequence}: it has {facts}{where}; {_REMEDY}", refused
 
 
@@ -81,7 +81,7 @@ class EnvironmentCheck:
     Attributes
     ----------
     any_fits
-        Whether any slot so far could run trainings. If none could, the site's configuration is wrong.
+        Whether any slot so far could run training jobs. If none could, the site's configuration is wrong.
     """
 
     def __init__(self, write: Callable[[record.Record], None]) -> None:
@@ -91,9 +91,9 @@ class EnvironmentCheck:
         self._reported: set[str] = set()
 
     def refusal(self, hello: Hello) -> str:
-        """Return why a slot's node cannot run trainings; empty if it can."""
+        """Return why a slot's node cannot run training jobs; empty if it can."""
         if hello.fault:
-            text, refused = f"node {hello.node} cannot run trainings: {hello.fault}", True
+            text, refused = f"node {hello.node} cannot run training jobs: {hello.fault}", True
         else:
             text, refused = compare(hello.node, hello.versions, self._versions)
         if text and text not in self._reported:  # once, not for each slot of a node

@@ -53,7 +53,7 @@ from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
-from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
+from freetrain_parsl.settings import CheckpointSettings, RateLimits, TrainingSettings
 from freetrain_parsl.settings_checks import check_duration
 from freetrain_parsl.storage.measurements import read_rates
 from freetrain_parsl.storage.posix import directory_name
@@ -95,10 +95,10 @@ class FreeTrainExecutor(PlannedHtex):
         The kinds of nodes, where there are several: each has its own provider, windows, slots and accelerators, which
         are not given otherwise.
     policy
-        Decides which training gets how many nodes: a `Policy`, or the name of one with its defaults.
+        Decides which training job gets how many nodes: a `Policy`, or the name of one with its defaults.
 
         ``milp``
-            the optimal number of nodes of each training, rescaling costs included;
+            the optimal number of nodes of each training job, rescaling costs included;
         ``window``
             the same, also by when the nodes close;
         ``equal-share``
@@ -109,13 +109,13 @@ class FreeTrainExecutor(PlannedHtex):
         Policies for hosts that jobs share, such as ``ones``, are refused: they are for simulation and replay.
     planner
         Assumptions about the site: start-up time, shortest useful block, …
-    trainings
-        How trainings run: timeouts, restarts, threads.
-    manners
+    training jobs
+        How training jobs run: timeouts, restarts, threads.
+    rate_limits
         Limits on the load on the batch system.
     checkpoint_dir
-        Directory of the checkpoints; must be reachable from the nodes. A training resumes from the checkpoints of its
-        name that it finds there. Default: ``checkpoints`` in Parsl's run directory.
+        Directory of the checkpoints; must be reachable from the nodes. A training job resumes from the checkpoints of
+        its name that it finds there. Default: ``checkpoints`` in Parsl's run directory.
     checkpoints
         When checkpoints are written, and how many are kept.
     slots_per_node
@@ -126,7 +126,7 @@ class FreeTrainExecutor(PlannedHtex):
         IPv4 or IPv6 address at which nodes reach this host, or a host name, which is resolved here. Default: all
         addresses of its network interfaces; each node uses the first that answers.
     interface
-        Network interface for the traffic between the members of a training: its name, or, if names differ between
+        Network interface for the traffic between the members of a training job: its name, or, if names differ between
         nodes, its network (``10.1.0.0/16``). Default: the one that reaches the driver.
     node_python
         Python interpreter on the nodes: a path, or a command name such as ``python``, which is looked up on PATH after
@@ -135,10 +135,10 @@ class FreeTrainExecutor(PlannedHtex):
     container
         Container in which the nodes' worker pools run. Default: none.
     log_dir
-        Directory of the trainings' logs: what they print, one in order for each; see ``freetrain logs``. Default:
+        Directory of the training jobs' logs: what they print, one in order for each; see ``freetrain logs``. Default:
         ``logs`` in Parsl's run directory.
     tracker
-        Where the values of `session.log` of trainings go that name no tracker themselves: ``"csv"``,
+        Where the values of `session.log` of training jobs go that name no tracker themselves: ``"csv"``,
         ``"tensorboard"``, ``"mlflow"``, ``"wandb"``, ``"module:Class"``, a mapping from these to options, or a list.
     job_tag
         Part of this run's job names; identifies the jobs of a driver that was killed. Default: random.
@@ -163,7 +163,7 @@ class FreeTrainExecutor(PlannedHtex):
         policy: str | Policy = "milp",
         planner: PlannerSettings | None = None,
         trainings: TrainingSettings | None = None,
-        manners: Manners | None = None,
+        rate_limits: RateLimits | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoints: CheckpointSettings | None = None,
         slots_per_node: int = 1,
@@ -200,7 +200,7 @@ class FreeTrainExecutor(PlannedHtex):
         self.node_kinds = tuple(node_kinds)
         self.planner = planner
         self.trainings = trainings or TrainingSettings()
-        self.manners = manners or Manners()
+        self.rate_limits = rate_limits or RateLimits()
         self.checkpoint_dir = checkpoint_dir
         self.checkpoints = checkpoints or CheckpointSettings()
         self.slots_per_node = slots_per_node
@@ -235,7 +235,7 @@ class FreeTrainExecutor(PlannedHtex):
         self._observers: dict[str, Callable[[Sequence[str]], None]] = {}
         self._submitter: JobSubmitter | None = None
         self._watch: InterchangeWatch | None = None
-        self._refusal: Exception | None = None  # why nothing more is accepted, though trainings may still run
+        self._refusal: Exception | None = None  # why nothing more is accepted, though training jobs may still run
         self._exit = OrderlyExit(self._end_blocks)
         self._slot_settings: SlotSettings | None = None
         self._submissions = Submissions()
@@ -286,7 +286,7 @@ class FreeTrainExecutor(PlannedHtex):
         source.check(least_walltime(planner_settings))
         server = SlotServer(self.cert_dir, _PORTS, addresses := tuple(sorted(self.all_addresses)))
         heartbeat_timeout = self.trainings.heartbeat_timeout.total_seconds()
-        poll_interval = self.manners.poll_interval.total_seconds()
+        poll_interval = self.rate_limits.poll_interval.total_seconds()
         self._slot_settings = SlotSettings(
             addresses=addresses,
             port=server.port,
@@ -303,9 +303,9 @@ class FreeTrainExecutor(PlannedHtex):
             launch=self._launch,
             post=self._post,
             interval=poll_interval,
-            submissions_per_minute=self.manners.submissions_per_minute,
-            max_refusals=self.manners.max_refusals,
-            max_failed_blocks=self.manners.max_failed_blocks,
+            submissions_per_minute=self.rate_limits.submissions_per_minute,
+            max_refusals=self.rate_limits.max_refusals,
+            max_failed_blocks=self.rate_limits.max_failed_blocks,
             last_words=self._last_words,
             job_prefix=self.job_prefix,
             require=self._fence.require,
@@ -350,23 +350,23 @@ class FreeTrainExecutor(PlannedHtex):
         self._watch.start()
         self._exit.arm()
 
-    def submit(  # type: ignore[override]  # a training's future is not HTEX's
+    def submit(  # type: ignore[override]  # a training job's future is not HTEX's
         self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        """Submit a training, or queue an ordinary task, whose `resource_specification` is empty; never blocks.
+        """Submit a training job, or queue an ordinary task, whose `resource_specification` is empty; never blocks.
 
         Raises
         ------
         InvalidResourceSpecification
             It has keys that this executor does not support.
-        InvalidTrainer
-            A training of that name is running, or something that its function uses cannot be pickled.
+        InvalidApp
+            A training job of that name is running, or something that its function uses cannot be pickled.
         TrainingCancelled
             It was cancelled before Parsl launched it, or this is one of Parsl's retries.
         """
         request: TrainingRequest | None = resource_specification.get(SPECIFICATION_KEY)
         if request is not None and self._submissions.was_cancelled(request):
-            raise TrainingCancelled(f"training {request.name!r} was cancelled")
+            raise TrainingCancelled(f"training job {request.name!r} was cancelled")
         if (error := self._refusal or (self.executor_exception if self.bad_state_is_set else None)) is not None:
             raise unshared(error)
         if unknown := set(resource_specification) - {SPECIFICATION_KEY}:
@@ -388,7 +388,7 @@ class FreeTrainExecutor(PlannedHtex):
         training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs, imported))
         self._node_modules.check(func, imported)
         if line := check_suggestion([(func, request.options.code)]):
-            logger.info("training %s: %s", request.name, line)
+            logger.info("training job %s: %s", request.name, line)
         if request.likeness:
             threads = self.trainings.threads_per_slot
             training.curve_key = digest_of([request.likeness, str(self.slots_per_node), str(threads)])
@@ -399,10 +399,10 @@ class FreeTrainExecutor(PlannedHtex):
         return training.future
 
     def cancel(self, future: Future[Any]) -> bool:
-        """Cancel one training, waiting or running, and keep its checkpoint; may be called from any thread.
+        """Cancel one training job, waiting or running, and keep its checkpoint; may be called from any thread.
 
-        Its processes first save its state. Then `future` fails with `TrainingCancelled`, unless the training has
-        finished or failed meanwhile, and its nodes become available to other trainings. A training that has not
+        Its processes first save its state. Then `future` fails with `TrainingCancelled`, unless the training job has
+        finished or failed meanwhile, and its nodes become available to other training jobs. A training job that has not
         started, or that Parsl has not launched yet, also because it waits for the results of other apps, does not
         start. Parsl's retries do not run it again, but a new call of the app does, also with ``cache=True``.
 
@@ -414,7 +414,7 @@ class FreeTrainExecutor(PlannedHtex):
         Returns
         -------
         bool
-            Whether it is being cancelled; false if it is done, not a training of this executor, or waits for the
+            Whether it is being cancelled; false if it is done, not a training job of this executor, or waits for the
             results of other apps although Parsl was cleaned up: then it never ends.
         """
         if self._driver is None or future.done():
@@ -423,10 +423,10 @@ class FreeTrainExecutor(PlannedHtex):
         return self._submissions.cancel(future, self, lambda own: driver.post(CancelTraining(own)))
 
     def observe_values(self, training: str, observer: Callable[[Sequence[str]], None]) -> None:
-        """Pass what a training logs to a function, too, as soon as it arrives; to be called before the training begins.
+        """Pass what a job logs to a function, too, as soon as it arrives; to be called before the job begins.
 
         `observer` gets rows as in `Logged`, in the control loop's thread, and must neither block nor raise. A training
-        that resumes passes again what it has logged before.
+        job that resumes passes again what it has logged before.
         """
         self._observers[training] = observer
 
@@ -435,7 +435,7 @@ class FreeTrainExecutor(PlannedHtex):
         self._observers.pop(training, None)
 
     def outstanding(self) -> int:
-        """Return the number of trainings and tasks that are not done."""
+        """Return the number of training jobs and tasks that are not done."""
         return len(self._submissions)
 
     def shutdown(self, timeout: float = 10.0) -> None:

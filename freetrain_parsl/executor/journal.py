@@ -44,7 +44,7 @@ __all__ = [
 
 _LEAST_PAUSE: Final = 1.0  # seconds between two values of a name
 _SHARE: Final = 0.02  # of the time since the first value
-_MOST_NAMES: Final = 20  # of a training
+_MOST_NAMES: Final = 20  # of a training job
 _MOST_ROWS: Final = 3  # of a report that are looked at: the newest ones
 _LONGEST_NAME: Final = 100
 
@@ -58,7 +58,7 @@ CREATE TABLE IF NOT EXISTS event (
     id INTEGER PRIMARY KEY,
     time REAL NOT NULL,      -- seconds since the epoch
     kind TEXT NOT NULL,      -- a word, such as 'fragment_started'
-    subject TEXT NOT NULL,   -- the training, block or node that it is about
+    subject TEXT NOT NULL,   -- the training job, block or node that it is about
     detail TEXT NOT NULL     -- JSON object
 );
 CREATE TABLE IF NOT EXISTS progress (
@@ -70,17 +70,17 @@ CREATE TABLE IF NOT EXISTS progress (
 
 
 class ValueSamples:
-    """Chooses values by time: two of a training and name are at least 2 % of its age apart.
+    """Chooses values by time: two of a training job and name are at least 2 % of its age apart.
 
     So there are about fifty for each factor *e* of time: some four hundred in a day.
     """
 
     def __init__(self) -> None:
         self._times: dict[str, dict[str, tuple[float, float]]] = {}  # training -> name -> first, last
-        self._with_loss: set[str] = set()  # trainings that report the loss of their steps
+        self._with_loss: set[str] = set()  # training jobs that report the loss of their steps
 
     def admit(self, training: str) -> None:
-        """Choose values that this training logs, too; slots may name others."""
+        """Choose values that this training job logs, too; slots may name others."""
         self._times.setdefault(training, {})
 
     def choose_loss(self, time: float, training: str, loss: float) -> dict[str, float]:
@@ -107,8 +107,8 @@ class ValueSamples:
     def choose_rows(self, time: float, training: str, rows: Sequence[str]) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield the step and the values to be kept of the newest rows of a report, see `protocol.reports.Logged`.
 
-        Trainings that were not admitted have none. A value that the user logs as ``loss`` is left out if the training
-        reports the loss of its steps, too: that is the curve of this name.
+        Training jobs that were not admitted have none. A value that the user logs as ``loss`` is left out if the
+        training job reports the loss of its steps, too: that is the curve of this name.
         """
         if training not in self._times:
             return
@@ -199,7 +199,7 @@ class Journal:
         self._entries.append((time, type_name(type(record)), subject, json.dumps(detail)))
 
     def keep_progress(self, time: float, training: str, progress: Progress) -> None:
-        """Replace the last progress report of a training: reports are too frequent to keep all.
+        """Replace the last progress report of a training job: reports are too frequent to keep all.
 
         A sample of their losses is kept.
         """
@@ -209,7 +209,7 @@ class Journal:
             self.write(time, record.ValuesSampled(training, progress.step, kept))
 
     def keep_values(self, time: float, training: str, rows: Sequence[str]) -> None:
-        """Keep a sample of the values that a training has logged; `rows` as in `protocol.reports.Logged`."""
+        """Keep a sample of the values that a training job has logged; `rows` as in `protocol.reports.Logged`."""
         for step, kept in self._samples.choose_rows(time, training, rows):
             self.write(time, record.ValuesSampled(training, step, kept))
 
@@ -315,7 +315,7 @@ def newest_report(path: Path) -> float:
 
 
 def read_progress(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last progress report of each training: name -> report."""
+    """Return the last progress report of each training job: name -> report."""
     with _opened(path) as reading:
         rows = reading.connection.execute("SELECT training, detail FROM progress").fetchall()
     return {training: parse_stored(detail) for training, detail in rows}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer, did_you_mean
+from freetrain_parsl.errors import InvalidApp, InvalidSettings, did_you_mean
 from freetrain_parsl.settings_checks import check_count, check_kind_name, check_speed
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ __all__ = ["KindOfSlots", "NodeKind", "kinds_of", "refuse_unknown_kinds"]
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes that are alike: a training runs on nodes of one kind at a time.
+    """Nodes that are alike: a training job runs on nodes of one kind at a time.
 
     Parameters
     ----------
     name
-        What trainings call it in their ``node_kinds``.
+        What training jobs call it in their ``node_kinds``.
     provider
         Submits its blocks.
     windows
@@ -34,7 +34,7 @@ class NodeKind:
     slots_per_node, available_accelerators
         As in `FreeTrainExecutor`.
     speed
-        Assumed throughput of a node relative to those of other kinds, until a training has been measured on both.
+        Assumed throughput of a node relative to those of other kinds, until a training job has been measured on both.
 
     Raises
     ------
@@ -77,7 +77,7 @@ class KindOfSlots:
     per_node
         Number of slots that make a node complete.
     transport
-        Processes on nodes of equal transports can form one group and hand over a training's state; others only by a
+        Processes on nodes of equal transports can form one group and hand over a training job's state; others only by a
         checkpoint, such as those with GPUs and those without.
     speed
         As in `NodeKind`.
@@ -89,18 +89,19 @@ class KindOfSlots:
 
 
 def refuse_unknown_kinds(request: TrainingRequest, kinds: Collection[str]) -> None:
-    """Check that a training asks for kinds of nodes that exist.
+    """Check that a training job asks for kinds of nodes that exist.
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         It names another one.
     """
     for kind in (*request.node_kinds, *request.scaling_by_kind):
         if kind not in kinds:
             known = f"; the kinds are {', '.join(sorted(kinds))}" if any(kinds) else "; the site has no kinds of nodes"
-            raise InvalidTrainer(
-                f"training {request.name!r}: there are no nodes of kind {kind!r}{did_you_mean(kind, kinds) or known}"
+            raise InvalidApp(
+                f"training job {request.name!r}: there are no nodes of kind "
+                f"{kind!r}{did_you_mean(kind, kinds) or known}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The trainings and ordinary tasks that were submitted and are not done.
+"""The training jobs and ordinary tasks that were submitted and are not done.
 
 Parsl has one thread that passes calls to executors, in order, and a call that waits for the results of others does not
 reach an executor at all. All that is known of such a call is the record in its future.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from parsl.dataflow.futures import AppFuture
 from parsl.dataflow.states import States
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.executor.driver.plain_tasks import Task
 from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY, Training
@@ -35,11 +35,11 @@ class Submissions:
 
     def __init__(self) -> None:
         self._requests: dict[Future[Any], TrainingRequest | None] = {}
-        """The requests of trainings; ``None`` for tasks."""
+        """The requests of training jobs; ``None`` for tasks."""
         self._trainings: dict[int, Future[Any]] = {}
-        """Identity of a training's request -> its future."""
+        """Identity of a training job's request -> its future."""
         self._cancelled: dict[int, TrainingRequest] = {}
-        """The requests of trainings that were cancelled and that Parsl may still launch, by identity."""
+        """The requests of training jobs that were cancelled and that Parsl may still launch, by identity."""
         self._names: set[str] = set()
         self._tasks = 0
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class Submissions:
         return len(self._requests)
 
     def was_cancelled(self, request: TrainingRequest) -> bool:
-        """Return whether a training was cancelled: Parsl launches it only now, or again."""
+        """Return whether a training job was cancelled: Parsl launches it only now, or again."""
         return id(request) in self._cancelled
 
     def add_task(self, payload: bytes) -> Task:
@@ -62,16 +62,16 @@ class Submissions:
         return task
 
     def add_training(self, request: TrainingRequest, payload: bytes) -> Training:
-        """Add a training; `payload` is its serialized call.
+        """Add a training job; `payload` is its serialized call.
 
         Raises
         ------
-        InvalidTrainer
-            A training of that name is not done.
+        InvalidApp
+            A training job of that name is not done.
         """
         with self._lock:
             if request.name in self._names:
-                raise InvalidTrainer(f"a training named {request.name!r} is running; give this one another name")
+                raise InvalidApp(f"a training job named {request.name!r} is running; give this one another name")
             self._names.add(request.name)
             training = Training(request, payload, Future())
             self._requests[training.future] = request
@@ -80,7 +80,7 @@ class Submissions:
         return training
 
     def cancel(self, future: Future[Any], executor: ParslExecutor, end: Callable[[Future[Any]], None]) -> bool:
-        """Cancel the training with this future; see `FreeTrainExecutor.cancel`.
+        """Cancel the training job with this future; see `FreeTrainExecutor.cancel`.
 
         Parsl may launch it only later, or again, until its call is done. If it has been added and is not done, `end` is
         called with the executor's own future.
@@ -115,7 +115,7 @@ class Submissions:
 
 
 def _request_of(future: AppFuture, executor: ParslExecutor) -> TrainingRequest | None:
-    """Return the request of a training app's call; ``None`` if it is no training, or another executor's."""
+    """Return the request of a training app's call; ``None`` if it is no training job, or another executor's."""
     record = future.task_record
     if record["dfk"].executors.get(record["executor"]) is not executor:
         return None

@@ -1,4 +1,4 @@
-"""The logs of trainings: what they print, wherever they run, as one file in order for each.
+"""The logs of training jobs: what they print, wherever they run, as one file in order for each.
 
 They are written in a thread of the driver that alone waits for the file system. A line has the time at which it reached
 the driver, the process that printed it, and its text::
@@ -6,8 +6,8 @@ the driver, the process that printed it, and its text::
     2026-11-23T01:45:16.123Z = trains on n03, n04
     2026-11-23T01:45:17.201Z 0 epoch 3, loss 0.1203
 
-The process is its rank, ``?`` while it joins a running training, with ``!`` if the line belongs to the exception that
-ended it there, and ``=`` for a mark: what the records of the journal say about the training itself, in words.
+The process is its rank, ``?`` while it joins a running training job, with ``!`` if the line belongs to the exception
+that ended it there, and ``=`` for a mark: what the records of the journal say about the training job itself, in words.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MARK: Final = "="
 FIRST: Final = "0"
 
 SUFFIX: Final = ".log"
-"""Of the newest file of a training's log; older ones have a number after it, the largest is the oldest."""
+"""Of the newest file of a training job's log; older ones have a number after it, the largest is the oldest."""
 
 _FILE = re.compile(rf"(.+){re.escape(SUFFIX)}(?:\.(\d+))?", re.ASCII)  # the current one has no number
 _LINE: Final = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z (=|!?\d{1,7}|!?\?) (.*)", re.DOTALL | re.ASCII)
@@ -69,9 +69,9 @@ LEFT_BEHIND: Final = "left-behind"
 
 _PERIOD: Final = 1.0  # seconds between writes: small ones are a load on shared file systems
 _MOST_WAITING: Final = 16 << 20  # characters in memory
-_FILES: Final = 4  # of each training
-_LARGEST_LOG: Final = 16 << 20  # bytes of each training
-_LARGEST_RUN: Final = 2 << 30  # bytes of all trainings
+_FILES: Final = 4  # of each training job
+_LARGEST_LOG: Final = 16 << 20  # bytes of each training job
+_LARGEST_RUN: Final = 2 << 30  # bytes of all training jobs
 _MOST_OPEN: Final = 128  # files that stay open: opening is the expensive part on shared file systems
 _ADOPTION_PERIOD: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 60.0  # seconds between attempts to write
@@ -79,7 +79,7 @@ _LONGEST_PAUSE: Final = 60.0  # seconds between attempts to write
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a training's log: when it reached the driver, and the process that printed it, or `MARK`."""
+    """One line of a training job's log: when it reached the driver, and the process that printed it, or `MARK`."""
 
     time: float
     training: str
@@ -88,12 +88,12 @@ class LogLine:
 
     @property
     def is_mark(self) -> bool:
-        """Whether it says what became of the training, instead of what it printed."""
+        """Whether it says what became of the training job, instead of what it printed."""
         return self.source == MARK
 
     @property
     def is_main(self) -> bool:
-        """Whether it belongs to the training's main output: the first process's, marks, and exceptions."""
+        """Whether it belongs to the training job's main output: the first process's, marks, and exceptions."""
         return self.source in (FIRST, MARK) or self.source.startswith("!")
 
 
@@ -121,7 +121,7 @@ def parse_line(training: str, line: str) -> LogLine | None:
 
 
 def log_files(directory: Path) -> dict[str, list[Path]]:
-    """Return the files of each training's log, oldest first."""
+    """Return the files of each training job's log, oldest first."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in directory.glob(f"*{SUFFIX}*"):
         if (name := _FILE.fullmatch(path.name)) is not None:
@@ -130,12 +130,12 @@ def log_files(directory: Path) -> dict[str, list[Path]]:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the trainings that have a log in a directory."""
+    """Return the training jobs that have a log in a directory."""
     return sorted({path.name.removesuffix(SUFFIX) for path in directory.glob(f"*{SUFFIX}")})
 
 
 def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind of record
-    """Return the mark for a record about a training; ``None`` if the log does not mention it."""
+    """Return the mark for a record about a training job; ``None`` if the log does not mention it."""
     match entry:
         case record.FragmentStarted(nodes=nodes, array=array, in_place=in_place, paused=paused, generation=number):
             how = f", in place after {paused:.2f} s" if in_place else ""
@@ -174,7 +174,7 @@ def _names(nodes: Sequence[str]) -> str:
 
 
 class LogWriter:
-    """The logs of a run's trainings, in a directory that is private to the user.
+    """The logs of a run's training jobs, in a directory that is private to the user.
 
     Lines are kept in memory, up to a limit, until they are written, once a second. A slow, full or missing file system
     costs lines, never the driver's time. A driver that another one has replaced is not `allowed` to write any more.
@@ -215,14 +215,14 @@ class LogWriter:
     # The control loop's thread.
 
     def note(self, entry: Record) -> None:
-        """Add a mark for what happened to a training, if the log mentions it."""
+        """Add a mark for what happened to a training job, if the log mentions it."""
         if isinstance(entry, record.TrainingSubmitted):
             self._trainings.add(entry.subject)
         elif entry.subject in self._trainings and (mark := mark_of(entry)) is not None:
             self._add(entry.subject, [as_text(self._clock(), MARK, " ".join(mark.split()))])
 
     def take(self, training: str, source: str, output: bytes) -> None:
-        """Add what a process has printed; ignored if there is no such training."""
+        """Add what a process has printed; ignored if there is no such training job."""
         if training in self._trainings:
             text = output.decode("utf-8", errors="replace").removesuffix("\n")
             self._add(training, [as_text(self._clock(), source, text)])
@@ -275,15 +275,15 @@ class LogWriter:
             self._failures += 1
             self._retry_at = time.monotonic() + min(2.0**self._failures, _LONGEST_PAUSE)
             if self._failures == 1:
-                logger.warning("cannot write the trainings' logs in %s: %s; trying again", self._directory, error)
+                logger.warning("cannot write the training jobs' logs in %s: %s; trying again", self._directory, error)
             self._put_back(waiting if self._held is not None else {})
             return
         if self._failures:
-            logger.warning("the trainings' logs can be written again")
+            logger.warning("the training jobs' logs can be written again")
         self._failures = 0
 
     def _put_back(self, waiting: dict[str, list[str]]) -> None:
-        """Keep lines for the next attempt; a training whose write has failed may lose or repeat those of a second."""
+        """Keep lines for the next attempt; a job whose write has failed may lose or repeat those of a second."""
         later, self._waiting = self._waiting, {}
         with self._lock:
             self._length = 0

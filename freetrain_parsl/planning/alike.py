@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.model import PlannedJob
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
@@ -20,7 +20,7 @@ _LEAST_KEPT = 64
 
 # All that a policy may tell one waiting trainer from another by, but its place in the queue; a mapping has no hash.
 _told_apart_by = attrgetter(
-    *(field.name for field in fields(Trainer) if field.name not in {"name", "submitted", "curves"})
+    *(field.name for field in fields(PlannedJob) if field.name not in {"name", "submitted", "curves"})
 )
 
 
@@ -33,7 +33,7 @@ class _Kind:
 _kinds: WeakValueDictionary[tuple[object, object], _Kind] = WeakValueDictionary()
 
 
-def _kind_of(trainer: Trainer) -> _Kind:
+def _kind_of(trainer: PlannedJob) -> _Kind:
     """Return the kind of a trainer, which remembers it: it is asked in each decision as long as it waits."""
     kind: _Kind | None = trainer.__dict__.get("_kind")  # no field: `replace` makes a trainer without it
     if kind is None:
@@ -45,7 +45,7 @@ def _kind_of(trainer: Trainer) -> _Kind:
     return kind
 
 
-def without_surplus(trainers: Iterable[Trainer], running: Container[str], nodes: int) -> list[Trainer]:
+def without_surplus(trainers: Iterable[PlannedJob], running: Container[str], nodes: int) -> list[PlannedJob]:
     """Return the trainers without those that cannot get a node before others that are alike.
 
     Parameters
@@ -59,7 +59,7 @@ def without_surplus(trainers: Iterable[Trainer], running: Container[str], nodes:
 
     Returns
     -------
-    list of Trainer
+    list of PlannedJob
         All that run, and of those that wait and differ only in name and time of submission the first.
     """
     most, kept = max(nodes, _LEAST_KEPT), []

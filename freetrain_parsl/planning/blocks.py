@@ -42,7 +42,7 @@ def block_size(settings: SettingsInSeconds, terms: BlockTerms) -> int | None:
 
 
 def why_not(window: Window, settings: SettingsInSeconds, terms: BlockTerms, now: float) -> str | None:
-    """Explain why no block in this window is worthwhile, whatever the trainings; ``None`` if one is."""
+    """Explain why no block in this window is worthwhile, whatever the training jobs; ``None`` if one is."""
     if window.opens > now:
         return f"opens in {format_span(window.opens - now)}"
     if len(window.nodes) < terms.min_nodes:

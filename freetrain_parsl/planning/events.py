@@ -12,7 +12,7 @@ from freetrain_parsl.planning.model import BlockTerms
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from freetrain_parsl.planning.model import PoolNode, Trainer, Window
+    from freetrain_parsl.planning.model import PlannedJob, PoolNode, Window
 
 __all__ = [
     "Action",
@@ -136,14 +136,14 @@ class NodesForecast(Event):
 
 @dataclass(frozen=True)
 class TrainerSubmitted(Event):
-    """A training requests nodes."""
+    """A training job requests nodes."""
 
-    trainer: Trainer
+    trainer: PlannedJob
 
 
 @dataclass(frozen=True)
 class TrainerProgressed(Event):
-    """A training has `work_left` samples left."""
+    """A training job has `work_left` samples left."""
 
     trainer: str
     work_left: float
@@ -151,28 +151,28 @@ class TrainerProgressed(Event):
 
 @dataclass(frozen=True)
 class TrainerLearned(Event):
-    """More is known about a live training: `trainer` replaces its previous description."""
+    """More is known about a live training job: `trainer` replaces its previous description."""
 
-    trainer: Trainer
+    trainer: PlannedJob
 
 
 @dataclass(frozen=True)
 class TrainerFinished(Event):
-    """A training is complete."""
+    """A training job is complete."""
 
     trainer: str
 
 
 @dataclass(frozen=True)
 class TrainerFailed(Event):
-    """A training ended with its own error and must not run again."""
+    """A training job ended with its own error and must not run again."""
 
     trainer: str
 
 
 @dataclass(frozen=True)
 class TrainerWithheld(Event):
-    """A training cannot run for now, on any node; it is submitted again when it can."""
+    """A training job cannot run for now, on any node; it is submitted again when it can."""
 
     trainer: str
 

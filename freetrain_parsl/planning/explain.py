@@ -14,7 +14,7 @@ from freetrain_parsl.planning.planner import Planner
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from freetrain_parsl.planning.model import BlockTerms, Decision, Trainer, Window
+    from freetrain_parsl.planning.model import BlockTerms, Decision, PlannedJob, Window
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.settings import SettingsInSeconds
 
@@ -23,7 +23,7 @@ __all__ = ["Explanation", "Preview", "Share", "Verdict", "explain_windows", "pre
 
 @dataclass(frozen=True)
 class Share:
-    """A training's share of a block.
+    """A training job's share of a block.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Share:
     nodes
         Number of its nodes in the block.
     node_seconds
-        Node-seconds of training there, from when slots are ready and the training has started until the nodes are
+        Node-seconds of training there, from when slots are ready and the training job has started until the nodes are
         vacated.
     samples
         Samples that it would process there; ``None`` if its scaling curve is relative.
@@ -53,7 +53,7 @@ class Preview:
     requests
         Blocks that it would submit, in this order.
     shares
-        For each block, the trainings that would run there and their gains; in order of the training's name.
+        For each block, the training jobs that would run there and their gains; in order of the training job's name.
     decision
         The policy's decision over all obtainable nodes; ``None`` if it was not called or its answer was rejected.
     """
@@ -65,16 +65,16 @@ class Preview:
 
 def preview(
     windows: Sequence[Window],
-    trainers: Sequence[Trainer],
+    trainers: Sequence[PlannedJob],
     policy: Policy,
     settings: SettingsInSeconds,
     terms: BlockTerms,
     now: float,
     terms_by_kind: Mapping[str, BlockTerms] = MappingProxyType({}),
 ) -> Preview:
-    """Determine what a new planner would submit for trainings that hold no nodes yet.
+    """Determine what a new planner would submit for training jobs that hold no nodes yet.
 
-    The gain of a training is counted until its blocks end, less the cost of its start, and at most its work left. A
+    The gain of a training job is counted until its blocks end, less the cost of its start, and at most its work left. A
     window of unknown closing counts in full, although its nodes may be taken at any time.
     """
     decisions: list[Decision] = []
@@ -93,7 +93,7 @@ def preview(
 
 def _shares(
     requests: Sequence[ev.RequestBlock],
-    trainers: Iterable[Trainer],
+    trainers: Iterable[PlannedJob],
     decision: Decision | None,
     settings: SettingsInSeconds,
 ) -> list[tuple[Share, ...]]:
@@ -112,7 +112,7 @@ def _shares(
 
 
 def _gains(
-    trainer: Trainer, counts: Sequence[int], useful: Sequence[float]
+    trainer: PlannedJob, counts: Sequence[int], useful: Sequence[float]
 ) -> tuple[defaultdict[int, float], defaultdict[int, float]]:
     """Return block -> node-seconds of training, and samples; concurrent blocks share both by number of nodes."""
     node_seconds: defaultdict[int, float] = defaultdict(float)
@@ -165,7 +165,7 @@ class Explanation:
 
 def explain_windows(
     windows: Sequence[Window],
-    trainers: Sequence[Trainer],
+    trainers: Sequence[PlannedJob],
     policy: Policy,
     settings: SettingsInSeconds,
     terms: BlockTerms,
@@ -173,13 +173,13 @@ def explain_windows(
     pending: int = 0,
     terms_by_kind: Mapping[str, BlockTerms] = MappingProxyType({}),
 ) -> Explanation:
-    """Explain what a planner would do with each window if it were started now, for trainings that hold no nodes.
+    """Explain what a planner would do with each window if it were started now, for training jobs that hold no nodes.
 
     Windows and terms are those of a survey of the batch system; `pending` of our blocks are already pending.
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         Two trainers have the same name.
     """
     left = settings.max_pending_blocks - pending
@@ -203,7 +203,7 @@ class _Reasons:
     """Finds the first of the planner's reasons that applies."""
 
     plan: Preview
-    trainers: Sequence[Trainer]
+    trainers: Sequence[PlannedJob]
     policy: Policy
     settings: SettingsInSeconds
     terms: BlockTerms
@@ -230,7 +230,7 @@ class _Reasons:
         if (reason := self._rule(window)) is not None:
             return reason
         if not self.trainers:
-            return "no training waits for nodes"
+            return "no training job waits for nodes"
         if self.full:
             return f"{_blocks(self.pending)} already {_wait(self.pending)} in the queue, the maximum"
         if self.plan.decision is None:
@@ -239,7 +239,7 @@ class _Reasons:
             return self._why_not_requested(window, wanted)
         usable = [trainer for trainer in self.trainers if trainer.may_use(window.node_kind)]
         if not usable:
-            return f"no training may run on nodes of kind {window.node_kind!r}"
+            return f"no training job may run on nodes of kind {window.node_kind!r}"
         left = self.left[window.node_kind]
         if not any(self._grows(trainer, left) for trainer in usable):
             return self._why_nobody_grows(usable, left)
@@ -251,19 +251,19 @@ class _Reasons:
     def _terms_on(self, window: Window) -> BlockTerms:
         return self.terms_by_kind.get(window.node_kind, self.terms)
 
-    def _grows(self, trainer: Trainer, left: int) -> bool:
-        """Return whether `left` unused nodes would be enough for a training to start or to grow by one."""
+    def _grows(self, trainer: PlannedJob, left: int) -> bool:
+        """Return whether `left` unused nodes would be enough for a training job to start or to grow by one."""
         count = self._counts[trainer.name]
         return left >= trainer.min_nodes if not count else count < trainer.max_nodes
 
-    def _why_nobody_grows(self, usable: Sequence[Trainer], left: int) -> str:
+    def _why_nobody_grows(self, usable: Sequence[PlannedJob], left: int) -> str:
         idle = [trainer for trainer in usable if not self._counts[trainer.name]]
         if idle:
             least = min(idle, key=lambda trainer: (trainer.min_nodes, trainer.name))
             others = "; the others have all that they can use" if len(idle) < len(usable) else ""
-            return f"training {least.name!r} needs at least {least.min_nodes} nodes, {_are(left)} left{others}"
+            return f"training job {least.name!r} needs at least {least.min_nodes} nodes, {_are(left)} left{others}"
         most = sum(self._counts[trainer.name] for trainer in usable)
-        return f"no training can use more nodes: at most {most} together"
+        return f"no training job can use more nodes: at most {most} together"
 
     def _why_not_requested(self, window: Window, wanted: int) -> str:
         waiting = len(self.plan.requests) + self.pending
@@ -288,8 +288,8 @@ class _Reasons:
         usable = [trainer for trainer in self.trainers if trainer.may_use(window.node_kind)]
         least = min(usable, key=lambda trainer: (trainer.min_nodes, trainer.name))
         if least.min_nodes > len(window.nodes):
-            return f"training {least.name!r} needs at least {least.min_nodes} nodes, more than are here"
-        return f"policy {self.policy.name!r} finds that no training would gain from it{doubt}"
+            return f"training job {least.name!r} needs at least {least.min_nodes} nodes, more than are here"
+        return f"policy {self.policy.name!r} finds that no training job would gain from it{doubt}"
 
 
 def _blocks(number: int) -> str:

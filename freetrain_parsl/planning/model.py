@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import InvalidTrainer, PlanningError
+from freetrain_parsl.errors import InvalidApp, PlanningError
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 Allocation = Mapping[str, frozenset[str]]
-"""Trainer name -> names of its nodes. A trainer without nodes is absent."""
+"""PlannedJob name -> names of its nodes. A trainer without nodes is absent."""
 
 
 class WindowKind(str, Enum):
@@ -196,7 +196,7 @@ class CostsInSeconds:
         for name in ("up", "down", "start"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise InvalidTrainer(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
+                raise InvalidApp(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
 
 
 PlacedRate = Callable[[tuple[int, ...]], float]
@@ -221,8 +221,8 @@ class EpochCount:
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """A training as the planner sees it.
+class PlannedJob:
+    """A training job as the planner sees it.
 
     Parameters
     ----------
@@ -280,21 +280,21 @@ class Trainer:
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"
         if not self.name:
-            raise InvalidTrainer("a trainer needs a name")
+            raise InvalidApp("a trainer needs a name")
         if self.min_nodes < 1:
-            raise InvalidTrainer(f"{who}: min_nodes must be at least 1, got {self.min_nodes}")
+            raise InvalidApp(f"{who}: min_nodes must be at least 1, got {self.min_nodes}")
         if self.max_nodes < self.min_nodes:
-            raise InvalidTrainer(f"{who}: max_nodes ({self.max_nodes}) is less than min_nodes ({self.min_nodes})")
+            raise InvalidApp(f"{who}: max_nodes ({self.max_nodes}) is less than min_nodes ({self.min_nodes})")
         for kind, curve in {"": self.curve, **self.curves}.items():
             if curve.first_nodes > self.min_nodes:
-                raise InvalidTrainer(
+                raise InvalidApp(
                     f"{who}: its scaling curve{f' on nodes of kind {kind!r}' if kind else ''} starts at "
                     f"{curve.first_nodes} nodes; add a point at or below min_nodes ({self.min_nodes})"
                 )
         if math.isnan(self.work_left) or self.work_left < 0:
-            raise InvalidTrainer(f"{who}: work_left must be zero or more samples, got {self.work_left!r}")
+            raise InvalidApp(f"{who}: work_left must be zero or more samples, got {self.work_left!r}")
         if not (math.isfinite(self.priority) and self.priority > 0):
-            raise InvalidTrainer(f"{who}: priority must be positive, got {self.priority!r}")
+            raise InvalidApp(f"{who}: priority must be positive, got {self.priority!r}")
 
     def rate(self, nodes: int) -> float:
         """Return the samples per second on `nodes` nodes."""
@@ -304,7 +304,7 @@ class Trainer:
         """Return whether it may run on nodes of a kind."""
         return not self.node_kinds or node_kind in self.node_kinds
 
-    def on_kind(self, node_kind: str) -> Trainer:
+    def on_kind(self, node_kind: str) -> PlannedJob:
         """Return the trainer with its curve on nodes of one kind, in units that are the same for all kinds."""
         if not self.curves:
             return self
@@ -321,7 +321,7 @@ class Decision:
     Parameters
     ----------
     allocation
-        Trainer -> its nodes; trainers without nodes are absent.
+        PlannedJob -> its nodes; trainers without nodes are absent.
     objective
         Value of the allocation in the policy's model, in units of its objective × seconds.
     proven_optimal
@@ -340,5 +340,5 @@ class Decision:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Trainer -> number of its nodes."""
+        """PlannedJob -> number of its nodes."""
         return {trainer: len(nodes) for trainer, nodes in self.allocation.items()}

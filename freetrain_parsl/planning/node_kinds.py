@@ -44,7 +44,7 @@ from freetrain_parsl.planning.solvers.multiple_choice import NOTHING, ChoiceSolu
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from freetrain_parsl.planning.model import Allocation, PoolNode, Trainer
+    from freetrain_parsl.planning.model import Allocation, PlannedJob, PoolNode
     from freetrain_parsl.planning.objectives.base import Objective, Table
     from freetrain_parsl.planning.policies.base import Policy
 
@@ -59,7 +59,7 @@ def kinds_of(nodes: Iterable[PoolNode]) -> list[str]:
 
 
 def allocate_over_kinds(
-    policy: Policy, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float
+    policy: Policy, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float
 ) -> Decision:
     """Decide which trainer gets which nodes, all of one kind; see `Policy.allocate` for the parameters."""
     kinds_here = kinds_of(pool.values())
@@ -100,7 +100,7 @@ class _Choices:
 
     policy: Policy
     pools: Mapping[str, Pool]
-    ranked: Sequence[Trainer]
+    ranked: Sequence[PlannedJob]
     current: Allocation
     now: float
 
@@ -120,7 +120,7 @@ class _Choices:
         usable = [trainer.on_kind(kind) for trainer in self.ranked if trainer.may_use(kind)]
         return at_moment(self.policy.objective, Moment(usable, self._held[kind], len(self.pools[kind]), self.now))
 
-    def _kinds_for(self, trainer: Trainer) -> list[str]:
+    def _kinds_for(self, trainer: PlannedJob) -> list[str]:
         """Return the kinds of which a trainer can use the nodes that there are."""
         return [kind for kind, pool in self.pools.items() if trainer.may_use(kind) and len(pool) >= trainer.min_nodes]
 
@@ -147,7 +147,7 @@ class _Choices:
                 chosen[trainer.name] = option.pairs[own][0]
         return chosen, solution
 
-    def _options(self, trainer: Trainer, kinds: Iterable[str]) -> _Options:
+    def _options(self, trainer: PlannedJob, kinds: Iterable[str]) -> _Options:
         running = self._running_on(trainer)
         pairs: list[tuple[str, int]] = []
         values: list[float] = []
@@ -164,15 +164,15 @@ class _Choices:
                 values.append(float(table[count]) + saved)
         return _Options(pairs, np.array(values), current)
 
-    def cost_of_leaving(self, trainer: Trainer, kind: str | None) -> float:
+    def cost_of_leaving(self, trainer: PlannedJob, kind: str | None) -> float:
         """Return the cost of leaving all nodes for another kind, or for none; zero if it stays on its kind."""
         running = self._running_on(trainer)
         return 0.0 if running is None or running == kind else self._stopping(trainer, running)
 
-    def _running_on(self, trainer: Trainer) -> str | None:
+    def _running_on(self, trainer: PlannedJob) -> str | None:
         return next((kind for kind, held in self._held.items() if held[trainer.name]), None)
 
-    def _stopping(self, trainer: Trainer, kind: str) -> float:
+    def _stopping(self, trainer: PlannedJob, kind: str) -> float:
         """Return the cost of giving up its nodes of a kind."""
         objective, here = self._objectives[kind], trainer.on_kind(kind)
         if isinstance(objective, NetOfChanges):

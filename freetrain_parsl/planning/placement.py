@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from freetrain_parsl.planning.model import Allocation, Pool, Trainer
+    from freetrain_parsl.planning.model import Allocation, PlannedJob, Pool
 
 __all__ = ["check_allocation", "current_counts", "keep_to_whole_hosts", "place", "place_emptiest_first"]
 
@@ -34,16 +34,16 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     Parameters
     ----------
     counts
-        Trainer -> number of nodes; absent trainers get none.
+        PlannedJob -> number of nodes; absent trainers get none.
     pool
         The nodes to allocate.
     current
-        Trainer -> its nodes before; nodes that have left the pool are ignored.
+        PlannedJob -> its nodes before; nodes that have left the pool are ignored.
 
     Returns
     -------
     dict
-        Trainer -> its nodes; trainers without nodes are absent.
+        PlannedJob -> its nodes; trainers without nodes are absent.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def keep_to_whole_hosts(values: npt.NDArray[np.float64], nodes_per_host: int) ->
     values[np.ix_(runs_otherwise, partial)] = -np.inf
 
 
-def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trainer]) -> None:
+def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[PlannedJob]) -> None:
     """Reject an allocation that violates the contract of `Policy`.
 
     Raises
@@ -172,7 +172,7 @@ def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Trai
             raise PlanningError(f"allocation: trainer {name!r} got nodes of kind {kinds[0]!r}, which it cannot use")
 
 
-def current_counts(trainers: Sequence[Trainer], pool: Pool, current: Allocation) -> dict[str, int]:
+def current_counts(trainers: Sequence[PlannedJob], pool: Pool, current: Allocation) -> dict[str, int]:
     """Count the nodes of each trainer that are still in the pool."""
     return {trainer.name: sum(node in pool for node in current.get(trainer.name, ())) for trainer in trainers}
 

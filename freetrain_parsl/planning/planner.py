@@ -15,11 +15,11 @@ from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import InvalidTrainer, PlanningError
+from freetrain_parsl.errors import InvalidApp, PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.alike import without_surplus
 from freetrain_parsl.planning.blocks import Holdings
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool, PoolNode, Window
 from freetrain_parsl.planning.node_kinds import allocate_over_kinds, kinds_of
 from freetrain_parsl.planning.node_survival import Outlook, Prospect
 from freetrain_parsl.planning.placement import check_allocation
@@ -75,7 +75,7 @@ class Planner:
         self.statistics = PlannerStatistics()
         self.outlook = Outlook()
         self._on_decision = on_decision
-        self._trainers: dict[str, Trainer] = {}
+        self._trainers: dict[str, PlannedJob] = {}
         self._members: dict[str, _Member] = {}
         self._holdings = Holdings(self.settings)
         self._assigned: dict[str, frozenset[str]] = {}
@@ -90,11 +90,11 @@ class Planner:
 
     @property
     def assigned(self) -> Allocation:
-        """Trainer -> nodes, as last returned to the driver."""
+        """PlannedJob -> nodes, as last returned to the driver."""
         return dict(self._assigned)
 
     @property
-    def trainers(self) -> tuple[Trainer, ...]:
+    def trainers(self) -> tuple[PlannedJob, ...]:
         """The live trainers, in order of submission."""
         return tuple(sorted(self._trainers.values(), key=lambda trainer: (trainer.submitted, trainer.name)))
 
@@ -120,7 +120,7 @@ class Planner:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             A submitted trainer has the name of a live one; nothing has changed.
         """
         if not events:
@@ -198,7 +198,7 @@ class Planner:
                         self.outlook.seen(event.time, name, Prospect.UNNEEDED if closes is None else Prospect.PLANNED)
             case ev.TrainerSubmitted():
                 if event.trainer.name in self._trainers:
-                    raise InvalidTrainer(
+                    raise InvalidApp(
                         f"a live trainer is already named {event.trainer.name!r}; give this one another name"
                     )
                 self._trainers[event.trainer.name] = event.trainer
@@ -306,12 +306,12 @@ class Planner:
         # Nodes are released before they are assigned, so that the driver can act in this order.
         return sorted(actions, key=lambda action: isinstance(action, (ev.Grow, ev.Assign)))
 
-    def _pinned(self, trainer: Trainer, nodes: frozenset[str]) -> Trainer:
+    def _pinned(self, trainer: PlannedJob, nodes: frozenset[str]) -> PlannedJob:
         """Keep the nodes of a trainer that ends before a rescale would pay off."""
         seconds_left = self._seconds_left(trainer, nodes)
         return trainer if seconds_left is None or seconds_left > trainer.costs.up else self._staying(trainer, nodes)
 
-    def _seconds_left(self, trainer: Trainer, nodes: frozenset[str]) -> float | None:
+    def _seconds_left(self, trainer: PlannedJob, nodes: frozenset[str]) -> float | None:
         """Return the seconds of work left on its nodes; ``None`` if it does not run on them or that is unknown."""
         kind = self._kind_of(nodes)
         here = trainer if kind is None else trainer.on_kind(kind)
@@ -320,13 +320,13 @@ class Planner:
         return here.work_left / rate
 
     def _decide(
-        self, purpose: str, pool: Pool, trainers: list[Trainer], current: Allocation, now: float
+        self, purpose: str, pool: Pool, trainers: list[PlannedJob], current: Allocation, now: float
     ) -> Decision | None:
         """Call the policy; return ``None`` and log the error if it fails or its allocation is invalid."""
         try:
             decision = allocate_over_kinds(self.policy, pool, trainers, current, now)
             check_allocation(decision.allocation, pool, trainers)
-        except Exception:  # a policy may be user code: whatever it does, running trainings continue
+        except Exception:  # a policy may be user code: whatever it does, running training jobs continue
             logger.exception("policy %r failed or gave an invalid allocation; keeping the last one", self.policy.name)
             self.statistics.refused += 1
             return None
@@ -379,7 +379,7 @@ class Planner:
 
     @property
     def _used(self) -> frozenset[str]:
-        """The nodes that trainings and tasks have."""
+        """The nodes that training jobs and tasks have."""
         return self._lent.union(*self._assigned.values())
 
     def _wanted(self, had: list[PoolNode], offered: list[PoolNode], now: float) -> frozenset[str]:
@@ -395,14 +395,14 @@ class Planner:
         allocation = decision.allocation if decision is not None else self._assigned
         return frozenset().union(*allocation.values())
 
-    def _worth_growing(self, trainer: Trainer, lasting: frozenset[str]) -> Trainer | None:
+    def _worth_growing(self, trainer: PlannedJob, lasting: frozenset[str]) -> PlannedJob | None:
         """Let a trainer request no more nodes if it will finish on those it has before a new block is ready."""
         seconds_left = self._seconds_left(trainer, self._assigned.get(trainer.name, frozenset()))
         if seconds_left is None or seconds_left > self._holdings.startup + trainer.costs.up:
             return trainer
         return self._staying(trainer, lasting) if len(lasting) >= trainer.min_nodes else None
 
-    def _staying(self, trainer: Trainer, nodes: frozenset[str]) -> Trainer:
+    def _staying(self, trainer: PlannedJob, nodes: frozenset[str]) -> PlannedJob:
         """Limit a trainer to as many nodes as it has, of the same kind."""
         kind, most = self._kind_of(nodes), max(trainer.min_nodes, len(nodes))
         return replace(trainer, max_nodes=most, node_kinds=(kind,) if kind else trainer.node_kinds)

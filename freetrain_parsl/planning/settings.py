@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_COSTS", "PlannerSettings", "RescaleCosts", "SettingsInSecond
 
 @dataclass(frozen=True)
 class RescaleCosts:
-    """Training time lost when the nodes of a training change.
+    """Training time lost when the nodes of a training job change.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class RescaleCosts:
 
 
 DEFAULT_COSTS = RescaleCosts(timedelta(seconds=2), timedelta(seconds=2), timedelta(seconds=2))
-"""For trainings that state none."""
+"""For training jobs that state none."""
 
 
 @dataclass(frozen=True)

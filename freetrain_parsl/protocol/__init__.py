@@ -1,1 +1,1 @@
-"""The messages between driver, slots and trainings: typed, versioned, independent of Parsl and torch."""
+"""The messages between driver, slots and training jobs: typed, versioned, independent of Parsl and torch."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import PoolNode, Trainer, Window
+from freetrain_parsl.planning.model import PlannedJob, PoolNode, Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -369,7 +369,7 @@ _FOR_CHECKERS = {
     "Mapping": Mapping,
     "PoolNode": PoolNode,
     "ScalingCurve": ScalingCurve,
-    "Trainer": Trainer,
+    "PlannedJob": PlannedJob,
     "Window": Window,
 }
 """Names in annotations that their modules import for type checkers only."""

@@ -69,7 +69,7 @@ class Record:
     Parameters
     ----------
     subject
-        The training, block, slot or node concerned; empty: none of them.
+        The training job, block, slot or node concerned; empty: none of them.
     """
 
     subject: str
@@ -207,7 +207,7 @@ class BlockEnded(Record):
 
 @dataclass(frozen=True)
 class EnvironmentDiffers(Record):
-    """A node's Python, packages or network differ from the driver's; `refused`: no training can run there."""
+    """A node's Python, packages or network differ from the driver's; `refused`: no training job can run there."""
 
     difference: str
     refused: bool
@@ -215,7 +215,7 @@ class EnvironmentDiffers(Record):
 
 @dataclass(frozen=True)
 class SlotJoined(Record):
-    """A slot has connected; again, with another process, after each training in it."""
+    """A slot has connected; again, with another process, after each training job in it."""
 
     node: str
     block: str
@@ -249,7 +249,7 @@ class NodeLeft(Record):
 
 @dataclass(frozen=True)
 class NodeSetAside(Record):
-    """A training cannot use the node, see `reason`; it rejoins the pool after `seconds`."""
+    """A training job cannot use the node, see `reason`; it rejoins the pool after `seconds`."""
 
     seconds: float
     reason: str
@@ -262,12 +262,12 @@ class NodeClosing(Record):
     closes_in: float
 
 
-# ── trainings ─────────────────────────────────────────────────────────────────────────────────────
+# ── training jobs ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class TrainingSubmitted(Record):
-    """A training was submitted."""
+    """A training job was submitted."""
 
     min_nodes: int
     max_nodes: int
@@ -276,28 +276,28 @@ class TrainingSubmitted(Record):
 
 @dataclass(frozen=True)
 class Assign(Record):
-    """The planner assigns these nodes to a waiting training."""
+    """The planner assigns these nodes to a waiting training job."""
 
     nodes: list[str]
 
 
 @dataclass(frozen=True)
 class Grow(Record):
-    """The planner assigns more nodes to a training; `nodes` are all of its nodes."""
+    """The planner assigns more nodes to a training job; `nodes` are all of its nodes."""
 
     nodes: list[str]
 
 
 @dataclass(frozen=True)
 class Shrink(Record):
-    """The planner takes nodes from a training; `nodes` are the remaining ones."""
+    """The planner takes nodes from a training job; `nodes` are the remaining ones."""
 
     nodes: list[str]
 
 
 @dataclass(frozen=True)
 class Stop(Record):
-    """The planner takes all nodes from a training."""
+    """The planner takes all nodes from a training job."""
 
     nodes: list[str]
 
@@ -352,14 +352,14 @@ class FragmentEnded(Record):
 
 @dataclass(frozen=True)
 class CohortJoined(Record):
-    """These trainings of one function may run fused; the planner knows them by the cohort's name, the subject."""
+    """These training jobs of one function may run fused; the planner knows them by the cohort's name, the subject."""
 
     trainings: list[str]
 
 
 @dataclass(frozen=True)
 class CohortStalled(Record):
-    """None of the cohort's trainings runs, for `reason`; empty: an array runs again."""
+    """None of the cohort's training jobs runs, for `reason`; empty: an array runs again."""
 
     reason: str
 
@@ -392,7 +392,7 @@ class ArrayEnded(Record):
 
 @dataclass(frozen=True)
 class TrainsAlone(Record):
-    """A training that could have been fused trains by itself, for `reason`."""
+    """A training job that could have been fused trains by itself, for `reason`."""
 
     reason: str
 
@@ -415,7 +415,7 @@ class BatchChanged(Record):
 
 @dataclass(frozen=True)
 class ValuesSampled(Record):
-    """Values of the training at `step`: its loss, and what it logs; a thin sample, for its curves."""
+    """Values of the training job at `step`: its loss, and what it logs; a thin sample, for its curves."""
 
     step: int
     values: dict[str, float]
@@ -423,14 +423,14 @@ class ValuesSampled(Record):
 
 @dataclass(frozen=True)
 class CodeChanged(Record):
-    """The training starts over, or resumes from a checkpoint of different code."""
+    """The training job starts over, or resumes from a checkpoint of different code."""
 
     note: str
 
 
 @dataclass(frozen=True)
 class TrainingWaits(Record):
-    """The training gets no nodes because the checkpoint directory cannot be used; the next attempt is at `until`."""
+    """The job gets no nodes because the checkpoint directory cannot be used; the next attempt is at `until`."""
 
     reason: str
     until: float
@@ -443,26 +443,26 @@ class TrainingTriesAgain(Record):
 
 @dataclass(frozen=True)
 class SavingFails(Record):
-    """The training runs, but cannot save checkpoints."""
+    """The training job runs, but cannot save checkpoints."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class SavingWorks(Record):
-    """The training can save checkpoints again."""
+    """The training job can save checkpoints again."""
 
 
 @dataclass(frozen=True)
 class TrainingStalled(Record):
-    """The training makes no progress, for `reason`; empty: it makes progress again, or has ended."""
+    """The training job makes no progress, for `reason`; empty: it makes progress again, or has ended."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class TrainingFinished(Record):
-    """The training finished at `step`; not `trained`: its result is that of an earlier run."""
+    """The training job finished at `step`; not `trained`: its result is that of an earlier run."""
 
     trained: bool
     step: int
@@ -470,12 +470,12 @@ class TrainingFinished(Record):
 
 @dataclass(frozen=True)
 class TrainingCancelled(Record):
-    """The training was cancelled; it ends once its state is saved."""
+    """The training job was cancelled; it ends once its state is saved."""
 
 
 @dataclass(frozen=True)
 class TrainingFailed(Record):
-    """The training ended with an error; not `final`: `freetrain resume` continues it."""
+    """The training job ended with an error; not `final`: `freetrain resume` continues it."""
 
     error: str
     final: bool = True

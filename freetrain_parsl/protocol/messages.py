@@ -51,7 +51,7 @@ _SOURCE = re.compile(r"!?(\d{1,7}|\?)")
 _HEX = re.compile(r"[0-9a-f]{32}(?:[0-9a-f]{32})?")
 
 Source: TypeAlias = Annotated[str, Limit(lambda value: isinstance(value, str) and _SOURCE.fullmatch(value) is not None)]
-"""Which process of a training has printed: its rank, ``?`` while it joins; with ``!`` the exception that ends it."""
+"""Which process of a job has printed: its rank, ``?`` while it joins; with ``!`` the exception that ends it."""
 
 Hex: TypeAlias = Annotated[str, Limit(lambda value: isinstance(value, str) and _HEX.fullmatch(value) is not None)]
 """Hexadecimal digits, 32 or 64."""
@@ -81,7 +81,7 @@ class RunMessage:
     Parameters
     ----------
     training
-        Name of the training, or of the job whose trainings share the run.
+        Name of the training job, or of the job whose training jobs share the run.
     run
         Number of the `RunStart`, unique within the driver.
     """
@@ -97,7 +97,7 @@ class RunStart(RunMessage):
 
 @dataclass(frozen=True)
 class WithFunction(RunMessage):
-    """A command with a training's function.
+    """A command with a training job's function.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class Hello:
     versions
         Versions of its Python and packages, see `executor.environment`.
     fault
-        Why its node cannot run trainings; empty if it can.
+        Why its node cannot run training jobs; empty if it can.
     """
 
     token: Name
@@ -147,7 +147,7 @@ class SlotHeartbeat:
     run, task
         Number of its current run or task.
     waited
-        Seconds for which its training has only waited for the other members.
+        Seconds for which its training job has only waited for the other members.
     """
 
     run: Count | None = None
@@ -218,7 +218,7 @@ class RunEnded(RunMessage):
 
 @dataclass(frozen=True)
 class Output:
-    """What a training has printed in a slot.
+    """What a training job has printed in a slot.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Values:
-    """Values of a training for its trackers.
+    """Values of a training job for its trackers.
 
     Parameters
     ----------
@@ -339,7 +339,7 @@ class Place:
 
 @dataclass(frozen=True)
 class StartRun(RunStart, WithFunction):
-    """Run a training.
+    """Run a training job.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The options of one training, from the decorator to the session."""
+"""The options of one training job, from the decorator to the session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Code", "OnCodeChange", "SessionOptions", "check_on_code_change", "digest_of"]
 
 OnCodeChange: TypeAlias = Literal["refuse", "resume", "restart"]
-"""What to do if a training's newest checkpoint was written by different code: raise `CodeChanged`, resume from it, or
+"""What to do if a job's newest checkpoint was written by different code: raise `CodeChanged`, resume from it, or
 set the old checkpoints aside and start over."""
 
 Seed: TypeAlias = Annotated[int, Limit(lambda value: isinstance(value, int) and not isinstance(value, bool))]
@@ -52,7 +52,7 @@ def digest_of(tokens: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Code:
-    """The code of a training.
+    """The code of a training job.
 
     Parameters
     ----------
@@ -88,20 +88,20 @@ class Code:
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """The options of one training's session.
+    """The options of one training job's session.
 
     Parameters
     ----------
     name
-        The training's name; its checkpoints are in a directory of that name.
+        The training job's name; its checkpoints are in a directory of that name.
     checkpoint_root
-        Parent directory of all trainings' checkpoints; must be visible to every node.
+        Parent directory of all training jobs' checkpoints; must be visible to every node.
     seed
-        Seed of all random numbers of the training.
+        Seed of all random numbers of the training job.
     checkpoint_interval
         Time between periodic checkpoints; ``None``: derived from their cost and the failure rate (Young/Daly).
     mean_time_between_failures
-        Measured, for the training as a whole; used for `checkpoint_interval`.
+        Measured, for the training job as a whole; used for `checkpoint_interval`.
     keep
         Number of checkpoints to keep; with two, there is one to fall back on.
     save_margin
@@ -113,7 +113,7 @@ class SessionOptions:
     root_identity
         Distinguishes the root from another directory of the same name, see `identify_root`; empty: unknown.
     code
-        The training's code; ``None``: unknown, and not compared with that of checkpoints.
+        The training job's code; ``None``: unknown, and not compared with that of checkpoints.
     on_code_change
         What to do if the newest checkpoint was written by different code, see `OnCodeChange`.
     call
@@ -140,7 +140,7 @@ class SessionOptions:
     call: Text = ""
 
     def __post_init__(self) -> None:
-        who = f"training {self.name!r}"
+        who = f"training job {self.name!r}"
         object.__setattr__(self, "checkpoint_root", Path(self.checkpoint_root))
         check_count(f"{who}: seed", self.seed, least=0)
         if self.checkpoint_interval is not None:

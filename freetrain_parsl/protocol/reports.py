@@ -1,4 +1,4 @@
-"""The reports of a training that runs in a slot, and the ways in which a run ends."""
+"""The reports of a training job that runs in a slot, and the ways in which a run ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class PauseReason(Enum):
-    """Why a run ended before its training was done."""
+    """Why a run ended before its training job was done."""
 
     REQUESTED = "requested"
     CLOSING = "closing"
@@ -49,7 +49,7 @@ _SENTENCES = {
 
 @dataclass(frozen=True)
 class BatchReport:
-    """The batch of a training that lets the driver choose its size.
+    """The batch of a training job that lets the driver choose its size.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a training, reported by the member of rank 0.
+    """The progress of a training job, reported by the member of rank 0.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class Progress:
     samples
         Samples processed, over all fragments.
     samples_total
-        Samples of the whole training, if its length is known.
+        Samples of the whole training job, if its length is known.
     slot_seconds
         Time spent in the steps that count times the number of slots, over all fragments.
     loss
@@ -110,15 +110,15 @@ class Progress:
     refused_checkpoints
         Paths of damaged checkpoints that were skipped when this fragment started.
     in_place
-        Whether the training can change its group in place; not possible if its state is sharded over the members.
+        Whether the training job can change its group in place; not possible if its state is sharded over the members.
     storage_problem
         The condition of the checkpoint directory if it cannot be written; empty while saving works.
     next_save
         Seconds until the next periodic save, if saving fails.
     code_note
-        Note for the user about a change of the training's code; empty if there is none.
+        Note for the user about a change of the training job's code; empty if there is none.
     structure
-        Equal for trainings that may be fused; empty if it is not a member of an array.
+        Equal for training jobs that may be fused; empty if it is not a member of an array.
     not_fused
         Why a member of an array trains by itself; empty if it does not, or for no reason of its own.
     batch
@@ -209,7 +209,7 @@ Report: TypeAlias = Progress | Ready | GroupFailed | Joined | Logged
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The function returned: the training is done. The return value of rank 0 is the message's payload."""
+    """The function returned: the training job is done. The return value of rank 0 is the message's payload."""
 
     progress: Progress
 
@@ -252,7 +252,7 @@ class PeersFailed:
 
 @dataclass(frozen=True)
 class StorageFailed:
-    """The checkpoint directory cannot be used; the training is not at fault and waits.
+    """The checkpoint directory cannot be used; the training job is not at fault and waits.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""One colour per training, the same in the terminal and in pictures."""
+"""One colour per training job, the same in the terminal and in pictures."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ _COLOURS = (
 
 
 def colour_of(index: int) -> str:
-    """Return the colour, ``#RRGGBB``, of the training submitted as number `index` (from 0)."""
+    """Return the colour, ``#RRGGBB``, of the training job submitted as number `index` (from 0)."""
     return _COLOURS[index % len(_COLOURS)]

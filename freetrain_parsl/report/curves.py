@@ -1,4 +1,4 @@
-"""The curves of a run as a picture: loss and what trainings log, against steps."""
+"""The curves of a run as a picture: loss and what training jobs log, against steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_curves"]
 
 _MOST_PLOTS = 6  # names, the loss first
-_MOST_NAMED = 12  # trainings in the legend
+_MOST_NAMED = 12  # training jobs in the legend
 
 
 def draw_curves(
@@ -26,7 +26,7 @@ def draw_curves(
     ----------
     curves
         ``training`` (its place in `trainings`), ``name``, ``step`` and ``value``; see `RunView.since`. At least one.
-    trainings
+    training jobs
         Their names.
     path
         Output file; the suffix selects the format.

@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal: nodes and their jobs, windows, trainings."""
+"""The live view of a run in a terminal: nodes and their jobs, windows, training jobs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def live_view(
     run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: float, elapsed: float, title: str
 ) -> RenderableType:
     """Draw the state of a run; `nodes` is node -> ``kind`` of its holder (``preemptible`` is ours) and ``job``."""
-    head = f"{shortened(title)} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
+    head = f"{shortened(title)} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} training jobs done"
     parts: list[RenderableType] = [_node_table(run, nodes, now), Text(), training_table(run.trainings.values())]
     return Group(Panel(Group(*parts, *remarks(run.trainings.values(), now)), title=Text(head)))
 
 
 def remarks(trainings: Iterable[TrainingState], now: float) -> list[RenderableType]:
-    """Report what a user should know of the trainings: why one cannot start or save, which run fused.
+    """Report what a user should know of the training jobs: why one cannot start or save, which run fused.
 
     Those with the same remark share a line.
     """
@@ -86,7 +86,7 @@ def _time_left(is_open: bool, closes: float | None, now: float) -> Text:  # noqa
 
 
 def training_table(trainings: Sequence[TrainingState] | Any) -> Table:
-    """Draw one row per training: progress, nodes, fragments, last loss."""
+    """Draw one row per training job: progress, nodes, fragments, last loss."""
     table = Table(box=None, padding=(0, 1), expand=True)
     table.add_column("training", header_style="dim", no_wrap=True)
     table.add_column("state", header_style="dim", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Reads the logs of a run's trainings, also while they are written."""
+"""Reads the logs of a run's training jobs, also while they are written."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SMALL = 1 << 14  # bytes of a file that is read as a whole
 
 
 def read_logs(directory: Path, trainings: Sequence[str], *, everything: bool = False) -> Iterator[LogLine]:
-    """Yield the lines of these trainings' logs, merged by time.
+    """Yield the lines of these training jobs' logs, merged by time.
 
     Parameters
     ----------
     directory
         The run's logs.
-    trainings
+    training jobs
         Their names; those without a log are skipped.
     everything
         Whether to include the output of processes other than the first.
@@ -56,7 +56,7 @@ def follow_logs(
     ----------
     directory, everything
         See `read_logs`.
-    trainings
+    training jobs
         Returns their names; further ones may be added.
     ended
         Returns whether nothing more will be added.
@@ -115,7 +115,7 @@ def _lines_in(training: str, path: Path) -> Iterator[LogLine]:
             if not (small := os.fstat(file.fileno()).st_size <= _SMALL):
                 yield from _parsed(training, file)
             lines = file.readlines() if small else []
-        yield from _parsed(training, lines)  # closed: of ten thousand trainings, as many would be open at a time
+        yield from _parsed(training, lines)  # closed: of ten thousand training jobs, as many would be open at a time
 
 
 def _parsed(training: str, lines: Iterable[str]) -> Iterator[LogLine]:
@@ -123,7 +123,7 @@ def _parsed(training: str, lines: Iterable[str]) -> Iterator[LogLine]:
 
 
 class _Tail:
-    """Reads what is added to a training's log, through rotations."""
+    """Reads what is added to a training job's log, through rotations."""
 
     def __init__(self, directory: Path, training: str, files: Sequence[Path]) -> None:
         self._directory = directory

@@ -73,7 +73,7 @@ def write_figure(path: Path, figure: Figure) -> None:
     from matplotlib.text import Text
 
     picture = BytesIO()
-    for text in figure.findobj(Text):  # names of nodes, trainings and metrics: dollars in them are not formulas
+    for text in figure.findobj(Text):  # names of nodes, training jobs and metrics: dollars in them are not formulas
         if isinstance(text, Text):
             text.set_parse_math(False)
             text.set_text(shortened(text.get_text()))

@@ -18,7 +18,7 @@ __all__ = ["missing_lines", "node_time_rows", "write_report_page"]
 _PHASES: Final = {
     "starting": "starting, until the workers are ready",
     "training": "training",
-    "between": "ready, without a training",
+    "between": "ready, without a training job",
     "leaving": "leaving: saving, and ending the block",
 }
 """What a node that is held is doing -> in words."""
@@ -43,7 +43,7 @@ def _opening(figures: Mapping[str, Any]) -> list[Element]:
     began = "" if figures["begin"] is None else f", {_clock(figures['begin'])} to {_clock(figures['end'])}"
     main = [
         (
-            "Trainings finished",
+            "Training jobs finished",
             f"{trainings['finished']} of {sum(trainings.values())}",
             f"{figures['samples']:,} samples",
         ),
@@ -102,7 +102,8 @@ def _blocks(figures: Mapping[str, Any]) -> list[Element]:
         f"{figures['blocks_requested']:,} blocks were requested, {figures['blocks_started']:,} started. "
         f"{figures['blocks_yielded']:,} left their nodes early because a job of another user could start there; "
         f"{figures['closing_notices']:,} times the batch system announced that it reclaims a node. "
-        f"{figures['fragments_lost']:,} times a training lost a process or a node; {figures['samples_lost']:,} samples "
+        f"{figures['fragments_lost']:,} times a training job lost a process or a node; {figures['samples_lost']:,} "
+        "samples "
         f"were lost and {figures['duplicate_samples']:,} trained on more than once in an epoch. "
         f"In all there were {figures['failures']:,} failures, and {figures['notices']:,} waits and other notices."
     )

@@ -25,13 +25,13 @@ class IncidentLevel(IntEnum):
     FAILURE = 1
     """Something failed or does not work, and the run deals with it."""
     ERROR = 2
-    """A training has ended with an error."""
+    """A training job has ended with an error."""
     NOTICE = 3
     """Nothing failed: a wait, a node that is given back as planned, or another fact to be known."""
 
 
 _WAITS = "waits for "
-"""How the reason begins for which a training makes no progress, if it waits for nodes or for a place in an array."""
+"""How the reason begins for which a job makes no progress, if it waits for nodes or for a place in an array."""
 
 
 def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # noqa: C901 - a table by class
@@ -74,7 +74,7 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
             return IncidentLevel.FAILURE, f"set aside for {entry.seconds:.0f} s: {entry.reason}"
         case record.EnvironmentDiffers():
             if entry.refused:
-                return IncidentLevel.FAILURE, f"{entry.difference}; no training can run there"
+                return IncidentLevel.FAILURE, f"{entry.difference}; no training job can run there"
             return IncidentLevel.NOTICE, entry.difference
         case record.NodeClosing():
             return IncidentLevel.NOTICE, f"the batch system reclaims it in {entry.closes_in:.0f} s"

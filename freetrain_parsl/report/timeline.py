@@ -1,4 +1,4 @@
-"""The timeline of a run: nodes over time, main jobs grey, trainings coloured, checkpoints and rescales marked."""
+"""The timeline of a run: nodes over time, main jobs grey, training jobs coloured, checkpoints and rescales marked."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _lanes(run: RunState) -> dict[str, int]:
 
 
 def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: float) -> None:
-    """Draw a black line where a training continues on other nodes."""
+    """Draw a black line where a training job continues on other nodes."""
     before: dict[str, tuple[str, ...]] = {}
     for fragment in run.fragments:
         if fragment.training in before and before[fragment.training] != fragment.nodes:

@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 SHARDS = "shards"
-"""Folder for the files that the members of a sharded training write; the manifest must list all of them."""
+"""Folder for the files that the members of a sharded training job write; the manifest must list all of them."""
 
 FORMAT = 3
 """Version of the layout and of the state's format; checkpoints of other versions are rejected."""

@@ -1,4 +1,4 @@
-"""What trainings have measured, for later ones: small JSON files beside the checkpoints, which may be lost."""
+"""What training jobs have measured, for later ones: small JSON files beside the checkpoints, which may be lost."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def write_measurement(path: Path, content: object) -> None:
 def read_rates(root: Path, key: str) -> Rates:
     """Return what was measured; nothing if there is nothing, or if its file cannot be used, which is logged.
 
-    The key, letters and digits, is equal for trainings that are alike.
+    The key, letters and digits, is equal for training jobs that are alike.
     """
     return read_measurement(_path(root, key), _checked, "the scaling curve is learned anew") or {}
 

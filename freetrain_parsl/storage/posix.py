@@ -3,7 +3,7 @@
 One directory per trainer, one directory per checkpoint::
 
     <root>/<trainer>/step-0000000123/state.pt         the state, opaque to this module
-                                     shards/          files written by the members of a sharded training
+                                     shards/          files written by the members of a sharded training job
                                      manifest.json    step, size and SHA-256 of every file, origin and time
     <root>/<trainer>/latest                           name of the newest checkpoint, for users and tools
     <root>/<trainer>/writer                           the current writer, for users
@@ -285,7 +285,7 @@ class CheckpointDirectory:
     def prune(self, newest: Entry, keep: int, damaged: Container[Entry] = ()) -> None:
         """Keep `newest` and the `keep` - 1 intact checkpoints before it.
 
-        Checkpoints after `newest` are removed, too: the training fell back past them because they were damaged.
+        Checkpoints after `newest` are removed, too: the training job fell back past them because they were damaged.
 
         Parameters
         ----------

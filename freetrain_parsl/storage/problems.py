@@ -29,7 +29,7 @@ _CONDITIONS = {
     errno.EHOSTUNREACH: "does not answer",
     errno.ENOLCK: "has no locks available",
 }
-"""Failures of a directory that was usable when the run began: they may be temporary; no training causes them."""
+"""Failures of a directory that was usable when the run began: they may be temporary; no training job causes them."""
 
 
 def is_unavailable(error: BaseException | None) -> TypeGuard[OSError]:

@@ -67,7 +67,7 @@ class DatabaseReading:
             connection.text_factory = _short_text
 
     def restart(self) -> None:
-        """Begin the time limit anew: the query goes on in good order."""
+        """Begin the time limit anew: the query continues in good order."""
         self._end = self._clock() + _OTHERS_SECONDS
 
 

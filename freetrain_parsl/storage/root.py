@@ -39,7 +39,7 @@ def prepare_root(root: Path) -> str:
         check_writable(root)
         return identify_root(root)
     except StorageUnavailable as error:
-        logger.warning("%s; trainings wait for it or continue without saving", error)
+        logger.warning("%s; training jobs wait for it or continue without saving", error)
     except OSError as error:
         logger.warning("cannot mark %s: %s", root, error.strerror or error)
     return ""

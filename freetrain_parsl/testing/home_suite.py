@@ -38,7 +38,7 @@ class HomeConformance(ABC):
 
     @abstractmethod
     def save(self, site: str, training: str, step: int, content: bytes) -> None:
-        """Write a checkpoint in the checkpoint directory of a site, as a training does."""
+        """Write a checkpoint in the checkpoint directory of a site, as a training job does."""
 
     @abstractmethod
     def content(self, site: str, training: str) -> bytes:
@@ -54,7 +54,7 @@ class HomeConformance(ABC):
         raise AssertionError([home.lines() for home in homes])
 
     def ready(self, site: str, training: str = "net") -> Home:
-        """Return a home at which a training may start."""
+        """Return a home at which a training job may start."""
         home = self.make(site)
         home.want([training])
         assert not home.is_ready(training), "it is not owned yet"
@@ -110,7 +110,7 @@ class HomeConformance(ABC):
         assert one.is_ready("net")
 
     def test_what_is_lost_does_not_count(self) -> None:
-        """A site that was cut off for long must stop its training; it wants it again, and gets it again."""
+        """A site that was cut off for long must stop its training job; it wants it again, and gets it again."""
         one = self.ready("a")
         self.pass_lease()
         self.until(lambda: bool(one.lost("net")), one)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import Allocation, CostsInSeconds, PlannedJob, Pool, PoolNode
 
 __all__ = ["Instance", "SpreadRate", "random_instance", "shared_hosts_instance"]
 
@@ -17,7 +17,7 @@ class Instance:
     """The arguments of one `Policy.allocate`."""
 
     pool: Pool
-    trainers: tuple[Trainer, ...]
+    trainers: tuple[PlannedJob, ...]
     current: Allocation
     now: float = 0.0
 
@@ -82,14 +82,14 @@ def shared_hosts_instance(seed: int, *, hosts: int = 4, nodes_per_host: int = 4,
     return Instance(Pool(nodes), tuple(made), running(rng, made, [node.name for node in nodes]), now=0.0)
 
 
-def _elastic_trainer(rng: np.random.Generator, index: int, nodes: int, nodes_per_host: int) -> Trainer:
+def _elastic_trainer(rng: np.random.Generator, index: int, nodes: int, nodes_per_host: int) -> PlannedJob:
     low = int(rng.choice([1, 1, 1, 2, 3, nodes_per_host + 1]))
     high = min(nodes, low * int(rng.choice([1, 4, 8])))
     rate, noise, power = float(rng.uniform(10, 1000)), float(rng.uniform(1, 100)), float(rng.uniform(0.7, 1.0))
     # The worth of a step at n times the initial batch, relative to n steps; McCandlish et al., 2018.
     points = {count: rate * count**power * (noise + 1) / (noise + count) for count in range(1, high + 1)}
     curve = ScalingCurve(points)
-    return Trainer(
+    return PlannedJob(
         f"trainer{index}",
         low,
         high,
@@ -114,13 +114,13 @@ def pool(rng: np.random.Generator, nodes: int, *, closing: float) -> Pool:
     )
 
 
-def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Trainer:
+def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> PlannedJob:
     low = int(rng.integers(1, max_nodes // 3 + 2))
     high = low + int(rng.integers(0, max_nodes + 2))
     counts = {low, *rng.integers(low, high + 3, size=int(rng.integers(0, 6))).tolist()}
     scale = rng.choice([0.0, 1.0, 1000.0])
     costs = rng.choice([0.0, 10.0, 1000.0]) * rng.random(3)
-    return Trainer(
+    return PlannedJob(
         name=f"trainer{index}",
         min_nodes=low,
         max_nodes=high,
@@ -131,7 +131,7 @@ def _odd_trainer(rng: np.random.Generator, index: int, max_nodes: int) -> Traine
     )
 
 
-def running(rng: np.random.Generator, trainers: list[Trainer], names: list[str]) -> Allocation:
+def running(rng: np.random.Generator, trainers: list[PlannedJob], names: list[str]) -> Allocation:
     """Give most trainers a random allowed number of nodes, while nodes are left."""
     free = rng.permutation(names).tolist()
     current = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.testing.instances import Instance, random_instance, shared_hosts_instance
 
@@ -36,8 +36,8 @@ def _decide(policy: Policy, case: Instance) -> Decision:
     return policy.allocate(case.pool, case.trainers, case.current, case.now)
 
 
-def _trainer(name: str, least: int, most: int) -> Trainer:
-    return Trainer(name, least, most, ScalingCurve({1: 100.0, 8: 500.0}))
+def _trainer(name: str, least: int, most: int) -> PlannedJob:
+    return PlannedJob(name, least, most, ScalingCurve({1: 100.0, 8: 500.0}))
 
 
 class PolicyConformance(ABC):

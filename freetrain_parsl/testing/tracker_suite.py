@@ -7,7 +7,7 @@
             return MyTracker()
 
         def read(self, training):
-            return {"loss": [(10, 0.5), (20, 0.25)]}   # what the tracker has of the training
+            return {"loss": [(10, 0.5), (20, 0.25)]}   # what the tracker has of the training job
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrackerConformance:
         raise NotImplementedError
 
     def read(self, training: TrackedTraining) -> Mapping[str, Sequence[tuple[int, float]]]:
-        """Return what the tracker has of a training's one run: name -> (step, value), in order.
+        """Return what the tracker has of a training job's one run: name -> (step, value), in order.
 
         Raise an exception if there are several runs.
         """
@@ -54,7 +54,7 @@ class TrackerConformance:
 
     @pytest.fixture
     def training(self, tmp_path: Path) -> TrackedTraining:
-        """Return a training with an empty directory."""
+        """Return a training job with an empty directory."""
         directory = tmp_path / "tracker"
         directory.mkdir(mode=0o700)
         return TrackedTraining("lr-0.1", "0123456789abcdef", directory)

@@ -1,4 +1,4 @@
-"""The best epoch of a training so far, by a value that it logs: for `keep_best`, and for early stopping."""
+"""The best epoch of a training job so far, by a value that it logs: for `keep_best`, and for early stopping."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BestEpoch:
     min_delta
         How much better than the best a value must be.
     patience
-        Epochs without a better value after which the training ends; ``None``: it does not.
+        Epochs without a better value after which the training job ends; ``None``: it does not.
 
     Raises
     ------
@@ -130,9 +130,9 @@ class BestEpoch:
 
 
 class BestEpochs:
-    """The best epochs of a training, by the session's verb that they are for, and the model's state after one of them.
+    """The best epochs of a job, by the session's verb that they are for, and the model's state after one of them.
 
-    It is part of the training's state: a training that resumes and a member that joins go on with it.
+    It is part of the training job's state: a training job that resumes and a member that joins continue with it.
     """
 
     def __init__(self) -> None:

@@ -157,7 +157,7 @@ class Decisions:
         if closes_in is None:
             return False
         margin = self._options.save_margin.total_seconds()
-        # Trainings that share the process save one after another.
+        # Training jobs that share the process save one after another.
         writing = self._reporter.extension.trainings * self._write_seconds
         return closes_in <= writing + margin + self._reporter.pace.longest_step
 

@@ -1,7 +1,7 @@
-"""The port of a training's session: what takes part in a training in this process, and how it is found.
+"""The port of a training job's session: what takes part in a training job in this process, and how it is found.
 
-A session has one extension. It is made by the run, such as for trainings that share a process, or it is found by the
-objects given to ``session.prepare``: by its entry point in the group ``freetrain.sessions``, whose name is its own.
+A session has one extension. It is made by the run, such as for training jobs that share a process, or it is found by
+the objects given to ``session.prepare``: by its entry point in the group ``freetrain.sessions``, whose name is its own.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ class BatchSource(Protocol):
 
 
 class SessionExtension:
-    """Takes part in a training in this process; every default leaves all to the session."""
+    """Takes part in a training job in this process; every default leaves all to the session."""
 
     in_place: bool = True
     """Whether the group may change without a checkpoint."""
     trainings: int = 1
-    """Number of trainings that share this process, and the time of each step."""
+    """Number of training jobs that share this process, and the time of each step."""
     computes: bool = False
     """Whether `backward` and `step` make the backward passes and the steps, instead of the session."""
 
     @classmethod
     def applies(cls, objects: Mapping[str, Stateful]) -> bool:  # noqa: ARG003 - of the port, as below
-        """Return whether a training of these objects needs this extension."""
+        """Return whether a training job of these objects needs this extension."""
         return False
 
     @classmethod
     def fill(cls, saved: Any, target: Stateful, checkpoint: Path) -> Any:  # noqa: ARG003
         """Return an object's saved state as `target` can load it.
 
-        Every known extension is asked, since the checkpoint may be of a training that had another one.
+        Every known extension is asked, since the checkpoint may be of a training job that had another one.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class SessionExtension:
         return None
 
     def acts(self) -> bool:
-        """Return whether the code that runs is the function of this training."""
+        """Return whether the code that runs is the function of this training job."""
         return True
 
     def facts(self) -> Mapping[str, Any]:
@@ -158,7 +158,7 @@ SESSIONS: Final = EntryPoints[type[SessionExtension]](
 
 
 def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) -> SessionExtension:
-    """Return the extension that a training of these objects needs; the `present` one if it needs no other."""
+    """Return the extension that a training job of these objects needs; the `present` one if it needs no other."""
     kind = next((each for each in SESSIONS.values() if each.applies(objects)), None)
     if kind is None or isinstance(present, kind):
         return present

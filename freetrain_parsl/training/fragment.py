@@ -1,4 +1,4 @@
-"""Running a training in one process: the entry point for slots.
+"""Running a training job in one process: the entry point for slots.
 
 The user's function is called once and continues while other processes join and leave. It ends in one of four ways: it
 returns (`Finished`), it is stopped at a step boundary (`Paused`: the state is saved, or other members have it), peers
@@ -45,8 +45,8 @@ __all__ = [
     "Paused",
     "Progress",
     "SessionOptions",
-    "run_alone",
     "run_fragment",
+    "run_local",
 ]
 
 TrainingFunction = Callable[..., Any]
@@ -66,20 +66,20 @@ def run_fragment(
     clock: Clock = time.monotonic,
     recorder: Recorder | None = None,
 ) -> Finished | Paused:
-    """Run a training in this process until the training is done or this process has to leave.
+    """Run a training job in this process until the training job is done or this process has to leave.
 
     Parameters
     ----------
     function, args, kwargs
         The user's function, called as ``function(session, *args, **kwargs)``.
     options
-        Options of the training; the same on all members.
+        Options of the training job; the same on all members.
     membership
-        This process's initial membership; ``None``: it joins a running training, by a command in the `mailbox`.
+        This process's initial membership; ``None``: it joins a running training job, by a command in the `mailbox`.
     meet
         Returns the store in which the members of a group meet; not called for a group of one.
     mailbox
-        Commands of the slot while the training runs.
+        Commands of the slot while the training job runs.
     report
         Receives the progress on the first member (at the start, at checkpoints, at the end, and in between at most
         twice a second), and on all members the changes of their group. It must not block.
@@ -91,7 +91,7 @@ def run_fragment(
     Raises
     ------
     PeerFailed
-        Other members have failed and the training cannot continue here; the work since the last checkpoint is lost.
+        Other members have failed and the training job cannot continue here; the work since the last checkpoint is lost.
     CheckpointError
         The state cannot be loaded, or could not be saved at the end of the fragment.
     """
@@ -125,7 +125,7 @@ def train(
     except Unwind:
         value = None
     except Exception:
-        runtime.reporter.send_rows()  # those since the last report would be lost: the training has failed
+        runtime.reporter.send_rows()  # those since the last report would be lost: the training job has failed
         raise
     if runtime.unwinding is None:
         runtime.finish()
@@ -155,7 +155,7 @@ def _call(function: TrainingFunction, session: TrainingSession, args: Sequence[A
     return value
 
 
-def run_alone(
+def run_local(
     function: TrainingFunction,
     *args: Any,
     directory: Path | None = None,
@@ -183,7 +183,7 @@ def run_alone(
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         The function has no parameter for the session.
     """
     function = getattr(function, "training_function", function)

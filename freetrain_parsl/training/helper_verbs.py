@@ -33,7 +33,7 @@ class ResourceUsage:
     device
         The device on which the process trains.
     samples
-        Samples of the training so far.
+        Samples of the training job so far.
     clock
         Returns seconds.
     """
@@ -76,7 +76,7 @@ class HelperVerbs:
     _usage: ResourceUsage | None = None
 
     def usage(self) -> dict[str, float]:
-        """Return what this process uses of its node, and how fast the training is, for `log`.
+        """Return what this process uses of its node, and how fast the training job is, for `log`.
 
         ::
 
@@ -87,8 +87,8 @@ class HelperVerbs:
         Returns
         -------
         values
-            ``samples_per_second`` of the whole training, ``cpu_percent`` of one core and ``memory_gib`` of this process
-            without its loader's workers; on a GPU ``gpu_memory_gib``, in use by all its processes, and, if
+            ``samples_per_second`` of the whole training job, ``cpu_percent`` of one core and ``memory_gib`` of this
+            process without its loader's workers; on a GPU ``gpu_memory_gib``, in use by all its processes, and, if
             ``nvidia-ml-py`` is installed, ``gpu_percent``. Rates are means since the values were measured before, at
             least one second. Empty in the first second.
         """

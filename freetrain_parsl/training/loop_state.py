@@ -3,7 +3,7 @@
 The session keeps them: they are saved in every checkpoint, restored where the function asks for them, and sent to the
 processes that join. A batch that is interrupted by the failure of a process is repeated, so its changes are undone:
 plain values and small tensors are copied when a batch begins, large ones when it is interrupted, which undoes what
-follows the step. If a large one has changed before the step, the training resumes from its checkpoint.
+follows the step. If a large one has changed before the step, the training job resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LoopState:
 
 
 class LoopStates:
-    """The loop state of a training: what all its members share, and what each has for itself."""
+    """The loop state of a training job: what all its members share, and what each has for itself."""
 
     def __init__(self) -> None:
         self._shared: list[LoopState] = []

@@ -1,4 +1,4 @@
-"""The interface between a slot and the training that it runs. Does not import torch."""
+"""The interface between a slot and the training job that it runs. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Membership:
     Parameters
     ----------
     trainer
-        Name of the training.
+        Name of the training job.
     generation
-        Number of the group: never used twice in one training, so that a process of an earlier group
+        Number of the group: never used twice in one training job, so that a process of an earlier group
         cannot meet those of this one.
     rank, world_size
         This process's number, from 0, and how many there are.
@@ -84,9 +84,9 @@ class Regroup:
 
 
 class ControlMailbox:
-    """Commands of the slot for a running training: pause, regroup, and the time at which the node closes.
+    """Commands of the slot for a running training job: pause, regroup, and the time at which the node closes.
 
-    Thread-safe; the training reads it at step boundaries.
+    Thread-safe; the training job reads it at step boundaries.
 
     Parameters
     ----------
@@ -105,11 +105,11 @@ class ControlMailbox:
         self.pause_requested = threading.Event()
         """Set it to end the fragment at the next step boundary, after a checkpoint."""
         self.underway = threading.Event()
-        """Set by the training after its first step: until then the fragment can be dropped without losing work."""
+        """Set by the training job after its first step: until then the fragment can be dropped without losing work."""
         self.blocked: Callable[[], float] = lambda: 0.0
-        """Set by the training: seconds for which its main thread has been observed to be blocked in a collective."""
+        """Set by the job: seconds for which its main thread has been observed to be blocked in a collective."""
         self.on_abort: Callable[[], None] = lambda: None
-        """Set by the training: aborts the collectives in which its main thread may wait."""
+        """Set by the training job: aborts the collectives in which its main thread may wait."""
 
     def close_after(self, remaining: timedelta | None) -> None:
         """Set the time until the node closes; ``None`` if it is unknown or no longer known."""
@@ -157,7 +157,7 @@ class ControlMailbox:
             return size
 
     def end(self) -> None:
-        """Request a pause and end all waiting for commands: the slot leaves, or the training is done."""
+        """Request a pause and end all waiting for commands: the slot leaves, or the training job is done."""
         self.pause_requested.set()
         with self._changed:
             self._ended = True
@@ -183,7 +183,7 @@ class ControlMailbox:
 
 @dataclass(frozen=True)
 class Finished:
-    """A fragment that ended because the training is done.
+    """A fragment that ended because the training job is done.
 
     Parameters
     ----------

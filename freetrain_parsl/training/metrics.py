@@ -1,6 +1,6 @@
-"""The metrics of a training: steps, samples, losses, sample counts, the user's metrics, and the rows for trackers.
+"""The metrics of a training job: steps, samples, losses, sample counts, the user's metrics, and the rows for trackers.
 
-The last rows are part of the state: a process that becomes the first member, and a training that resumes from a
+The last rows are part of the state: a process that becomes the first member, and a training job that resumes from a
 checkpoint, reports them again, and the driver leaves out what it has. So none is lost when a process or the driver
 fails between a value and its report.
 """

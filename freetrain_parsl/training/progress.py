@@ -1,4 +1,4 @@
-"""The progress of a training: measured on all members, reported by the first."""
+"""The progress of a training job: measured on all members, reported by the first."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Pace:
 
 
 class ProgressReporter:
-    """Measures the progress of a training between boundaries, and reports it on the first member.
+    """Measures the progress of a training job between boundaries, and reports it on the first member.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class ProgressReporter:
     ) -> None:
         self.pace = Pace()
         self.total_epochs: int | None = None
-        """Epochs of the whole training, once the user's loop has begun."""
+        """Epochs of the whole training job, once the user's loop has begun."""
         self.extension = extension
         """That of the run, even if the prepared objects have another."""
         self.in_place = True
@@ -96,7 +96,7 @@ class ProgressReporter:
         self._refused: tuple[str, ...] = ()
 
     def resumed(self, restored: Restored) -> None:
-        """Note that the training has resumed from a checkpoint, whose position is in the state."""
+        """Note that the training job has resumed from a checkpoint, whose position is in the state."""
         self._resumed_from, self._refused = self._state.training_metrics.step, restored.refused
 
     def start_counting(self, now: float) -> None:
@@ -142,7 +142,7 @@ class ProgressReporter:
             self._rows_sent = logged.count
 
     def progress(self) -> Progress:
-        """Return the progress of the training."""
+        """Return the progress of the training job."""
         manager, metrics = self._checkpoint_manager, self._state.training_metrics
         total = None
         if self.total_epochs is not None and self._state.order is not None:

@@ -1,6 +1,6 @@
 """What a check of a training function needs of a session: to see it train, and to shorten it.
 
-An ordinary training has no recorder.
+An ordinary training job has no recorder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecordedTraining(Protocol):
 class Recorder(Protocol):
     """Sees the batches, losses, gradients and boundaries of one process, and may shorten and convert what it trains on.
 
-    A call gets the training that makes it. None may communicate with other members.
+    A call gets the training job that makes it. None may communicate with other members.
     """
 
     def order(self, order: Order) -> Order:
@@ -47,7 +47,7 @@ class Recorder(Protocol):
         """See that the loop begins, after a newcomer has received its state."""
 
     def boundary(self, training: RecordedTraining) -> None:
-        """See a boundary before it is decided there how to go on."""
+        """See a boundary before it is decided there how to continue."""
 
     def batch(self, data: Any) -> Any:
         """Return what the user's loop gets instead of a batch, after its random numbers were seeded."""

@@ -62,12 +62,12 @@ class Unwind(BaseException):
 
 
 class Runtime:
-    """Decides at the boundaries of a training, together with the other members, how it goes on.
+    """Decides at the boundaries of a training job, together with the other members, how it continues.
 
     Parameters
     ----------
     options
-        Options of the training.
+        Options of the training job.
     members
         This member's view of the group.
     mailbox
@@ -79,12 +79,12 @@ class Runtime:
     recorder
         Sees what happens, in a check of the function.
     extension
-        Takes part in the training, until the prepared objects need another.
+        Takes part in the training job, until the prepared objects need another.
 
     Raises
     ------
     DamagedCheckpoint, CheckpointMismatch, CheckpointError
-        The training has checkpoints, but cannot resume from them.
+        The training job has checkpoints, but cannot resume from them.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class Runtime:
         Unwind
             To stop: the state is saved, or other members have it.
         PeerFailed
-            A member has failed, and the training cannot continue in place.
+            A member has failed, and the training job cannot continue in place.
         """
         self.extension.boundary()
         self.check_running()
@@ -506,7 +506,7 @@ class Runtime:
             # Even if this step is saved already: functions may log or change their models after the loop.
             # No process continues from here, so those of other members are not needed.
             own = self.state.loop.gather(Group())
-            self._save_last(own, "the training is done", mark=None, patiently=True)
+            self._save_last(own, "the training job is done", mark=None, patiently=True)
         self.reporter.send(at_once=True)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
@@ -549,7 +549,7 @@ class Runtime:
         Raises
         ------
         PeerFailed
-            The training cannot continue in place.
+            The training job cannot continue in place.
         Unwind
             The others continue without this member.
         """
@@ -564,7 +564,7 @@ class Runtime:
         Raises
         ------
         PeerFailed
-            The training cannot continue in place, or the loop's state cannot be put back to the batch's beginning.
+            The training job cannot continue in place, or the loop's state cannot be put back to the batch's beginning.
         """
         assert self.batch_runner is not None, "there is a batch"
         loop, place = self.state.loop, self.state.cursor.place

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
-    """One training, in this process.
+    """One training job, in this process.
 
     A training function takes it as its first argument. Processes join and leave while it runs: the loop continues in
     those that stay, with another part of each batch. The function may also be stopped at any step boundary, after a
@@ -57,20 +57,20 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
     def rank(self) -> int:
         """Rank of this process among those that currently train together, from 0.
 
-        It is -1 in a process that joins a running training, until its ``session.epochs`` yields the first epoch.
+        It is -1 in a process that joins a running training job, until its ``session.epochs`` yields the first epoch.
         """
         return -1 if self._runtime.members.is_newcomer else self._runtime.members.group.rank
 
     @property
     def world_size(self) -> int:
-        """Number of processes that currently train together; 1 in a process that has yet to join a running training."""
+        """Number of processes that currently train together; 1 in a process that has yet to join a running job."""
         return self._runtime.members.group.size
 
     @property
-    def is_first(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is the process that should print, plot or write files.
 
-        True in one process at a time. It is False in a process that joins a running training, until its
+        True in one process at a time. It is False in a process that joins a running training job, until its
         ``session.epochs`` yields the first epoch.
         """
         return not self._runtime.members.is_newcomer and self._runtime.members.group.is_first
@@ -84,7 +84,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
     def mesh(self) -> DeviceMesh:
         """The processes that currently train together, for sharded models: ``fully_shard(model, mesh=session.mesh)``.
 
-        Call `fully_shard` before `prepare`. The training is then rescaled through checkpoints.
+        Call `fully_shard` before `prepare`. The training job is then rescaled through checkpoints.
 
         Raises
         ------
@@ -95,7 +95,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
 
     @property
     def directory(self) -> Path:
-        """A directory for the user's files of this training, the same in all fragments."""
+        """A directory for the user's files of this training job, the same in all fragments."""
         path = self._runtime.checkpoint_manager.path / "files"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
@@ -134,10 +134,10 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
 
     @property
     def position(self) -> Position:
-        """How far the training is in its data: epoch, samples of it that are done, whether all of them are.
+        """How far the training job is in its data: epoch, samples of it that are done, whether all of them are.
 
         It changes when the next batch is requested, and is the same on all processes. A process that joins a running
-        training receives it at the start of the loop.
+        training job receives it at the start of the loop.
         """
         cursor = self._runtime.state.cursor
         return Position(cursor.epoch, cursor.position, cursor.pass_ended)
@@ -150,9 +150,9 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
     def prepare(self, *objects: Any, **optimizer_options: Any) -> Any:
         """Move a model to the device, restore it from the newest checkpoint, and keep its replicas equal.
 
-        The model is the same object, not a wrapper. In a process that joins a running training it receives its state at
-        the start of the loop, in ``session.epochs``. What is loaded or set between this call and the loop has no effect
-        if there is a checkpoint of this training: its state is the newest.
+        The model is the same object, not a wrapper. In a process that joins a running training job it receives its
+        state at the start of the loop, in ``session.epochs``. What is loaded or set between this call and the loop has
+        no effect if there is a checkpoint of this training job: its state is the newest.
 
         It may be called several times, before or after `loader`: for a scheduler that needs ``len(data)``, or for each
         network of a GAN with its optimizer. The first object of the first call is a network.
@@ -230,12 +230,13 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
         return self._runtime.keep(values, per_process=per_process)
 
     def epochs(self, count: int | None = None) -> Iterator[int]:
-        """Yield the epoch numbers of the whole training, beginning with the first one that is not done.
+        """Yield the epoch numbers of the whole training job, beginning with the first one that is not done.
 
         Parameters
         ----------
         count
-            Epochs of the whole training, including earlier fragments. Default: the number given to the training app.
+            Epochs of the whole training job, including earlier fragments. Default: the number given to the training
+            app.
 
         Raises
         ------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,13 +36,13 @@ def check_signature(func: Callable[..., Any]) -> None:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         The function has no first parameter for the session, or is a coroutine or generator function.
     """
     name = getattr(func, "__name__", repr(func))
     check_session(name, inspect.signature(func))
     if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-        raise InvalidTrainer(
+        raise InvalidApp(
             f"training function {name}() is a generator or coroutine function: a call would not train; "
             "write it without yield and async"
         )
@@ -53,14 +53,14 @@ def check_session(name: str, signature: inspect.Signature) -> None:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         It has no first parameter for the session.
     """
     first = next(iter(signature.parameters.values()), None)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if first is None or first.default is not first.empty or first.kind not in (*positional, first.VAR_POSITIONAL):
         inside = ", ".join(str(parameter) for parameter in signature.parameters.values())
-        raise InvalidTrainer(
+        raise InvalidApp(
             f"training function {name}({inside}) has no parameter for the session: its first parameter is the "
             f"session, without a default value: def {name}({', '.join(filter(None, ['session', inside]))})"
         )

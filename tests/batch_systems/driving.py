@@ -1,4 +1,4 @@
-"""A driver in this process for any batch system, with a training that is slow until the test releases it."""
+"""A driver in this process for any batch system, with a training job that is slow until the test releases it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import parsl
 from parsl.config import Config
 
-from freetrain_parsl import CheckpointSettings, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
+from freetrain_parsl import CheckpointSettings, FreeTrainExecutor, PlannerSettings, RateLimits, TrainingSettings
 from tests.executor.scenario import Site, make_app
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ PLANNER = PlannerSettings(
     join_timeout=timedelta(minutes=2),
     settle=timedelta(seconds=1),
 )
-MANNERS = Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=60)
+RATE_LIMITS = RateLimits(poll_interval=timedelta(seconds=1), submissions_per_minute=60)
 SAMPLES_PER_EPOCH = 200
 
 
@@ -58,7 +58,7 @@ class Driver(Site):
         settings = {
             "planner": PLANNER,
             "trainings": TrainingSettings(heartbeat_timeout=timedelta(seconds=8), threads_per_slot=1),
-            "manners": MANNERS,
+            "rate_limits": RATE_LIMITS,
             "checkpoint_dir": directory / "checkpoints",
             "checkpoints": CheckpointSettings(interval=timedelta(seconds=2)),
             **changes,
@@ -72,18 +72,18 @@ class Driver(Site):
         return self
 
     def train(self, nodes: int = 1, epochs: int = 20) -> Future[Any]:
-        """Submit a training that is slow, more than a second per epoch, until `finish`."""
+        """Submit a training job that is slow, more than a second per epoch, until `finish`."""
         self.slow.touch()
         self.epochs = epochs
         return make_app(max_nodes=nodes).options(name="t")(epochs=epochs, slow=str(self.slow))
 
     @property
     def step(self) -> int:
-        """Return the last step reported by the training."""
+        """Return the last step reported by the training job."""
         return self.run.trainings["t"].progress.get("step", 0)
 
     def until_step(self, step: int = 5) -> RunState:
-        """Wait until the training has reached a step."""
+        """Wait until the training job has reached a step."""
         return self.until(
             lambda run: "t" in run.trainings and run.trainings["t"].progress.get("step", 0) >= step and run
         )
@@ -93,7 +93,7 @@ class Driver(Site):
         return self.until(lambda run: next((why for why in run.blocks_ended if re.search(pattern, why)), None), seconds)
 
     def finish(self, future: Future[Any]) -> None:
-        """Let the training run fast, and assert that every sample was used exactly once."""
+        """Let the training job run fast, and assert that every sample was used exactly once."""
         self.slow.unlink()
         assert future.result(timeout=240)["metrics"]["samples"] == self.epochs * SAMPLES_PER_EPOCH
         progress = self.until(lambda run: run.completed and run.trainings["t"].progress)

@@ -1,4 +1,4 @@
-"""Blocks are cancelled and batch systems break down; the training is not affected, on each of them."""
+"""Blocks are cancelled and batch systems break down; the training job is not affected, on each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_block_that_the_administrator_cancels_is_told_apart_and_the_training_g
 
 
 def test_a_batch_system_that_is_down_costs_nothing_but_time(start, backend) -> None:
-    """The training continues in its block; while the batch system does not respond, it is polled less and less."""
+    """The training job continues in its block; while the batch system does not respond, it is polled less and less."""
     driver = start()
     future = driver.train(epochs=40)
     driver.until_step()
@@ -30,5 +30,5 @@ def test_a_batch_system_that_is_down_costs_nothing_but_time(start, backend) -> N
     assert backend.times_asked() <= 1 + lasted / 2, "one round per second would be more"
     backend.mend()
     driver.finish(future)
-    assert set(driver.run.blocks_ended) <= {"was released"}, "only because no training was left"
+    assert set(driver.run.blocks_ended) <= {"was released"}, "only because no training job was left"
     assert len(driver.run.fragments) == 1

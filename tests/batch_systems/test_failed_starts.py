@@ -10,14 +10,14 @@ import pytest
 
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.journal import read_journal
-from tests.batch_systems.driving import MANNERS
+from tests.batch_systems.driving import RATE_LIMITS
 
 
 def test_blocks_that_cannot_start_end_the_training_with_their_own_words(backend, start) -> None:
     """Each attempt waits twice as long as the previous one."""
     provider = backend.provider
     backend.provider = lambda: _with_worker_init(provider(), "echo $'no \\e[31mmodule\\e[0m today' >&2; exit 3")
-    driver = start(manners=replace(MANNERS, max_failed_blocks=3, poll_interval=timedelta(seconds=0.5)))
+    driver = start(rate_limits=replace(RATE_LIMITS, max_failed_blocks=3, poll_interval=timedelta(seconds=0.5)))
     future = driver.train()
     with pytest.raises(BatchSystemError) as failed:
         future.result(timeout=400)

@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.smoke
 @pytest.mark.timed
 def test_the_main_queue_has_its_nodes_within_the_grace_and_the_training_goes_on(start, backend) -> None:
-    """The slots save and exit at the first signal; the training resumes when the main job has ended."""
+    """The slots save and exit at the first signal; the training job resumes when the main job has ended."""
     driver = start()
     future = driver.train(nodes=2)
     driver.until_step()

@@ -1,4 +1,4 @@
-"""A shell on an embedded cluster that outlives the drivers of its campaign of two trainings."""
+"""A shell on an embedded cluster that outlives the drivers of its campaign of two training jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SITE = """\
 system: local
 block: {cluster: %s}
 planner: {startup: 5 s, min_useful: 2 s, closing_margin: 1.5 s, max_walltime: 300 s, idle_timeout: 2 s, settle: 1 s}
-manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
+rate_limits: {poll_interval: 0.5 s, submissions_per_minute: 100}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 4 s}
 checkpoints: {interval: 600 s}
 """

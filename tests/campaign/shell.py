@@ -29,7 +29,7 @@ class Shell:
         An empty directory.
     site, campaign
         Contents of ``site.yaml`` and ``campaign.yaml``; ``SLOW`` in the latter is replaced by the path of `slow`, a
-        file that makes the trainings of `APP` slow while it exists.
+        file that makes the training jobs of `APP` slow while it exists.
     """
 
     def __init__(self, directory: Path, *, site: str, campaign: str) -> None:
@@ -85,12 +85,12 @@ class Shell:
         return [line for process in marked(self._mark) if (line := command_line(process))]
 
     def check_results(self, samples: list[int], *, resumed: bool) -> None:
-        """Assert that each of the first trainings saw `samples` samples, none twice.
+        """Assert that each of the first training jobs saw `samples` samples, none twice.
 
         Parameters
         ----------
         samples
-            Number per training, over all epochs.
+            Number per training job, over all epochs.
         resumed
             Whether the last driver resumed them from where an earlier one had ended.
         """

@@ -98,7 +98,7 @@ def test_a_run_of_another_user_is_shown_by_path(shared: Path) -> None:
     assert done.exit_code == 0
     assert f"{run} belongs to" in done.output
     assert "it is shown from a copy" in done.output
-    assert "camp: 0 of 1 trainings finished" in done.output
+    assert "camp: 0 of 1 training jobs finished" in done.output
     with pytest.raises(InvalidInput, match="only its owner can stop it"):
         open_source(run).stop()
 
@@ -301,7 +301,7 @@ def test_a_damaged_journal_of_a_living_driver_does_not_end_status(shared: Path) 
     add_driver(run, journal=str(journal), host=host, pid=pid, started=started, ended=None)
     done = freetrain("status", str(run))
     assert done.exit_code == 0
-    assert "camp: 0 of 1 trainings finished" in done.output
+    assert "camp: 0 of 1 training jobs finished" in done.output
 
 
 @pytest.mark.parametrize("command", ["run campaign.yaml", "check job.py:train", "check job:train"])

@@ -17,7 +17,7 @@ FACTS = {"name": "sweep", "run_id": "r", "created": 1.0}
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Make a run of two trainings whose driver has ended; the third has no log yet."""
+    """Make a run of two training jobs whose driver has ended; the third has no log yet."""
     store = RunStore.create(tmp_path, FACTS, ["lr-0.1", "lr-0.05", "idle"])
     driver = store.begin_driver(*own_identity())
     store.end_driver(driver, "finished")
@@ -89,9 +89,9 @@ def test_following_ends_with_the_driver(run_dir) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lr-0.2"], "has no training 'lr-0.2' (did you mean 'lr-0."),
-        (["../../etc/passwd"], "has no training '../../etc/passwd'"),
-        (["\x1b[31m"], "has no training '\\x1b[31m'"),
+        (["lr-0.2"], "has no training job 'lr-0.2' (did you mean 'lr-0."),
+        (["../../etc/passwd"], "has no training job '../../etc/passwd'"),
+        (["\x1b[31m"], "has no training job '\\x1b[31m'"),
     ],
 )
 def test_an_unknown_training_is_refused_in_one_line(run_dir, arguments, message) -> None:

@@ -1,4 +1,4 @@
-"""Trainings of a run start, stop and count as the mover says."""
+"""Training jobs of a run start, stop and count as the mover says."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ScriptedMover:
 
 
 class Kernel:
-    """Submits trainings and cancels them at once."""
+    """Submits training jobs and cancels them at once."""
 
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []

@@ -39,8 +39,8 @@ def test_a_campaign_runs_to_its_end_and_keeps_results_and_errors(shell: ClusterS
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
 
     again = shell.run("resume", "run")
-    assert again.returncode == 1, "a failed training is retried only on request"
-    assert "1 of 3 trainings are not finished, 1 of them failed" in again.stdout
+    assert again.returncode == 1, "a failed training job is retried only on request"
+    assert "1 of 3 training jobs are not finished, 1 of them failed" in again.stdout
 
 
 def test_a_killed_driver_is_told_and_its_campaign_goes_on_where_it_was(shell: ClusterShell) -> None:
@@ -80,10 +80,10 @@ def test_what_could_not_start_is_tried_again_by_resume(shell: ClusterShell) -> N
     good = (shell.directory / "site.yaml").read_text()
     (shell.directory / "good.yaml").write_text(good)
     bad = good.replace("{cluster: ", "{worker_init: 'no-such-module; exit 1', cluster: ")
-    (shell.directory / "site.yaml").write_text(bad.replace("manners: {", "manners: {max_failed_blocks: 1, "))
+    (shell.directory / "site.yaml").write_text(bad.replace("rate_limits: {", "rate_limits: {max_failed_blocks: 1, "))
     failed = shell.run("run", "campaign.yaml", "--config", "site.yaml", "--run-dir", "run")
     assert failed.returncode == 1
-    assert "2 of 2 trainings are not finished, 0 of them failed" in failed.stdout
+    assert "2 of 2 training jobs are not finished, 0 of them failed" in failed.stdout
     assert "no-such-module: command not found" in shell.status()["trainings"][0]["error"]
     resumed = shell.run("resume", "run", "--config", "good.yaml")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

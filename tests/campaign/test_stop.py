@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 
 def test_stop_from_another_shell_saves_everything_and_resume_goes_on(shell: ClusterShell) -> None:
-    """There is no periodic checkpoint: the training resumes from the one saved at the stop."""
+    """There is no periodic checkpoint: the training job resumes from the one saved at the stop."""
     shell.slow.touch()
     driver = shell.start_campaign()
     shell.until(BOTH_RUN, driver)
@@ -26,7 +26,7 @@ def test_stop_from_another_shell_saves_everything_and_resume_goes_on(shell: Clus
     assert "has ended cleanly (stopped)" in stopped.stdout
     out, err = driver.communicate(timeout=120)
     assert driver.returncode == 1, err
-    assert "2 of 2 trainings are not finished, 0 of them failed" in out
+    assert "2 of 2 training jobs are not finished, 0 of them failed" in out
     assert shell.nothing_left_within(60), (shell.left(), shell.jobs())
     assert [item["state"] for item in shell.status()["trainings"]] == ["waiting", "waiting"]
     assert "no remaining jobs" in shell.run("clean", "run").stdout
@@ -53,7 +53,7 @@ def test_ctrl_c_ends_in_order_and_leaves_a_run_to_resume(shell: ClusterShell) ->
 
 
 def test_cancel_from_another_shell_keeps_the_checkpoint_and_resume_needs_the_name(shell: ClusterShell) -> None:
-    """There is no periodic checkpoint: the training resumes from the one saved when it was cancelled."""
+    """There is no periodic checkpoint: the training job resumes from the one saved when it was cancelled."""
     shell.slow.touch()
     driver = shell.start_campaign()
     shell.until(BOTH_RUN, driver)

@@ -28,7 +28,7 @@ def test_more_trainings_than_lines_show_those_that_run_first(run) -> None:
         view.show(run, 5.0)
     assert "t29" in out.getvalue()
     assert "… and 20 more: freetrain status shows all" in out.getvalue()
-    assert "many · 5 s · 0 of 30 trainings done" in out.getvalue()
+    assert "many · 5 s · 0 of 30 training jobs done" in out.getvalue()
 
 
 def test_the_name_of_a_campaign_is_no_markup(run) -> None:

@@ -19,7 +19,7 @@ FACTS = {"epoch": 2, "reason": "periodic", "written": "2026-01-02T03:04:05.678+0
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Return a run directory: four checkpoints of one training, one of another with an odd name."""
+    """Return a run directory: four checkpoints of one training job, one of another with an odd name."""
     root = tmp_path / "run" / "checkpoints"
     for training, steps in (("net", (10, 20, 30, 40)), ("a/b c", (7,))):
         directory = CheckpointDirectory(root, training)
@@ -128,7 +128,7 @@ def test_a_dry_run_and_other_trainings_change_nothing(root: Path) -> None:
         (("verify", "."), "there are no checkpoints in"),
         (("prune", "run"), "at least 1, e.g. --keep 2"),
         (("prune", "run", "--keep", "0"), "at least 1, e.g. --keep 2"),
-        (("prune", "run", "--keep", "1", "--training", "nat"), "no training 'nat' here (did you mean 'net'?)"),
+        (("prune", "run", "--keep", "1", "--training", "nat"), "no training job 'nat' here (did you mean 'net'?)"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

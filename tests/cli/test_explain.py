@@ -59,7 +59,7 @@ def test_every_window_has_a_sentence_and_every_other_node_a_reason(monkeypatch):
         "3 nodes in no window:",
         "  n[31-32]: runs job 7 of ann",
         "  n30: drained: bad fan",
-        "note: no campaign given: assuming one training on any number of nodes",
+        "note: no campaign given: assuming one training job on any number of nodes",
         "note: of the plan",
     ]
 
@@ -83,7 +83,10 @@ def test_a_campaign_tells_what_its_trainings_cannot_use(monkeypatch, tmp_path):
     (tmp_path / "campaign.yaml").write_text("trainings: [{app: 'explain_app.py:train', name: t}]\n")
     lines = said(monkeypatch, FixedSource(SURVEY), str(tmp_path / "campaign.yaml"))
     assert lines[2:4] == [
-        f"window of 2 nodes {X} 2 h (n[11-12]) used on n11 only: no training can use more nodes: at most 2 together",
+        (
+            f"window of 2 nodes {X} 2 h (n[11-12]) used on n11 only: no training job can use more nodes: at most 2 "
+            "together"
+        ),
         "window of 1 node, no end known (n20) used",
     ]
 
@@ -92,7 +95,7 @@ def test_a_training_that_needs_more_nodes_than_there_are_is_named(monkeypatch, t
     (tmp_path / "large_app.py").write_text(APP.replace("max_nodes=2", "min_nodes=2, max_nodes=2"))
     (tmp_path / "campaign.yaml").write_text("trainings: [{app: 'large_app.py:train', name: t}]\n")
     source = FixedSource(replace(SURVEY, nodes=1))
-    said_of_it = "note: training t needs 2 nodes at the same time, but there are only 1: it would be rejected"
+    said_of_it = "note: training job t needs 2 nodes at the same time, but there are only 1: it would be rejected"
     assert said_of_it in said(monkeypatch, source, str(tmp_path / "campaign.yaml"))
 
 

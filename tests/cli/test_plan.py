@@ -62,7 +62,7 @@ def figures(monkeypatch, source, *arguments):
 
 
 def test_without_a_campaign_the_plan_is_for_a_training_that_takes_any_number_of_nodes(monkeypatch):
-    """Blocks of 3600 s and, in whole minutes, 960 s; start-up 30 s, margin 10 s, start of the training 2 s."""
+    """Blocks of 3600 s and, in whole minutes, 960 s; start-up 30 s, margin 10 s, start of the training job 2 s."""
     source = FixedSource(SURVEY)
     told = figures(monkeypatch, source)
     assert [(block["node_names"], block["walltime"], block["node_seconds"]) for block in told["blocks"]] == [
@@ -82,12 +82,12 @@ def test_without_a_campaign_the_plan_is_for_a_training_that_takes_any_number_of_
         "trainings": [{"name": "any", "nodes": 2, "node_seconds": 1836, "samples": None}],
     }
     assert (told["time"], told["windows"], told["proven_optimal"]) == (NOW, 3, True)
-    assert told["notes"] == ["no campaign given: assuming one training on any number of nodes", "of the plan"]
+    assert told["notes"] == ["no campaign given: assuming one training job on any number of nodes", "of the plan"]
     assert source.asked == [()]
 
 
 def test_a_campaign_tells_who_trains_where_and_what_that_gains(monkeypatch, campaign):
-    """The second training gets two nodes, one of which closes earlier; the first finishes before its block ends."""
+    """The second training job gets two nodes, one of which closes earlier; the first finishes before its block ends."""
     told = figures(monkeypatch, FixedSource(SURVEY), str(campaign), "--set", "most=2")
     trainings = {t["name"]: t["samples"] for block in told["blocks"] for t in block["trainings"]}
     assert trainings.keys() == {"small", "large"}
@@ -97,14 +97,16 @@ def test_a_campaign_tells_who_trains_where_and_what_that_gains(monkeypatch, camp
 
 
 def test_trainings_that_may_run_fused_are_planned_as_one(monkeypatch, campaign):
-    """Three trainings, of which each could have a node: the plan is for as many, and tells that they share them."""
+    """Three training jobs, of which each could have a node: the plan is for as many, and tells that they share them."""
     file = campaign.parent / "sweep.yaml"
     file.write_text(SWEEP)
     told = figures(monkeypatch, FixedSource(SURVEY), str(file))
     trainings = {t["name"]: t["nodes"] for block in told["blocks"] for t in block["trainings"]}
     assert trainings.keys() == {"cohort-1"}
     (note, _) = told["notes"]
-    assert note.startswith("cohort-1: 3 trainings that may run fused, several in a slot: rate-0.1, rate-0.2, rate-0.3")
+    assert note.startswith(
+        "cohort-1: 3 training jobs that may run fused, several in a slot: rate-0.1, rate-0.2, rate-0.3"
+    )
 
 
 def test_the_table_has_a_row_a_block_and_the_sum(monkeypatch):

@@ -58,7 +58,7 @@ def test_node_time_adds_up_over_drivers_and_progress_is_the_last(run):
 def test_the_table_names_each_cause(run):
     result = invoke(run)
     assert result.exit_code == 0
-    assert "sweep: 1 of 2 trainings finished, 200 samples" in result.stdout
+    assert "sweep: 1 of 2 training jobs finished, 200 samples" in result.stdout
     for words in (
         "held by our blocks",
         "starting, until the workers are ready",

@@ -130,7 +130,7 @@ def test_without_a_terminal_progress_is_lines_and_json_has_the_results_alone(tmp
     assert "one            running on n0" in done.stderr
     assert "one            finished, 100% done" in done.stderr
     shown = CliRunner().invoke(app, ["status", str(tmp_path / "run")]).stdout
-    assert "1 of 1 trainings finished" in shown
+    assert "1 of 1 training jobs finished" in shown
     assert "has ended cleanly (finished)" in shown
 
 

@@ -57,7 +57,7 @@ def test_each_directory_above_the_journal_opens_it(here, directory):
     status = freetrain("status", directory)
     assert status.exit_code == 0, status.stderr
     head, line, *table = status.stdout.splitlines()
-    assert "0 of 2 trainings finished, in" in head
+    assert "0 of 2 training jobs finished, in" in head
     assert line == "a Parsl script, which has ended"
     assert any(row.startswith("a ") and "epoch 3" in row and "50%" in row for row in table)
     assert "\x1b" not in status.stdout
@@ -97,7 +97,7 @@ def test_status_is_a_document_too(here):
 def test_logs_are_found_from_above(here):
     assert freetrain("logs", "demo").exit_code == 0
     refused = freetrain("logs", "demo", "b")
-    assert (refused.exit_code, "has no training 'b'" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "has no training job 'b'" in refused.stderr) == (2, True)
 
 
 def test_several_runs_are_named_instead_of_one_guessed(here):

@@ -74,7 +74,7 @@ def test_status_shows_results_errors_and_that_the_driver_has_died(store) -> None
     store.finish("a", {"loss": 0.123456, "history": [1, 2]})
     store.fail("b", "ValueError: no data\nTraceback …", final=True)
     shown = freetrain("status").stdout
-    assert "sweep: 1 of 2 trainings finished" in shown
+    assert "sweep: 1 of 2 training jobs finished" in shown
     assert re.search(r"has died; last heartbeat \d+ s ago; to continue: freetrain resume", shown)
     assert "loss 0.12346" in shown
     assert "ValueError: no data" in shown
@@ -213,7 +213,7 @@ def test_explain_says_why_one_training_waits(store, tmp_path) -> None:
     result = freetrain("explain", str(store.directory), "c")
     assert (result.exit_code, result.stderr) == (
         2,
-        f"freetrain explain: {store.directory} has no training 'c'\n",
+        f"freetrain explain: {store.directory} has no training job 'c'\n",
     )
     result = freetrain("explain", "sweep.yaml", "a")
     assert (result.exit_code, "sweep.yaml is not a run directory" in result.stderr) == (2, True)
@@ -258,7 +258,7 @@ def test_cancel_asks_a_living_driver_and_says_when_it_does_not_answer(store) -> 
     ("run", "name", "message"),
     [
         ("x", "a", "x is not a run directory of 'freetrain run'"),
-        ("freetrain-run-1", "aa", "has no training 'aa' (did you mean 'a'?)"),
+        ("freetrain-run-1", "aa", "has no training job 'aa' (did you mean 'a'?)"),
         ("freetrain-run-1", "b", "b has ended already: finished"),
         ("y" * 5000, "a", "File name too long"),
     ],
@@ -276,13 +276,13 @@ def test_a_training_that_has_finished_is_not_tried_again(store) -> None:
     store.finish("b", 1)
     with pytest.raises(InvalidInput, match="b has finished; there is nothing to retry"):
         store.retry("b")
-    with pytest.raises(InvalidInput, match="has no training 'c'"):
+    with pytest.raises(InvalidInput, match="has no training job 'c'"):
         store.retry("c")
 
 
 def test_an_error_is_a_line_of_its_own_however_narrow_the_terminal_is(store, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    error = f"CodeChanged: training 'b': checkpoint {'/long' * 30} was written by other code"
+    error = f"CodeChanged: training job 'b': checkpoint {'/long' * 30} was written by other code"
     store.fail("b", error, final=True)
     lines = freetrain("status", str(store.directory)).stdout.splitlines()
     assert f"b: {error}" in lines

@@ -10,7 +10,7 @@ import pytest
 from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
-from tests.executor.scenario import CHECKPOINTS, MANNERS, PLANNER, TRAININGS, Site
+from tests.executor.scenario import CHECKPOINTS, PLANNER, RATE_LIMITS, TRAININGS, Site
 from tests.executor.stage import Stage
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
             "provider": provider,
             "planner": PLANNER,
             "trainings": TRAININGS,
-            "manners": MANNERS,
+            "rate_limits": RATE_LIMITS,
             "checkpoint_dir": tmp_path / "checkpoints",
             "checkpoints": CHECKPOINTS,
             **changes,

@@ -12,8 +12,8 @@ from torch import nn
 from freetrain_parsl import (
     EmbeddedClusterProvider,
     FreeTrainExecutor,
-    Manners,
     PlannerSettings,
+    RateLimits,
     TrainingSettings,
     training_app,
 )
@@ -29,7 +29,7 @@ def data() -> torch.utils.data.TensorDataset:
 
 @training_app(epochs=1)
 def train(session):
-    """Return the learning rate of the training."""
+    """Return the learning rate of the training job."""
     model, _ = session.prepare(nn.Linear(8, 1), torch.optim.SGD, lr=RATE)
     batches = session.loader(data(), batch_size=32)
     for _ in session.epochs():
@@ -44,7 +44,7 @@ if __name__ == "__main__":
         provider=EmbeddedClusterProvider(nodes=1),
         checkpoint_dir="checkpoints",
         trainings=TrainingSettings(threads_per_slot=1),
-        manners=Manners(poll_interval=timedelta(seconds=0.5)),
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
         planner=PlannerSettings(
             startup=timedelta(seconds=8),
             min_useful=timedelta(seconds=5),

@@ -1,4 +1,4 @@
-"""Run by test_monitoring.py in a separate process: one training with Parsl's monitoring enabled."""
+"""Run by test_monitoring.py in a separate process: one training job with Parsl's monitoring enabled."""
 
 import sys
 
@@ -7,7 +7,7 @@ from parsl.config import Config
 from parsl.monitoring import MonitoringHub
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
-from tests.executor.scenario import MANNERS, PLANNER, TRAININGS, make_app
+from tests.executor.scenario import PLANNER, RATE_LIMITS, TRAININGS, make_app
 
 
 def main(directory: str) -> None:
@@ -16,7 +16,7 @@ def main(directory: str) -> None:
         provider=EmbeddedClusterProvider(nodes=2, cluster_dir=f"{directory}/cluster"),
         planner=PLANNER,
         trainings=TRAININGS,
-        manners=MANNERS,
+        rate_limits=RATE_LIMITS,
     )
     monitoring = MonitoringHub(logging_endpoint=f"sqlite:///{directory}/monitoring.db")
     with parsl.load(

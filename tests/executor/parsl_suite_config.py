@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from parsl.config import Config
 
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, RateLimits, TrainingSettings
 
 
 def fresh_config() -> Config:
@@ -18,6 +18,6 @@ def fresh_config() -> Config:
             settle=timedelta(seconds=1),
         ),
         trainings=TrainingSettings(threads_per_slot=1),
-        manners=Manners(poll_interval=timedelta(seconds=0.5)),
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
     )
     return Config(executors=[executor], strategy="none")

@@ -11,8 +11,8 @@ from torch import nn
 from freetrain_parsl import (
     EmbeddedClusterProvider,
     FreeTrainExecutor,
-    Manners,
     PlannerSettings,
+    RateLimits,
     TrainingSettings,
     training_app,
 )
@@ -54,7 +54,7 @@ if __name__ == "__main__":
         provider=EmbeddedClusterProvider(nodes=2),
         slots_per_node=2,
         trainings=TrainingSettings(threads_per_slot=1),
-        manners=Manners(poll_interval=timedelta(seconds=0.5)),
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
         planner=PlannerSettings(
             startup=timedelta(seconds=8),
             min_useful=timedelta(seconds=5),

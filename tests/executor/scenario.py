@@ -1,4 +1,4 @@
-"""Shared helpers of the executor's tests: a policy controlled by the test, a view of the run, and a small training."""
+"""Shared helpers of the executor's tests: a policy controlled by the test, a view of the run, and a small job."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl import (
     CheckpointSettings,
     FreeTrainExecutor,
-    Manners,
     PlannerSettings,
+    RateLimits,
     TrainingApp,
     TrainingSettings,
     training_app,
@@ -36,7 +36,7 @@ PLANNER = PlannerSettings(
     replan_interval=timedelta(seconds=0.5),
 )
 TRAININGS = TrainingSettings(heartbeat_timeout=timedelta(seconds=6), threads_per_slot=1)
-MANNERS = Manners(poll_interval=timedelta(seconds=0.5), submissions_per_minute=100)
+RATE_LIMITS = RateLimits(poll_interval=timedelta(seconds=0.5), submissions_per_minute=100)
 CHECKPOINTS = CheckpointSettings(interval=timedelta(seconds=2))
 
 

@@ -81,7 +81,7 @@ class Stage:
     # The user and the planner.
 
     def submit(self, name: str = "t", **options: Any) -> Future[Any]:
-        """Submit a training."""
+        """Submit a training job."""
         future: Future[Any] = Future()
         session = {key: options.pop(key) for key in list(options) if key in _SESSION}
         request = TrainingRequest(
@@ -92,7 +92,7 @@ class Stage:
         return future
 
     def running(self, *nodes: str, in_place: bool = True, step: int = 1, **options: Any) -> Future[Any]:
-        """Submit a training that runs on these nodes and has reported."""
+        """Submit a training job that runs on these nodes and has reported."""
         future = self.submit(**options)
         sent = self.on(*nodes)
         assert {type(message) for _, message in sent} == {StartRun}
@@ -187,7 +187,7 @@ class Stage:
 
     @property
     def generation(self) -> int:
-        """Return the number of the group in which a training last continued."""
+        """Return the number of the group in which a training job last continued."""
         number: int = self.fragments("started")[-1].detail["generation"]
         return number
 

@@ -48,7 +48,8 @@ def test_other_differences_are_warnings(change) -> None:
 def test_the_message_is_one_line_with_the_node_all_differences_and_the_remedy() -> None:
     text, _ = compare("nid0012", {**OURS, "python": "3.12.1", "dill": "0.3", "executable": "/sw/bin/python"}, OURS)
     assert text == (
-        "node nid0012 cannot run trainings of this driver: it has python 3.12.1 (driver: 3.11.7), dill 0.3 (driver: "
+        "node nid0012 cannot run training jobs of this driver: it has python 3.12.1 (driver: 3.11.7), dill 0.3 "
+        "(driver: "
         "0.4.0) in /sw/bin/python; set `node.python` (in Python: `node_python=`) to an interpreter with the driver's "
         "versions"
     )

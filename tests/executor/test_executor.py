@@ -1,4 +1,4 @@
-"""Real trainings and tasks through real Parsl on a real embedded cluster."""
+"""Real training jobs and tasks through real Parsl on a real embedded cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parsl.executors import ThreadPoolExecutor
 from parsl.executors.errors import InvalidResourceSpecification
 
 from freetrain_parsl import CheckpointSettings, training_app
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from tests.executor.scenario import ScriptedPolicy, make_app
 
 pytestmark = pytest.mark.cluster
@@ -63,9 +63,9 @@ def test_ordinary_apps_run_as_ordinary_tasks_beside_trainings(start) -> None:
 
 def test_a_training_that_needs_more_nodes_than_the_cluster_has_is_refused_at_once(start) -> None:
     site = start(nodes=2)
-    with pytest.raises(InvalidTrainer, match="needs min_nodes=3 nodes at the same time, but there are only 2"):
+    with pytest.raises(InvalidApp, match="needs min_nodes=3 nodes at the same time, but there are only 2"):
         make_app(min_nodes=3, max_nodes=3).options(name="t")(epochs=1).result(timeout=180)
-    assert site.until(lambda run: run.trainings["t"].error).startswith("InvalidTrainer")
+    assert site.until(lambda run: run.trainings["t"].error).startswith("InvalidApp")
 
 
 def test_an_unpicklable_global_is_named_by_the_future(start) -> None:
@@ -75,7 +75,7 @@ def test_an_unpicklable_global_is_named_by_the_future(start) -> None:
     def train(session):
         return next(stream)
 
-    with pytest.raises(InvalidTrainer, match=r"the variable 'stream', used in .*train\(\), is of type generator"):
+    with pytest.raises(InvalidApp, match=r"the variable 'stream', used in .*train\(\), is of type generator"):
         training_app(train).options(name="t")().result(timeout=180)
 
 

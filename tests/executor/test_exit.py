@@ -39,11 +39,11 @@ class _Drivers:
         """Record the driver's children: one that renames itself, as HTEX's interchange does, loses the marker."""
         self.descendants = psutil.Process(driver.pid).children(recursive=True)
 
-    def start(self, manners: str = "good") -> subprocess.Popen[str]:
+    def start(self, rate_limits: str = "good") -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tests.executor.driver.driver_script"]
         self.started.append(
             subprocess.Popen(
-                [*command, self.cluster.name, str(self.directory), str(self.slow), manners],
+                [*command, self.cluster.name, str(self.directory), str(self.slow), rate_limits],
                 env={**os.environ, MARK: self.mark},
                 cwd=Path(__file__).parents[2],
                 stdout=subprocess.PIPE,
@@ -108,7 +108,7 @@ def test_after_ctrl_c_or_a_polite_kill_nothing_is_left(drivers: _Drivers, number
 def test_a_script_that_cleans_nothing_up_leaves_no_job(drivers: _Drivers) -> None:
     """No ``with parsl.load(…)``, no ``cleanup()``: the interpreter just ends."""
     drivers.slow.touch()
-    driver = drivers.start(manners="none")
+    driver = drivers.start(rate_limits="none")
     assert _line(driver) == "checkpoint"
     driver.wait(30)
     assert drivers.nothing_left_within(20), drivers.left()

@@ -1,4 +1,4 @@
-"""Parsl's monitoring tables are filled for trainings and blocks as for any other executor."""
+"""Parsl's monitoring tables are filled for training jobs and blocks as for any other executor."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, NodeKind, training_app
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.executor.batch.providers import NODE_KIND, provider_for
 from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
 from freetrain_parsl.executor.node_kinds import refuse_unknown_kinds
 from freetrain_parsl.extensions.replay.recorded_run import decide_again, read_run
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.model import PlannedJob
 from freetrain_parsl.planning.policies import MilpPolicy
 from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.windows.system import BlockSpec
@@ -51,9 +51,9 @@ def test_kinds_are_refused_without_names_of_their_own_and_beside_a_provider(tmp_
 
 def test_a_training_that_asks_for_unknown_nodes_is_refused() -> None:
     request = make_app(node_kinds=["fats"]).request("t")
-    with pytest.raises(InvalidTrainer, match=r"no nodes of kind 'fats' \(did you mean 'fast'\?\)"):
+    with pytest.raises(InvalidApp, match=r"no nodes of kind 'fats' \(did you mean 'fast'\?\)"):
         refuse_unknown_kinds(request, ["fast", "slow"])
-    with pytest.raises(InvalidTrainer, match="the site has no kinds of nodes"):
+    with pytest.raises(InvalidApp, match="the site has no kinds of nodes"):
         refuse_unknown_kinds(request, [""])
     refuse_unknown_kinds(make_app(node_kinds=["fast"]).request("t"), ["fast", "slow"])
 
@@ -63,9 +63,9 @@ def test_a_curve_for_each_kind_limits_a_training_to_these_kinds() -> None:
     assert request.node_kinds == ("fast", "slow")
     assert request.trainer().on_kind("slow").rate(2) == 19.0
     assert make_app(scaling={"fast": {1: 9.0}}, node_kinds=["fast", "slow"]).request("t").node_kinds == ("fast", "slow")
-    with pytest.raises(InvalidTrainer, match="not both"):
+    with pytest.raises(InvalidApp, match="not both"):
         make_app(scaling={"fast": {1: 90.0}, 2: 10.0})
-    with pytest.raises(InvalidTrainer, match="node_kinds is a list of names"):
+    with pytest.raises(InvalidApp, match="node_kinds is a list of names"):
         training_app(node_kinds="fast")(lambda session: None)
 
 
@@ -83,8 +83,8 @@ def progress(samples: int, seconds: float) -> Progress:
     return Progress(step=samples, epoch=0, samples=samples, slot_seconds=seconds)
 
 
-def described(learning: CurveLearning, name: str) -> Trainer:
-    event = learning.completed(ev.TrainerLearned(0.0, Trainer(name, 1, 4, ScalingCurve.default())))
+def described(learning: CurveLearning, name: str) -> PlannedJob:
+    event = learning.completed(ev.TrainerLearned(0.0, PlannedJob(name, 1, 4, ScalingCurve.default())))
     assert isinstance(event, ev.TrainerLearned)
     return event.trainer
 
@@ -92,7 +92,7 @@ def described(learning: CurveLearning, name: str) -> Trainer:
 def test_each_kind_has_a_curve_and_the_others_are_estimated_from_its_speed() -> None:
     learning = CurveLearning({"fast": 8.0, "slow": 1.0})
     for name in ("a", "b"):
-        learning.completed(ev.TrainerSubmitted(0.0, Trainer(name, 1, 4, ScalingCurve.default())))
+        learning.completed(ev.TrainerSubmitted(0.0, PlannedJob(name, 1, 4, ScalingCurve.default())))
     before = described(learning, "a")
     assert before.on_kind("fast").rate(1) == pytest.approx(8 * before.on_kind("slow").rate(1))
 
@@ -110,7 +110,7 @@ def test_each_kind_has_a_curve_and_the_others_are_estimated_from_its_speed() -> 
     assert described(learning, "b").curves["fast"](1) == pytest.approx(3 * 2.0)  # the ratio measured with the other
 
 
-# Real trainings.
+# Real training jobs.
 
 
 @pytest.mark.cluster
@@ -153,5 +153,5 @@ def test_trainings_use_only_the_kinds_that_they_ask_for(start, tmp_path) -> None
     nodes = {name: {node for f in site.run.fragments if f.training == name for node in f.nodes} for name in "sf"}
     assert nodes["f"] == {"n00"}
     assert nodes["s"] <= {"n01", "n02"}
-    with pytest.raises(InvalidTrainer, match="no nodes of kind 'gpu'; the kinds are fast, slow"):
+    with pytest.raises(InvalidApp, match="no nodes of kind 'gpu'; the kinds are fast, slow"):
         train.options(name="g", node_kinds=["gpu"])(epochs=4).result(timeout=60)

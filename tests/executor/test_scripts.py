@@ -37,7 +37,7 @@ def test_an_edited_script_never_returns_the_result_of_the_old_one(tmp_path) -> N
     assert run("0.1")[0] == ["0.1", "0.1"]
     (first, second), said = run("0.2")
     assert first == "0.2"
-    assert "training 'named': checkpoint " in second
+    assert "training job 'named': checkpoint " in second
     assert "was written by other code (changed: __main__.RATE)" in second
     assert "starting over: its code has changed since train-" in said
     results, said = run("0.1")

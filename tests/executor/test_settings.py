@@ -13,8 +13,8 @@ from freetrain_parsl import (
     CheckpointSettings,
     EmbeddedClusterProvider,
     FreeTrainExecutor,
-    Manners,
     PlannerSettings,
+    RateLimits,
     RescaleCosts,
     TrainingSettings,
 )
@@ -78,10 +78,14 @@ def test_settings_out_of_range_are_refused_in_one_line(settings: dict, message: 
         ),
         (TrainingSettings, {"max_restarts": -1}, "max_restarts must be a whole number of at least 0, got -1"),
         (TrainingSettings, {"threads_per_slot": 0}, "threads_per_slot must be a whole number of at least 1, got 0"),
-        (Manners, {"poll_interval": timedelta(seconds=-1)}, "poll_interval must be longer than zero, got -1 s"),
-        (Manners, {"submissions_per_minute": 0}, "submissions_per_minute must be a whole number of at least 1, got 0"),
-        (Manners, {"max_refusals": True}, "max_refusals must be a whole number of at least 1, got True"),
-        (Manners, {"max_failed_blocks": 0}, "max_failed_blocks must be a whole number of at least 1, got 0"),
+        (RateLimits, {"poll_interval": timedelta(seconds=-1)}, "poll_interval must be longer than zero, got -1 s"),
+        (
+            RateLimits,
+            {"submissions_per_minute": 0},
+            "submissions_per_minute must be a whole number of at least 1, got 0",
+        ),
+        (RateLimits, {"max_refusals": True}, "max_refusals must be a whole number of at least 1, got True"),
+        (RateLimits, {"max_failed_blocks": 0}, "max_failed_blocks must be a whole number of at least 1, got 0"),
         (CheckpointSettings, {"interval": timedelta(0)}, "interval must be longer than zero, got 0 s"),
         (CheckpointSettings, {"save_margin": timedelta(seconds=-1)}, "save_margin must be at least 0 s, got -1 s"),
         (CheckpointSettings, {"keep": 0}, "keep must be a whole number of at least 1, got 0"),
@@ -96,7 +100,7 @@ def test_grouped_settings_out_of_range_are_refused_in_one_line(kind: type, setti
 def test_groups_have_defaults() -> None:
     executor = FreeTrainExecutor(provider=EmbeddedClusterProvider())
     assert (executor.planner, executor.trainings) == (PlannerSettings(), TrainingSettings())
-    assert (executor.manners, executor.checkpoints) == (Manners(), CheckpointSettings())
+    assert (executor.rate_limits, executor.checkpoints) == (RateLimits(), CheckpointSettings())
 
 
 def test_the_documentation_of_the_executor_lists_its_policies() -> None:

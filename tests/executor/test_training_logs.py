@@ -1,4 +1,4 @@
-"""The logs of trainings: written by the driver, read by anyone, at the same time."""
+"""The logs of training jobs: written by the driver, read by anyone, at the same time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_any_text_is_one_line_and_comes_back_without_control_characters(when, so
 
 
 def test_half_of_a_surrogate_pair_is_written_as_an_escape() -> None:
-    """A training may print any string; the log is UTF-8."""
+    """A training job may print any string; the log is UTF-8."""
     read = parse_line("t", as_text(0.0, "=", "a\ud800b"))
     assert read is not None
     assert read.text == "a\\ud800b"
@@ -93,7 +93,7 @@ def test_marks_and_output_are_in_the_order_in_which_they_came(directory, make_wr
     writer.take("../b", "0", b"of no training\n")
     writer.note(record.FragmentEnded("a", 1, ["n1", "n2"], failure=True))
     writer.note(record.FragmentStarted("a", 2, ["n2"], in_place=True, paused=0.25))
-    writer.note(record.SlotLost("a", "n1", "not about a training's fragment"))
+    writer.note(record.SlotLost("a", "n1", "not about a training job's fragment"))
     writer.note(record.TrainingFailed("a", "ValueError: on\ntwo lines"))
     writer.close()
     told = [(line.source, line.text) for line in read_logs(directory, ["a"], everything=True)]
@@ -111,14 +111,14 @@ def test_marks_and_output_are_in_the_order_in_which_they_came(directory, make_wr
 
 
 def test_what_utf8_cannot_encode_is_escaped(directory, make_writer) -> None:
-    """Python has the bytes of a file name like this; a thread that fails would end the logs of all trainings."""
+    """Python has the bytes of a file name like this; a thread that fails would end the logs of all training jobs."""
     writer = make_writer("a", "b")
     writer.note(record.TrainingFailed("a", "FileNotFoundError: no file 'x\udcff.png'"))
     writer.start()
     time.sleep(0.05)
-    writer.take("b", "0", b"goes on\n")
+    writer.take("b", "0", b"continues\n")
     writer.close()
-    assert _texts(directory, "a", "b") == [r"failed: FileNotFoundError: no file 'x\udcff.png'", "goes on"]
+    assert _texts(directory, "a", "b") == [r"failed: FileNotFoundError: no file 'x\udcff.png'", "continues"]
 
 
 def test_logs_are_private_whatever_the_umask(directory, make_writer) -> None:
@@ -191,7 +191,7 @@ def test_a_directory_that_cannot_be_written_costs_nothing_until_memory_is_short(
     writer.note(record.TrainingSubmitted("a", 1, 1, None))
     writer.take("a", "0", b"first\n")
     writer._write()
-    assert "cannot write the trainings' logs" in caplog.text
+    assert "cannot write the training jobs' logs" in caplog.text
     for _ in range(100):
         writer.take("a", "0", b"y" * 50 + b"\n")
     (tmp_path / "logs").unlink()

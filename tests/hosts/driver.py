@@ -1,9 +1,9 @@
-"""A FreeTrainExecutor on the login host: takes trainings from its standard input, writes their results to its output.
+"""A FreeTrainExecutor on the login host: takes jobs from its standard input, writes their results to its output.
 
 Its argument is a JSON object: ``directory``, ``provider`` (``embedded`` or ``slurm``), ``nodes`` and ``enter`` (shell
 code that enters a node's host) for the embedded cluster, ``nodes_per_block``, ``max_failed_blocks``, ``timeout`` (of
 heartbeats and peers, seconds), and ``settings``: other arguments of the executor. The first line of output has the path
-of the journal, or the start-up error. A line of input is a training: ``name``, ``nodes``, ``epochs``, ``slow``; its
+of the journal, or the start-up error. A line of input is a training job: ``name``, ``nodes``, ``epochs``, ``slow``; its
 response has ``name`` and ``result`` or ``error``. The program ends at the end of the input.
 """
 
@@ -23,7 +23,7 @@ from parsl.providers import SlurmProvider
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor
 from tests.batch_systems.backends import WORKER_INIT
-from tests.executor.scenario import CHECKPOINTS, MANNERS, PLANNER, TRAININGS, ScriptedPolicy, make_app
+from tests.executor.scenario import CHECKPOINTS, PLANNER, RATE_LIMITS, TRAININGS, ScriptedPolicy, make_app
 
 
 class _HostsProvider(EmbeddedClusterProvider):
@@ -70,7 +70,7 @@ def main() -> None:
                 max_walltime=timedelta(minutes=15),
             ),
             trainings=replace(TRAININGS, heartbeat_timeout=timeout, peer_timeout=timeout),
-            manners=replace(MANNERS, max_failed_blocks=plan["max_failed_blocks"]),
+            rate_limits=replace(RATE_LIMITS, max_failed_blocks=plan["max_failed_blocks"]),
             checkpoint_dir=directory / "checkpoints",
             checkpoints=CHECKPOINTS,
             **plan["settings"],

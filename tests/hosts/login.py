@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.report.projection.run import RunState
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 from tests.executor.scenario import make_app
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ EPOCHS, SAMPLES = 20, 200
 @cache
 def parameters_of_an_undisturbed_training() -> list[float]:
     """Train in this process."""
-    return run_alone(make_app().func, epochs=EPOCHS)["parameters"]
+    return run_local(make_app().func, epochs=EPOCHS)["parameters"]
 
 
 class Training:
-    """A training that is slow until `finish`."""
+    """A training job that is slow until `finish`."""
 
     def __init__(self, login: Login, name: str) -> None:
         self.login = login
@@ -98,7 +98,7 @@ class Login:
         timeout: float = 5.0,
         **settings,
     ) -> None:
-        parameters_of_an_undisturbed_training()  # takes seconds, during which a training would wait for its test
+        parameters_of_an_undisturbed_training()  # takes seconds, during which a training job would wait for its test
         self.hosts = hosts
         self.directory = directory
         self.answers: dict[str, dict[str, Any]] = {}
@@ -172,12 +172,12 @@ class Login:
         raise AssertionError(f"not within {seconds} s: {self.run.trainings}\n{self.log[-3000:]}")
 
     def answer(self, name: str, seconds: float) -> dict[str, Any]:
-        """Wait for the outcome of a training."""
+        """Wait for the outcome of a training job."""
         self.until(lambda _: name in self.answers, seconds)
         return self.answers[name]
 
     def train(self, name: str, nodes: int) -> Training:
-        """Submit a training."""
+        """Submit a training job."""
         training = Training(self, name)
         order = {"name": name, "nodes": nodes, "epochs": EPOCHS, "slow": str(training.slow)}
         self._process.stdin.write(json.dumps(order) + "\n")

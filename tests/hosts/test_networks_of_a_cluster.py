@@ -1,7 +1,7 @@
-"""Real trainings on separate hosts: a login host with a second network, a network for the trainings, its faults.
+"""Real jobs on separate hosts: a login host with a second network, a network for the jobs, its faults.
 
 The driver offers two addresses, one of which is a black hole. The nodes cannot resolve its name. The network of the
-trainings is not the driver's, and its interface has a different name on each node.
+training jobs is not the driver's, and its interface has a different name on each node.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def set_aside(login) -> list[str]:
 
 
 def sent_to_peers(hosts) -> dict[str, int]:
-    """Return the bytes that each node has sent through the network of the trainings."""
+    """Return the bytes that each node has sent through the network of the training jobs."""
     return {node: hosts[node].bytes_sent(f"ib{node[-1]}") for node in NODES}
 
 
@@ -80,7 +80,7 @@ def test_a_short_interruption_costs_nothing_but_its_time(hosts, patient_login):
     training.until(3)
     fragments = training.run.fragments
     with hosts.cut("n01"):
-        # The training's progress is not seen if n01 is the node that reports it; its traffic is.
+        # The training job's progress is not seen if n01 is the node that reports it; its traffic is.
         before = sent_to_peers(hosts)["n02"]
         wait_until(lambda: sent_to_peers(hosts)["n02"] > before + 10_000, 25, lambda: "steps during the interruption")
     training.until_steps()
@@ -89,7 +89,7 @@ def test_a_short_interruption_costs_nothing_but_its_time(hosts, patient_login):
 
 
 def test_a_node_that_reaches_the_driver_but_not_the_others_is_set_aside_for_a_while(hosts, login):
-    """Regression: the training failed after three minutes with "4 crashes without a step"."""
+    """Regression: the training job failed after three minutes with "4 crashes without a step"."""
     training = login.train("asymmetric", 3)
     training.until(3)
     with hosts.cut("n01", "ib1"):

@@ -28,6 +28,6 @@ def test_nodes_without_the_interface_for_trainings_are_refused_in_one_line(start
         login = start(hosts, interface="10.78.0.0/24")
         error = login.train("t", 1).answer()["error"]
         login.close()
-    assert "node n00 cannot run trainings: host n00 has no network interface 10.78.0.0/24" in error
+    assert "node n00 cannot run training jobs: host n00 has no network interface 10.78.0.0/24" in error
     assert "eth0 (10.77.0.10)" in error
     assert "\n" not in error

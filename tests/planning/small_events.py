@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, PoolNode, Trainer, Window
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, PoolNode, Window
 from freetrain_parsl.planning.settings import PlannerSettings
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ SETTINGS = replace(
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 32.0, 8: 50.0, 64: 60.0})
 
 
-def trainer(name: str, *, least: int = 1, most: int = 4, work: float = math.inf, submitted: float = 0.0) -> Trainer:
-    return Trainer(name, least, most, CURVE, CostsInSeconds(1, 1, 1), work_left=work, submitted=submitted)
+def trainer(name: str, *, least: int = 1, most: int = 4, work: float = math.inf, submitted: float = 0.0) -> PlannedJob:
+    return PlannedJob(name, least, most, CURVE, CostsInSeconds(1, 1, 1), work_left=work, submitted=submitted)
 
 
 def window(*nodes: str, closes: float | None = 500.0, opens: float = 0.0) -> Window:

@@ -10,13 +10,13 @@ from freetrain_parsl.planning import alike
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.alike import without_surplus
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import PoolNode, Trainer
+from freetrain_parsl.planning.model import PlannedJob, PoolNode
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies import POLICIES, resolve_policy
 
 
-def trainer(number: int) -> Trainer:
-    return Trainer(f"t{number:05}", 1, 1, ScalingCurve.default(), work_left=1e4, submitted=float(number))
+def trainer(number: int) -> PlannedJob:
+    return PlannedJob(f"t{number:05}", 1, 1, ScalingCurve.default(), work_left=1e4, submitted=float(number))
 
 
 def test_of_many_alike_the_first_are_kept_and_all_that_run_or_differ() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.placement import place, place_emptiest_first
 from freetrain_parsl.planning.policies import FirstComeFirstServedPolicy
 
@@ -21,7 +21,7 @@ def pool_of(*gpus):
 def rigid(*sizes, service=()):
     given = dict(enumerate(service))
     return [
-        Trainer(f"t{i}", size, size, LINEAR, submitted=float(i), service=given.get(i, 0.0))
+        PlannedJob(f"t{i}", size, size, LINEAR, submitted=float(i), service=given.get(i, 0.0))
         for i, size in enumerate(sizes)
     ]
 
@@ -46,7 +46,7 @@ def test_tiresias_demotes_after_16_hours():
 
 def test_optimus_gives_the_next_node_to_the_largest_saving():
     """With 100 and 40 samples left at linear speed, savings are 50, 16.7, 8.3, … and 20, 6.7, … seconds."""
-    trainers = [Trainer(f"t{i}", 1, 8, LINEAR, work_left=work) for i, work in enumerate((100.0, 40.0))]
+    trainers = [PlannedJob(f"t{i}", 1, 8, LINEAR, work_left=work) for i, work in enumerate((100.0, 40.0))]
     assert counts(OptimusPolicy(), trainers, 2) == {"t0": 1, "t1": 1}
     assert counts(OptimusPolicy(), trainers, 3) == {"t0": 2, "t1": 1}
     assert counts(OptimusPolicy(), trainers, 4) == {"t0": 2, "t1": 2}
@@ -55,7 +55,7 @@ def test_optimus_gives_the_next_node_to_the_largest_saving():
 
 def test_optimus_stops_where_nodes_save_nothing():
     flat = ScalingCurve({1: 1.0, 2: 1.0})
-    assert counts(OptimusPolicy(), [Trainer("t", 1, 8, flat, work_left=5.0)], 8) == {"t": 1}
+    assert counts(OptimusPolicy(), [PlannedJob("t", 1, 8, flat, work_left=5.0)], 8) == {"t": 1}
 
 
 def hosts(nodes):

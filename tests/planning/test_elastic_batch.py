@@ -173,7 +173,7 @@ def test_nothing_changes_without_an_estimate_of_the_noise_or_enough_steps() -> N
 
 
 def test_a_batch_does_not_grow_while_the_gradient_is_lost_in_its_noise() -> None:
-    """Every batch size then seems equally efficient, also after a training has diverged."""
+    """Every batch size then seems equally efficient, also after a training job has diverged."""
     lost = trained(profile(), 1, 64)
     lost.noise = NoiseEstimate(0.0, 1000.0)
     assert lost.next_batch(1, 64) == 64

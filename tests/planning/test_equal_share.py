@@ -8,13 +8,14 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.policies import EqualSharePolicy
 
 
 def share(nodes, *bounds):
     trainers = [
-        Trainer(f"t{i}", low, high, ScalingCurve({1: 1.0}), submitted=float(i)) for i, (low, high) in enumerate(bounds)
+        PlannedJob(f"t{i}", low, high, ScalingCurve({1: 1.0}), submitted=float(i))
+        for i, (low, high) in enumerate(bounds)
     ]
     counts = EqualSharePolicy().allocate(Pool(PoolNode(f"n{i:02}") for i in range(nodes)), trainers, {}, 0.0).counts
     return [counts.get(trainer.name, 0) for trainer in trainers]
@@ -40,13 +41,13 @@ def test_shares(nodes, bounds, expected):
 
 
 def test_first_come_is_by_submission_not_by_position():
-    early, late = (Trainer(n, 1, 9, ScalingCurve({1: 1.0}), submitted=s) for n, s in (("z", 1.0), ("a", 2.0)))
+    early, late = (PlannedJob(n, 1, 9, ScalingCurve({1: 1.0}), submitted=s) for n, s in (("z", 1.0), ("a", 2.0)))
     pool = Pool(PoolNode(f"n{i}") for i in range(5))
     assert EqualSharePolicy().allocate(pool, [late, early], {}, 0.0).counts == {"z": 3, "a": 2}
 
 
 def test_objective_is_in_the_common_value_model():
-    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10.0, 2: 15.0}), CostsInSeconds(up=4.0))
+    trainer = PlannedJob("t", 1, 2, ScalingCurve({1: 10.0, 2: 15.0}), CostsInSeconds(up=4.0))
     pool = Pool([PoolNode("a"), PoolNode("b")])
     decision = EqualSharePolicy("throughput", horizon=timedelta(seconds=60)).allocate(
         pool, [trainer], {"t": frozenset("a")}, 0.0

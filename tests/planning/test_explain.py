@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.explain import explain_windows, preview
-from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, Trainer, Window
+from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, PlannedJob, Window
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.policies.base import Policy
 from tests.planning.small_events import DEFAULTS
@@ -23,8 +23,8 @@ NOW = 1000.0
 TERMS = BlockTerms()
 
 
-def trainer(name="t", *, least=1, most=4, work=math.inf, curve=LINEAR, start=0.0) -> Trainer:
-    return Trainer(name, least, most, curve, CostsInSeconds(0, 0, start), work_left=work, submitted=NOW)
+def trainer(name="t", *, least=1, most=4, work=math.inf, curve=LINEAR, start=0.0) -> PlannedJob:
+    return PlannedJob(name, least, most, curve, CostsInSeconds(0, 0, start), work_left=work, submitted=NOW)
 
 
 def window(*nodes: str, lasts: float | None = 500.0, opens: float = 0.0) -> Window:
@@ -79,20 +79,20 @@ def test_a_window_that_is_not_open_says_when_it_will_be():
 
 
 def test_without_trainings_nothing_is_wanted():
-    assert reasons([window("a")], []) == ["no training waits for nodes"]
+    assert reasons([window("a")], []) == ["no training job waits for nodes"]
 
 
 def test_trainings_that_have_all_they_can_use_want_no_more():
     verdict, other = explain([window(*"abc"), window("d")], [trainer(most=2)]).verdicts
     assert len(verdict.used) == 2
-    assert verdict.why == other.why == "no training can use more nodes: at most 2 together"
+    assert verdict.why == other.why == "no training job can use more nodes: at most 2 together"
 
 
 def test_a_training_that_needs_more_than_is_left_is_named():
-    """Another training may have its nodes."""
-    assert reasons([window("a", "b")], [trainer(least=3)]) == ["training 't' needs at least 3 nodes, 2 are left"]
+    """Another training job may have its nodes."""
+    assert reasons([window("a", "b")], [trainer(least=3)]) == ["training job 't' needs at least 3 nodes, 2 are left"]
     (why,) = reasons([window("a", "b")], [trainer(most=1), trainer("big", least=3)])
-    assert why == "training 'big' needs at least 3 nodes, 1 is left; the others have all that they can use"
+    assert why == "training job 'big' needs at least 3 nodes, 1 is left; the others have all that they can use"
 
 
 def test_blocks_that_wait_already_are_the_most_that_may():
@@ -136,14 +136,14 @@ def test_windows_that_lose_because_few_blocks_may_wait_say_so():
 
 def test_a_start_that_costs_more_than_it_gives_is_not_made():
     (why,) = reasons([window("a", lasts=40)], [trainer(start=1e5)])
-    assert why == "policy 'milp' finds that no training would gain from it"
+    assert why == "policy 'milp' finds that no training job would gain from it"
 
 
 def test_a_window_smaller_than_any_training_says_so():
     """It would be sufficient together with another window, but the policy did not use both."""
     seen = [window("a", "b", lasts=900), window("c", lasts=400)]
     why = reasons(seen, [trainer(least=2, curve=ScalingCurve({2: 10.0, 3: 10.0}))])[1]
-    assert why == "training 't' needs at least 2 nodes, more than are here"
+    assert why == "training job 't' needs at least 2 nodes, more than are here"
 
 
 def test_an_answer_that_was_cut_short_is_doubted():
@@ -183,7 +183,7 @@ def test_every_node_is_requested_or_its_window_has_a_reason(lengths, sizes, boun
 
 
 def test_a_block_gains_what_is_trained_between_start_up_and_margin():
-    """10 s start-up, 3 s start of the training, 5 s margin."""
+    """10 s start-up, 3 s start of the training job, 5 s margin."""
     assert shown([window("a", "b", lasts=118)], [trainer(start=3.0)]) == [[("t", 2, 200.0, 2000.0)]]
 
 
@@ -220,11 +220,11 @@ def test_windows_of_several_kinds_are_explained_each_by_its_own_trainings_and_te
     )
     assert [verdict.why for verdict in explained.verdicts] == [
         "fewer nodes than the minimum of 3 per job",
-        "no training may run on nodes of kind 'cpu'",
+        "no training job may run on nodes of kind 'cpu'",
     ]
     explained = explain_windows(kinds, [one], MilpPolicy(), SETTINGS, TERMS, NOW)
     assert [verdict.used for verdict in explained.verdicts] == [("g1", "g2"), ()]
     larger = replace(one, node_kinds=(), min_nodes=2)
     assert explain_windows(kinds, [larger], MilpPolicy(), SETTINGS, TERMS, NOW).verdicts[1].why == (
-        "no training can use more nodes: at most 2 together"
+        "no training job can use more nodes: at most 2 together"
     )

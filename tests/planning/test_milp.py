@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import MilpPolicy, milp
 from freetrain_parsl.planning.solvers.counts import maximise_counts
@@ -69,7 +69,7 @@ def instances(draw):
         counts = draw(st.lists(st.integers(low, 16), max_size=4, unique=True))
         rates = draw(st.lists(rate, min_size=len(counts) + 1, max_size=len(counts) + 1))
         costs = draw(st.tuples(*[st.sampled_from([0.0, 1.0, 30.0, 5000.0])] * 3))
-        trainer = Trainer(
+        trainer = PlannedJob(
             f"t{index}",
             low,
             low + draw(st.integers(0, 10)),
@@ -95,11 +95,11 @@ def test_equals_the_dynamic_programme(case, objective):
 def test_an_incumbent_that_rounding_puts_beyond_the_gap_is_still_in_the_core():
     """Ten nodes, one of them idle in the incumbent and useless; found by hypothesis."""
     trainers = (
-        Trainer("t0", 2, 3, ScalingCurve({2: 4367.682740610747}), CostsInSeconds(down=1), submitted=0),
-        Trainer("t1", 1, 4, ScalingCurve({1: 4369.616472302348}), CostsInSeconds(down=1), submitted=1),
-        Trainer("t2", 3, 3, ScalingCurve({3: 0.01}), CostsInSeconds(start=1), submitted=2),
-        Trainer("t3", 1, 1, ScalingCurve({1: 1.0}), submitted=3),
-        Trainer("t4", 1, 1, ScalingCurve({1: 1.0}), submitted=4),
+        PlannedJob("t0", 2, 3, ScalingCurve({2: 4367.682740610747}), CostsInSeconds(down=1), submitted=0),
+        PlannedJob("t1", 1, 4, ScalingCurve({1: 4369.616472302348}), CostsInSeconds(down=1), submitted=1),
+        PlannedJob("t2", 3, 3, ScalingCurve({3: 0.01}), CostsInSeconds(start=1), submitted=2),
+        PlannedJob("t3", 1, 1, ScalingCurve({1: 1.0}), submitted=3),
+        PlannedJob("t4", 1, 1, ScalingCurve({1: 1.0}), submitted=4),
     )
     names = [f"n{number:02}" for number in range(10)]
     current = {"t0": frozenset(names[:3]), "t1": frozenset(names[3:7])}
@@ -140,7 +140,7 @@ def test_the_dynamic_programme_is_right_by_enumeration(rows, data):
 
 def alike(many, size, *, low=1, high=64, start=0.0):
     trainers = [
-        Trainer(
+        PlannedJob(
             f"t{many - i:03}",
             low,
             high,
@@ -177,7 +177,7 @@ def test_most_of_the_pool_can_change_hands_in_one_step():
     """The published model does not allow this: its M limits changes to half of the pool."""
     pool = Pool(PoolNode(f"n{i}") for i in range(8))
     curve = ScalingCurve({1: 1.0, 2: 1.9, 8: 2.0})
-    trainers = [Trainer(f"t{i}", 1, 8, curve, CostsInSeconds(up=1, down=1), submitted=float(i)) for i in range(4)]
+    trainers = [PlannedJob(f"t{i}", 1, 8, curve, CostsInSeconds(up=1, down=1), submitted=float(i)) for i in range(4)]
     assert_optimal(case := Instance(pool, tuple(trainers), {"t0": frozenset(pool)}))
     decision = MilpPolicy().allocate(case.pool, case.trainers, case.current, 0.0)
     assert decision.counts == {"t0": 2, "t1": 2, "t2": 2, "t3": 2}
@@ -186,7 +186,7 @@ def test_most_of_the_pool_can_change_hands_in_one_step():
 
 def test_a_change_that_does_not_pay_within_the_horizon_is_not_made():
     pool = Pool([PoolNode("a"), PoolNode("b")])
-    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10.0, 2: 11.0}), CostsInSeconds(up=15.0))
+    trainer = PlannedJob("t", 1, 2, ScalingCurve({1: 10.0, 2: 11.0}), CostsInSeconds(up=15.0))
     counts = [
         MilpPolicy(horizon=timedelta(seconds=s)).allocate(pool, [trainer], {"t": frozenset("a")}, 0.0).counts["t"]
         for s in (149, 151)
@@ -196,8 +196,8 @@ def test_a_change_that_does_not_pay_within_the_horizon_is_not_made():
 
 def test_who_is_below_its_minimum_grows_or_stops():
     pool = Pool(PoolNode(name) for name in "abc")
-    broken = Trainer("t", 2, 3, ScalingCurve({1: 1.0, 2: 2.0}), CostsInSeconds(up=10, down=10))
-    rich = Trainer("u", 1, 3, ScalingCurve({1: 1000.0, 3: 3000.0}))
+    broken = PlannedJob("t", 2, 3, ScalingCurve({1: 1.0, 2: 2.0}), CostsInSeconds(up=10, down=10))
+    rich = PlannedJob("u", 1, 3, ScalingCurve({1: 1000.0, 3: 3000.0}))
     current = {"t": frozenset({"a", "gone"})}
     assert MilpPolicy().allocate(pool, [broken], current, 0.0).counts == {"t": 2}
     assert MilpPolicy("throughput").allocate(pool, [broken, rich], current, 0.0).counts == {"u": 3}

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from freetrain_parsl.errors import InvalidTrainer, PlanningError
+from freetrain_parsl.errors import InvalidApp, PlanningError
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Decision, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.model import CostsInSeconds, Decision, PlannedJob, Pool, PoolNode, Window
 
 CURVE = ScalingCurve({2: 100.0, 4: 150.0})
 
@@ -28,20 +28,20 @@ CURVE = ScalingCurve({2: 100.0, 4: 150.0})
 )
 def test_trainer_that_cannot_run_is_refused(changes, message):
     good = {"name": "t", "min_nodes": 2, "max_nodes": 4, "curve": CURVE}
-    Trainer(**good)
-    with pytest.raises(InvalidTrainer, match=message):
-        Trainer(**good | changes)
+    PlannedJob(**good)
+    with pytest.raises(InvalidApp, match=message):
+        PlannedJob(**good | changes)
 
 
 @pytest.mark.parametrize("field", ["up", "down", "start"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_rescale_costs_are_finite_seconds(field, value):
-    with pytest.raises(InvalidTrainer, match=f"'{field}'"):
+    with pytest.raises(InvalidApp, match=f"'{field}'"):
         CostsInSeconds(**{field: value})
 
 
 def test_trainer_is_a_value():
-    first, second = Trainer("t", 2, 4, CURVE), Trainer("t", 2, 4, ScalingCurve({2: 100.0, 4: 150.0}))
+    first, second = PlannedJob("t", 2, 4, CURVE), PlannedJob("t", 2, 4, ScalingCurve({2: 100.0, 4: 150.0}))
     assert hash(first) == hash(second)
     assert first == second
     assert first.rate(3) == 125.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Pool, PoolNode, Trainer, Window
+from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, PlannedJob, Pool, PoolNode, Window
 from freetrain_parsl.planning.node_kinds import allocate_over_kinds
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.placement import check_allocation
@@ -32,15 +32,15 @@ def nodes(kind: str, number: int, **values: object) -> list[PoolNode]:
     return [PoolNode(f"{kind}{index}", node_kind=kind, **values) for index in range(number)]  # type: ignore[arg-type]
 
 
-def trainer(name: str, gpu: float = 10.0, cpu: float = 1.0, **values: object) -> Trainer:
+def trainer(name: str, gpu: float = 10.0, cpu: float = 1.0, **values: object) -> PlannedJob:
     """Make a trainer that scales linearly on both kinds."""
     curves = {GPU: ScalingCurve({1: gpu, 8: 8 * gpu}), CPU: ScalingCurve({1: cpu, 8: 8 * cpu})}
     values = {"min_nodes": 1, "max_nodes": 8, **values}
-    return Trainer(name, curve=curves[CPU], curves=curves, **values)  # type: ignore[arg-type]
+    return PlannedJob(name, curve=curves[CPU], curves=curves, **values)  # type: ignore[arg-type]
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Pool, list[Trainer], dict[str, frozenset[str]]]:
+def problems(draw: st.DrawFn) -> tuple[Pool, list[PlannedJob], dict[str, frozenset[str]]]:
     """Make problems of up to three trainers on up to three nodes of each of two kinds, some of them running."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     pool = Pool([*nodes(GPU, int(rng.integers(0, 4))), *nodes(CPU, int(rng.integers(0, 4)))], horizon=HORIZON)
@@ -48,7 +48,7 @@ def problems(draw: st.DrawFn) -> tuple[Pool, list[Trainer], dict[str, frozenset[
     free = {kind: [name for name in pool if pool[name].node_kind == kind] for kind in (GPU, CPU)}
     for index in range(int(rng.integers(1, 4))):
         least = int(rng.integers(1, 3))
-        made = Trainer(
+        made = PlannedJob(
             f"t{index}",
             least,
             int(rng.integers(least, 4)),
@@ -72,7 +72,7 @@ def _curve(rng: np.random.Generator) -> ScalingCurve:
 
 
 def worth(
-    trainers: list[Trainer], pool: Pool, before: dict[str, frozenset[str]], after: dict[str, tuple[str, int]]
+    trainers: list[PlannedJob], pool: Pool, before: dict[str, frozenset[str]], after: dict[str, tuple[str, int]]
 ) -> float:
     """Return the value of kinds and counts from the formula of each trainer, by ``throughput``."""
     objective = OBJECTIVES["throughput"]
@@ -90,7 +90,7 @@ def worth(
     return total
 
 
-def best_by_enumeration(trainers: list[Trainer], pool: Pool, before: dict[str, frozenset[str]]) -> float:
+def best_by_enumeration(trainers: list[PlannedJob], pool: Pool, before: dict[str, frozenset[str]]) -> float:
     sizes = {kind: sum(node.node_kind == kind for node in pool.values()) for kind in (GPU, CPU)}
     choices = [
         [
@@ -110,7 +110,7 @@ def best_by_enumeration(trainers: list[Trainer], pool: Pool, before: dict[str, f
 @given(problems())
 @settings(max_examples=150, deadline=None)
 def test_milp_is_the_optimum_over_kinds_and_counts(
-    problem: tuple[Pool, list[Trainer], dict[str, frozenset[str]]],
+    problem: tuple[Pool, list[PlannedJob], dict[str, frozenset[str]]],
 ) -> None:
     pool, trainers, current = problem
     decision = allocate_over_kinds(MilpPolicy("throughput"), pool, trainers, current, 0.0)
@@ -127,7 +127,7 @@ def test_milp_is_the_optimum_over_kinds_and_counts(
 @given(problem=problems())
 @settings(max_examples=15, deadline=None)
 def test_every_policy_gives_a_trainer_nodes_of_one_kind_that_it_may_use(
-    name: str, problem: tuple[Pool, list[Trainer], dict[str, frozenset[str]]]
+    name: str, problem: tuple[Pool, list[PlannedJob], dict[str, frozenset[str]]]
 ) -> None:
     pool, trainers, current = problem
     decision = allocate_over_kinds(POLICIES[name](), pool, trainers, current, 0.0)

@@ -11,7 +11,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.objectives.base import (
     OBJECTIVES,
     Deadline,
@@ -32,7 +32,7 @@ from freetrain_parsl.testing.policy_suite import PolicyConformance
 from tests.support.exact import best_value, value
 
 PLAIN = ("priority", "speedup", "throughput")
-TRAINER = Trainer("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), CostsInSeconds(10, 5, 3), priority=3.0)
+TRAINER = PlannedJob("t", 2, 6, ScalingCurve({1: 100.0, 2: 200.0, 6: 400.0}), CostsInSeconds(10, 5, 3), priority=3.0)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("throughput", 400.0), ("speedup", 2.0), ("priority", 6.0)])
@@ -51,9 +51,9 @@ def test_table_agrees_with_single_calls(name, seed):
 
 
 def test_speedup_of_a_trainer_without_rate_at_its_minimum_is_in_units_of_its_next_rate():
-    trainer = Trainer("t", 1, 4, ScalingCurve({1: 0.0, 2: 50.0, 4: 100.0}))
+    trainer = PlannedJob("t", 1, 4, ScalingCurve({1: 0.0, 2: 50.0, 4: 100.0}))
     assert resolve_objective("speedup")(trainer, 4) == 2.0
-    idle = Trainer("t", 1, 4, ScalingCurve({1: 0.0}))
+    idle = PlannedJob("t", 1, 4, ScalingCurve({1: 0.0}))
     assert resolve_objective("speedup")(idle, 4) == 0.0
 
 
@@ -145,7 +145,7 @@ def decide(objective, nodes, *trainers, now=0.0, **held):
 
 def saturating(name, one, serial, most=16, **options):
     rates = {n: one / (serial + (1 - serial) / n) for n in range(1, most + 1)}
-    return Trainer(name, 1, most, ScalingCurve(rates), **options)
+    return PlannedJob(name, 1, most, ScalingCurve(rates), **options)
 
 
 def test_throughput_goes_to_the_quick_and_speedup_to_those_that_scale():
@@ -168,8 +168,8 @@ def test_a_users_function_decides():
 
 
 def test_deadline_is_met_before_throughput_and_with_no_more_nodes_than_that_takes():
-    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
-    urgent = Trainer("urgent", 1, 16, LINEAR, work_left=47_000.0, deadline=100.0)
+    quick = PlannedJob("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = PlannedJob("urgent", 1, 16, LINEAR, work_left=47_000.0, deadline=100.0)
     assert decide("throughput", 12, quick, urgent) == [12, 0]
     assert decide("deadline", 12, quick, urgent) == [7, 5]  # 470 samples per second
     assert decide("deadline", 12, quick, urgent, now=50.0) == [2, 10]
@@ -177,8 +177,8 @@ def test_deadline_is_met_before_throughput_and_with_no_more_nodes_than_that_take
 
 
 def test_a_deadline_that_cannot_be_met_counts_for_nothing():
-    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
-    urgent = Trainer("urgent", 1, 16, LINEAR, work_left=47_000.0, deadline=100.0)
+    quick = PlannedJob("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = PlannedJob("urgent", 1, 16, LINEAR, work_left=47_000.0, deadline=100.0)
     for late in (replace(urgent, max_nodes=4), replace(urgent, deadline=-1.0), replace(urgent, work_left=math.inf)):
         assert decide("deadline", 12, quick, late) == [12, 0]
     # Starting takes time too: after 60 s, 40 are left, and 16 nodes are not sufficient.
@@ -187,14 +187,14 @@ def test_a_deadline_that_cannot_be_met_counts_for_nothing():
 
 
 def test_a_deadline_that_a_larger_pool_would_meet_gets_what_there_is():
-    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
-    urgent = Trainer("urgent", 1, 16, LINEAR, work_left=100_000.0, deadline=100.0)
+    quick = PlannedJob("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = PlannedJob("urgent", 1, 16, LINEAR, work_left=100_000.0, deadline=100.0)
     assert decide("deadline", 8, quick, urgent) == [0, 8]
 
 
 def test_nodes_beyond_the_need_are_given_back_whatever_the_bonus():
-    quick = Trainer("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
-    urgent = Trainer("urgent", 1, 16, LINEAR, CostsInSeconds(10, 5), work_left=47_500.0, deadline=100.0)
+    quick = PlannedJob("quick", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}))
+    urgent = PlannedJob("urgent", 1, 16, LINEAR, CostsInSeconds(10, 5), work_left=47_500.0, deadline=100.0)
     assert decide("deadline", 12, quick, urgent, urgent=12) == [7, 5]
     # With 4750 samples a second to lose and 100 each to win, changes would not pay off for the secondary objective.
     slow = replace(quick, curve=ScalingCurve({1: 4.0, 16: 64.0}))
@@ -203,8 +203,8 @@ def test_nodes_beyond_the_need_are_given_back_whatever_the_bonus():
 
 def test_later_deadlines_wait_if_they_can():
     """Both fit one after the other but not concurrently: the first deadline is served first."""
-    first = Trainer("first", 1, 10, LINEAR, work_left=100e3, deadline=100.0)
-    later = Trainer("later", 1, 10, LINEAR, work_left=500e3, deadline=1000.0)
+    first = PlannedJob("first", 1, 10, LINEAR, work_left=100e3, deadline=100.0)
+    later = PlannedJob("later", 1, 10, LINEAR, work_left=500e3, deadline=1000.0)
     assert decide("deadline", 10, first, later) == [10, 0]
     # With more work the later one needs some nodes now; then only one deadline can be met: that of the smaller job.
     assert decide("deadline", 10, replace(first, work_left=70e3), replace(later, work_left=930e3)) == [7, 3]
@@ -272,8 +272,8 @@ def test_deadlines_that_fit_are_met_while_time_goes_by(seed):
     for index, (deadline, share) in enumerate(zip(deadlines.tolist(), shares, strict=True)):
         curve = saturating("x", float(rng.uniform(50, 200)), 0.02).curve
         work = 0.9 * curve(share) * deadline
-        urgent.append(Trainer(f"u{index}", 1, 16, curve, costs, work_left=work, deadline=deadline))
-    greedy = Trainer("greedy", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}), costs)
+        urgent.append(PlannedJob(f"u{index}", 1, 16, curve, costs, work_left=work, deadline=deadline))
+    greedy = PlannedJob("greedy", 1, 16, ScalingCurve({1: 1000.0, 16: 16000.0}), costs)
     done, _ = run([*urgent, greedy], 16, "deadline")
     assert all(done.get(t.name, math.inf) <= t.deadline for t in urgent), (done, deadlines)
     late, _ = run([*urgent, greedy], 16, "throughput")
@@ -292,7 +292,7 @@ def test_max_min_raises_the_smallest_speedup_at_the_price_of_the_sum():
 
 
 def test_max_min_changes_nothing_for_a_gain_that_does_not_pay():
-    a, b = (Trainer(name, 1, 16, LINEAR, CostsInSeconds(18, 12)) for name in "ab")
+    a, b = (PlannedJob(name, 1, 16, LINEAR, CostsInSeconds(18, 12)) for name in "ab")
     assert decide("max-min", 21, a, b, a=10, b=10) == [10, 10]
     assert decide("max-min", 24, a, b, a=10, b=10) == [12, 12]
     assert decide("max-min", 16, a, b, a=13, b=3) == [8, 8]
@@ -317,7 +317,9 @@ def test_when_nodes_are_too_few_trainers_take_turns_and_none_waits_longer_than_t
     """With k others waiting, a wait lasts at most (k + 1) turns plus as many intervals between decisions."""
     turn, step, nodes = 100.0, 20.0, 6
     costs = CostsInSeconds(18, 12, 10)
-    trainers = [Trainer(f"t{i}", low, 6, LINEAR, costs, submitted=float(i)) for i, low in enumerate([1, 4, 2, 6, 3, 1])]
+    trainers = [
+        PlannedJob(f"t{i}", low, 6, LINEAR, costs, submitted=float(i)) for i, low in enumerate([1, 4, 2, 6, 3, 1])
+    ]
     _, history = run(trainers, nodes, MaxMin(turn=timedelta(seconds=turn)), step=step, steps=300)
     served: dict[str, list[float]] = {t.name: [0.0] for t in trainers}
     for now, counts in history:

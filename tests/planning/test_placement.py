@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.placement import check_allocation, current_counts, place
 
 POOL = Pool([PoolNode("a", 100.0), PoolNode("b", 300.0), PoolNode("c"), PoolNode("d", 300.0), PoolNode("e", 200.0)])
@@ -41,7 +41,7 @@ def test_who_is_left_out_or_gets_none_is_absent():
 
 def test_nodes_outside_the_pool_are_lost():
     assert place({"t": 1}, POOL, {"t": nodes("xyz")}) == {"t": nodes("c")}
-    trainers = [Trainer("t", 1, 4, CURVE), Trainer("u", 1, 4, CURVE)]
+    trainers = [PlannedJob("t", 1, 4, CURVE), PlannedJob("u", 1, 4, CURVE)]
     assert current_counts(trainers, POOL, {"t": nodes("axy"), "gone": nodes("b")}) == {"t": 1, "u": 0}
 
 
@@ -91,8 +91,8 @@ def test_counts_are_met_exactly_and_nobody_is_moved(data):
 )
 def test_allocations_that_break_the_contract_are_refused(allocation, message):
     with pytest.raises(PlanningError, match=message):
-        check_allocation(allocation, POOL, [Trainer("t", 2, 3, CURVE), Trainer("u", 1, 4, CURVE)])
+        check_allocation(allocation, POOL, [PlannedJob("t", 2, 3, CURVE), PlannedJob("u", 1, 4, CURVE)])
 
 
 def test_good_allocation_passes():
-    check_allocation({"u": nodes("abcd")}, POOL, [Trainer("t", 2, 3, CURVE), Trainer("u", 1, 4, CURVE)])
+    check_allocation({"u": nodes("abcd")}, POOL, [PlannedJob("t", 2, 3, CURVE), PlannedJob("u", 1, 4, CURVE)])

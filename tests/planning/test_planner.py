@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, Pool, Trainer
+from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, PlannedJob, Pool
 from freetrain_parsl.planning.objectives.base import MaxMin
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
@@ -126,7 +126,7 @@ def test_without_events_it_decides_again_after_its_interval() -> None:
 
 def test_a_second_trainer_of_the_same_name_is_refused(planner: Planner) -> None:
     planner.advance(ev.TrainerSubmitted(0, trainer("t")))
-    with pytest.raises(InvalidTrainer, match="already named"):
+    with pytest.raises(InvalidApp, match="already named"):
         planner.advance(ev.TrainerSubmitted(1, trainer("t")))
 
 
@@ -208,9 +208,9 @@ class _Spy(Policy):
         self.asked = asked or MilpPolicy()
         self.calls = 0
         self.pool = Pool()
-        self.trainers: dict[str, Trainer] = {}
+        self.trainers: dict[str, PlannedJob] = {}
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         self.calls += 1
         self.pool, self.trainers = pool, {t.name: t for t in trainers}
         return self.asked.allocate(pool, trainers, current, now)

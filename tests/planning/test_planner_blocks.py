@@ -128,7 +128,7 @@ def test_after_a_preemption_nothing_is_requested_before_the_next_look(planner: P
 
 
 def test_nothing_is_requested_from_windows_that_are_outdated(planner: Planner) -> None:
-    """While no nodes were needed, windows were not queried; the first training waits for a survey."""
+    """While no nodes were needed, windows were not queried; the first training job waits for a survey."""
     planner.advance(ev.WindowsSeen(0, (window("a"),)), ev.WindowsOutdated(20))
     assert planner.advance(ev.TrainerSubmitted(30, trainer("t"))) == []
     (request,) = planner.advance(ev.WindowsSeen(31, (window("a"),)))

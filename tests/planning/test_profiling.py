@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import PlanningError
 from freetrain_parsl.planning.curves.learning import Profile, learned
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.policies import MilpPolicy
 
 
@@ -28,7 +28,7 @@ def test_nothing_known_is_the_default_on_the_smallest_size():
     profile = Profile()
     assert profile.curve == ScalingCurve.default()
     assert profile.largest_worth_trying is None
-    (trainer,) = learned([Trainer("t", 2, 64, ScalingCurve.default())], {"t": profile})
+    (trainer,) = learned([PlannedJob("t", 2, 64, ScalingCurve.default())], {"t": profile})
     assert (trainer.min_nodes, trainer.max_nodes) == (2, 2)
 
 
@@ -36,7 +36,7 @@ def test_a_trainer_that_has_done_nothing_yet_is_still_unknown():
     profile = measured((1, 0.0))
     assert not profile.known
     assert profile.curve.relative
-    (trainer,) = learned([Trainer("t", 1, 64, ScalingCurve.default())], {"t": profile})
+    (trainer,) = learned([PlannedJob("t", 1, 64, ScalingCurve.default())], {"t": profile})
     assert trainer.rate(1) > 0
 
 
@@ -56,7 +56,7 @@ def test_the_curve_passes_through_what_was_measured(rates):
 
 @given(st.dictionaries(st.integers(1, 64), st.floats(0.1, 1e6), min_size=1), st.integers(1, 4), st.integers(0, 200))
 def test_nothing_is_tried_beyond_twice_the_largest_or_four_times_the_best(rates, low, more):
-    trainer = Trainer("t", low, low + more, ScalingCurve.default())
+    trainer = PlannedJob("t", low, low + more, ScalingCurve.default())
     (seen,) = learned([trainer], {"t": measured(*rates.items())})
     best = min(n for n, rate in rates.items() if rate == max(rates.values()))
     assert seen.max_nodes <= max(low, min(2 * max(rates), 4 * best))
@@ -91,7 +91,7 @@ def test_a_users_curve_keeps_its_shape_and_does_not_limit():
 
 
 def test_who_is_unknown_does_not_wait_behind_those_that_are_known():
-    trainers = [Trainer("known", 1, 8, ScalingCurve.default()), Trainer("new", 2, 8, ScalingCurve.default())]
+    trainers = [PlannedJob("known", 1, 8, ScalingCurve.default()), PlannedJob("new", 2, 8, ScalingCurve.default())]
     seen = learned(trainers, {"known": measured((1, 3000.0), (2, 5000.0)), "new": Profile()})
     assert seen[1].rate(2) == 6000.0
     pool = Pool([PoolNode("a"), PoolNode("b"), PoolNode("c")])
@@ -99,7 +99,7 @@ def test_who_is_unknown_does_not_wait_behind_those_that_are_known():
 
 
 def test_trainers_that_are_alike_share_what_is_measured():
-    trainers = [Trainer(name, 1, 8, ScalingCurve.default()) for name in ("a", "b")]
+    trainers = [PlannedJob(name, 1, 8, ScalingCurve.default()) for name in ("a", "b")]
     shared = measured((1, 100.0), (2, 150.0))
     first, second = learned(trainers, {"a": shared, "b": shared})
     assert first.curve == second.curve == shared.curve
@@ -107,7 +107,7 @@ def test_trainers_that_are_alike_share_what_is_measured():
 
 
 def test_without_a_profile_a_trainer_is_left_alone():
-    trainer = Trainer("t", 1, 8, ScalingCurve({1: 1.0}))
+    trainer = PlannedJob("t", 1, 8, ScalingCurve({1: 1.0}))
     assert learned([trainer], {}) == [trainer]
 
 
@@ -126,7 +126,9 @@ def hidden_trainers(rng, *, step):
         serial, one = 10 ** rng.uniform(-3, -1), rng.uniform(100, 3000)
         cut = rng.uniform(0.5, 0.8) if step else 1.0
         rates = {n: one / (serial + (1 - serial) / n) * (cut if n > 8 else 1.0) for n in range(1, 65)}
-        trainers.append(Trainer(f"t{index}", int(rng.integers(1, 3)), 64, ScalingCurve(rates), CostsInSeconds(18, 12)))
+        trainers.append(
+            PlannedJob(f"t{index}", int(rng.integers(1, 3)), 64, ScalingCurve(rates), CostsInSeconds(18, 12))
+        )
     return trainers
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 CURVE = ScalingCurve({2: 190.0, 4: 300.0, 8: 280.0})
@@ -26,7 +26,7 @@ def test_linear_between_points_and_flat_beyond(nodes, rate):
 
 
 def test_below_the_first_point_is_refused():
-    with pytest.raises(InvalidTrainer, match="starts at 2 nodes"):
+    with pytest.raises(InvalidApp, match="starts at 2 nodes"):
         CURVE(1)
 
 
@@ -86,7 +86,7 @@ def test_repr_makes_it_again():
     ],
 )
 def test_bad_points_are_refused_in_one_line(given_points, message):
-    with pytest.raises(InvalidTrainer, match=message) as caught:
+    with pytest.raises(InvalidApp, match=message) as caught:
         ScalingCurve(given_points)
     assert "\n" not in str(caught.value)
 
@@ -107,7 +107,7 @@ def test_a_curve_to_be_learned_is_asked_for_by_a_word():
 
 
 def test_an_array_is_refused_in_one_line():
-    with pytest.raises(InvalidTrainer, match="a point is a pair"):
+    with pytest.raises(InvalidApp, match="a point is a pair"):
         ScalingCurve.of(np.array([[1, 100], [2, 190]]))
 
 
@@ -166,5 +166,5 @@ def test_of_takes_what_a_user_may_give(tmp_path):
     for value in (CURVE, dict(CURVE.points), list(CURVE.points), tmp_path / "c.csv", str(tmp_path / "c.csv")):
         assert ScalingCurve.of(value) == CURVE
     assert ScalingCurve.of(None) == ScalingCurve.default()
-    with pytest.raises(InvalidTrainer, match="expected a mapping"):
+    with pytest.raises(InvalidApp, match="expected a mapping"):
         ScalingCurve.of(42)

@@ -11,7 +11,7 @@ import pytest
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.policies import MilpPolicy, WindowPolicy
 from freetrain_parsl.testing.instances import random_instance
@@ -21,7 +21,7 @@ LINEAR = ScalingCurve({1: 10.0, 64: 640.0})
 
 
 def trainer(name, least=1, most=64, curve=LINEAR, costs=COSTS, **more):
-    return Trainer(name, least, most, curve, costs, **more)
+    return PlannedJob(name, least, most, curve, costs, **more)
 
 
 def nodes(prefix, number, closes=None, **more):

@@ -1,4 +1,4 @@
-"""The time in steps that count is a part of the node time, whatever happened to drivers and trainings."""
+"""The time in steps that count is a part of the node time, whatever happened to drivers and training jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Training:
-    """A training of the model, with its steps since its beginning: whether a journal shows them, and slot-seconds."""
+    """A job of the model, with its steps since its beginning: whether a journal shows them, and slot-seconds."""
 
     steps: list[tuple[bool, float]] = field(default_factory=list)
     saved: int = 0
@@ -43,7 +43,7 @@ class _Training:
 
 
 class _World:
-    """Two trainings, each with a node of its own, and drivers one after the other; writes their journals."""
+    """Two training jobs, each with a node of its own, and drivers one after the other; writes their journals."""
 
     def __init__(self, slots: int, earlier: float) -> None:
         self.time = 0.0
@@ -133,7 +133,7 @@ class _World:
             self.write(ended)
 
     def kill(self, dark: float) -> None:
-        """Kill the driver; its trainings go on for a while, and save."""
+        """Kill the driver; its training jobs continue for a while, and save."""
         if not self.runs:
             return
         self.runs = False
@@ -175,7 +175,7 @@ class _World:
 
     @property
     def truth(self) -> float:
-        """Slot-seconds in steps that the journals show and that are in the state of the trainings."""
+        """Slot-seconds in steps that the journals show and that are in the state of the training jobs."""
         return sum(seconds for training in self.trainings.values() for shown, seconds in training.steps if shown)
 
 
@@ -268,7 +268,7 @@ def test_steps_that_are_lost_do_not_count_with_any_driver():
 
 
 def test_a_driver_that_learns_late_of_a_group_does_not_count_more_steps_than_training():
-    """As after it was suspended: its nodes count as between trainings until then."""
+    """As after it was suspended: its nodes count as between training jobs until then."""
     counted = CountedSteps()
     counted.take(record.FragmentStarted("a", 1, ["n1"], in_place=False, paused=0.0))
     counted.take_progress({"a": {"slot_seconds": 90.0}})

@@ -263,7 +263,7 @@ def slots(node, *numbers, time=13.0):
 
 
 def test_slots_per_node_are_those_of_the_nodes_that_train():
-    """Of several kinds, in proportion to the time; one that takes the place of a lost one, or goes on, is none more."""
+    """Of several kinds, in proportion to the time; one that replaces a lost one, or continues, is none more."""
     again = [(14.0, record.SlotLost("n1-1", "n1", "its process ended")), *slots("n1", 3, time=14.0)]
     entries = sorted([*BLOCK, *slots("n1", 1, 2), *again, *slots("n2", 1, 2, 3, 4)], key=lambda each: each[0])
     entries = [each for each in entries if each[1] != record.SlotJoined("s1", "n1", "b1", 1)]

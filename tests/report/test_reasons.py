@@ -41,7 +41,7 @@ def seen(now, *nodes, lasts=60.0, least=1):
 
 
 def waiting(now, *entries):
-    """Return the records of a run whose training waits."""
+    """Return the records of a run whose training job waits."""
     return (
         record.PlannerStarted("", "milp", asdict(SETTINGS.in_seconds())),
         record.TrainingSubmitted("a", 1, 2, None),
@@ -82,7 +82,7 @@ def test_refused_blocks_and_nodes_that_cannot_be_used_are_reasons():
     differs = record.EnvironmentDiffers("n3", "Python 3.9 there, 3.11 here", refused=True)
     assert reasons(*waiting(1000.0, *aside, differs)) == [
         "set aside: n[1-2]: 3 jobs failed there",
-        "no training can run on n3: Python 3.9 there, 3.11 here",
+        "no training job can run on n3: Python 3.9 there, 3.11 here",
     ]
     run = RunState()
     for entry in waiting(1000.0, *aside):
@@ -108,7 +108,7 @@ def test_settings_and_windows_of_another_version_explain_nothing():
 
 @pytest.fixture
 def run(tmp_path):
-    """Make a run whose driver is this process, with a training that waits and one that is not fused."""
+    """Make a run whose driver is this process, with a training job that waits and one that is not fused."""
     now = time.time()
     store = RunStore.create(tmp_path, FACTS, ["a", "b"])
     driver = store.begin_driver(*own_identity())

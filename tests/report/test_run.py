@@ -33,7 +33,7 @@ HISTORY = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunState:
-    """Two trainings: `a` starts on one node, grows, has a node failure and resumes; `b` fails."""
+    """Two training jobs: `a` starts on one node, grows, has a node failure and resumes; `b` fails."""
     journal = Journal(tmp_path / "journal.sqlite")
     for name in ("a", "b"):
         journal.write(1.0, record.TrainingSubmitted(name, 1, 2, None))
@@ -138,11 +138,11 @@ def test_a_training_that_resume_continues_waits_with_its_reason(tmp_path: Path) 
     journal = Journal(tmp_path / "journal.sqlite")
     for name in ("a", "b"):
         journal.write(1.0, record.TrainingSubmitted(name, 1, 2, None))
-    journal.write(2.0, record.TrainingFailed("a", "CodeChanged: training 'a': it was edited\n", final=False))
+    journal.write(2.0, record.TrainingFailed("a", "CodeChanged: training job 'a': it was edited\n", final=False))
     journal.write(2.0, record.TrainingFailed("b", "ValueError: no"))
     journal.close()
     a, b = RunState(journal.path).refresh().trainings.values()
-    assert (a.state, a.remark()) == ("waiting", "CodeChanged: training 'a': it was edited")
+    assert (a.state, a.remark()) == ("waiting", "CodeChanged: training job 'a': it was edited")
     assert (b.state, b.remark()) == ("failed", "")
 
 
@@ -184,7 +184,7 @@ def test_the_live_view_tells_who_has_each_node_and_what_is_open(run: RunState) -
     assert "idle" in rows["n1"]
     assert "closes in 20 s" in rows["n1"]
     assert "main job 7" in rows["n2"]
-    assert "0 of 2 trainings done" in text
+    assert "0 of 2 training jobs done" in text
     assert "0.2500" in text
 
 
@@ -197,13 +197,13 @@ def test_the_timeline_is_drawn_in_the_format_of_its_name(
     assert path.read_bytes().startswith(magic)
     if suffix == ".svg":
         text = path.read_text()
-        assert "#e69f00" in text, "the first training's colour"
+        assert "#e69f00" in text, "the first training job's colour"
         assert "#8a8a8a" in text, "main jobs"
 
 
 @pytest.fixture
 def fused(tmp_path: Path) -> RunState:
-    """Six trainings in an array on one node; `t1` leaves it and `t6` takes its place; `alone` is not fused."""
+    """Six training jobs in an array on one node; `t1` leaves it and `t6` takes its place; `alone` is not fused."""
     journal = Journal(tmp_path / "fused.sqlite")
     names = [f"t{number}" for number in range(7)]
     for name in (*names, "alone"):

@@ -1,4 +1,4 @@
-"""A shell on a real Slurm with a campaign of one training."""
+"""A shell on a real Slurm with a campaign of one training job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ system: slurm
 block: {partition: preemptible, command_timeout: 5 s}
 network: {driver_address: 127.0.0.1}
 planner: {startup: 8 s, min_useful: 10 s, closing_margin: 3 s, max_walltime: 10 min, idle_timeout: 3 s, settle: 1 s}
-manners: {poll_interval: 1 s, submissions_per_minute: 60}
+rate_limits: {poll_interval: 1 s, submissions_per_minute: 60}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 30 s}
 checkpoints: {interval: %s}
 """
@@ -34,7 +34,7 @@ trainings:
 
 
 class SlurmShell(Shell):
-    """A shell on the cluster whose training is slow from the start."""
+    """A shell on the cluster whose training job is slow from the start."""
 
     def __init__(self, cluster, directory: Path, checkpoint_interval: str) -> None:
         super().__init__(directory, site=SITE % checkpoint_interval, campaign=CAMPAIGN)
@@ -42,7 +42,7 @@ class SlurmShell(Shell):
         self.slow.touch()
 
     def run_until_trained(self, share: float) -> subprocess.Popen[str]:
-        """Start the campaign and wait until its training has done a share."""
+        """Start the campaign and wait until its training job has done a share."""
         driver = self.start_campaign()
         self.until(f"SELECT 1 FROM training WHERE state = 'running' AND share > {share}", driver)
         return driver

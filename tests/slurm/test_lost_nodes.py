@@ -1,4 +1,4 @@
-"""A training continues when a node fails: with all its processes, or only for the batch system."""
+"""A training job continues when a node fails: with all its processes, or only for the batch system."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_training_survives_the_loss_of_a_node_and_the_node_is_used_again(start
 
 
 def test_a_block_whose_slurmd_is_killed_trains_on_until_slurm_gives_the_node_up(start, cluster) -> None:
-    """Slurm notices after SlurmdTimeout and ends the job; the training continues elsewhere without losing steps."""
+    """Slurm notices after SlurmdTimeout and ends the job; the training job continues elsewhere without losing steps."""
     driver = start()
     future = driver.train(epochs=60)  # longer than Slurm may take to notice
     driver.until_step()

@@ -30,7 +30,7 @@ kinds:
 node: {{exclusive: true}}
 network: {{driver_address: 127.0.0.1}}
 planner: {{startup: 8 s, min_useful: 10 s, closing_margin: 3 s, max_walltime: 10 min, idle_timeout: 3 s, settle: 1 s}}
-manners: {{poll_interval: 1 s, submissions_per_minute: 60}}
+rate_limits: {{poll_interval: 1 s, submissions_per_minute: 60}}
 trainings: {{heartbeat_timeout: 8 s, threads_per_slot: 1}}
 checkpoints: {{interval: 2 s}}
 """
@@ -62,7 +62,7 @@ def test_windows_are_those_of_both_partitions(cluster, file) -> None:
 
 
 def test_blocks_run_in_the_partition_of_their_kind(site) -> None:
-    """Two trainings need one kind each; the third takes nodes of the other partition than the one that is full."""
+    """Two training jobs need one kind each; the third takes nodes of the other partition than the one that is full."""
     train = make_app(fuse=False)
     futures = {
         "w": train.options(name="w", node_kinds=["west"], min_nodes=3, max_nodes=3)(epochs=40),

@@ -9,7 +9,7 @@ import pytest
 
 from freetrain_parsl.errors import BatchSystemError, InvalidSettings
 from tests.batch_systems.backends import Slurm
-from tests.batch_systems.driving import MANNERS, Driver, loaded_drivers
+from tests.batch_systems.driving import RATE_LIMITS, Driver, loaded_drivers
 from tests.support.slurm.loopback import LoopbackSlurm
 
 pytestmark = pytest.mark.slurm
@@ -33,7 +33,7 @@ def test_a_full_queue_costs_nothing_but_time(tmp_path, monkeypatch) -> None:
 
 
 def test_repeated_refusals_end_the_trainings_with_the_reason(start, cluster) -> None:
-    driver = start("backfill", manners=replace(MANNERS, max_refusals=2))
+    driver = start("backfill", rate_limits=replace(RATE_LIMITS, max_refusals=2))
     cluster.run("scontrol", "update", "PartitionName=backfill", "MaxTime=1")
     try:
         future = driver.train()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from freetrain_parsl import Manners
+from freetrain_parsl import RateLimits
 from freetrain_parsl.windows.slurm.source import SlurmWindowSource
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slurm
 
-INTERVAL = Manners().poll_interval.total_seconds()
+INTERVAL = RateLimits().poll_interval.total_seconds()
 MINUTES = 10
 
 

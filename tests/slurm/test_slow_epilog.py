@@ -10,7 +10,7 @@ import pytest
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.journal import read_journal
 from tests.batch_systems.backends import Slurm
-from tests.batch_systems.driving import MANNERS, loaded_drivers
+from tests.batch_systems.driving import RATE_LIMITS, loaded_drivers
 from tests.support.slurm.loopback import LoopbackSlurm
 
 pytestmark = pytest.mark.slurm
@@ -29,7 +29,9 @@ def test_blocks_that_fail_at_once_and_are_completing_when_first_seen_are_counted
         provider.worker_init += "\nexit 3"
         monkeypatch.setattr(slurm, "provider", lambda: provider)
         with loaded_drivers(tmp_path) as load:
-            driver = load(slurm, manners=replace(MANNERS, max_failed_blocks=3, poll_interval=timedelta(seconds=0.5)))
+            driver = load(
+                slurm, rate_limits=replace(RATE_LIMITS, max_failed_blocks=3, poll_interval=timedelta(seconds=0.5))
+            )
             with pytest.raises(BatchSystemError, match=r"3 attempts in a row to start a block failed.*exit code 3"):
                 driver.train().result(timeout=100)
             kinds = [entry.kind for _, entry in read_journal(driver.executor.journal_path)]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slurm
 
 
 def test_stop_from_another_shell_saves_the_work_and_leaves_the_queue_empty(shell) -> None:
-    """There is no periodic checkpoint: the training resumes from the one saved at the stop."""
+    """There is no periodic checkpoint: the training job resumes from the one saved at the stop."""
     shell = shell(checkpoint_interval="600 s")
     driver = shell.run_until_trained(0.1)
     stopped = shell.run("stop", "run")

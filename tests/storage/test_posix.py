@@ -430,7 +430,7 @@ def test_a_file_system_that_refuses_for_now_is_told_from_one_that_never_works(
 def test_a_checkpoint_that_cannot_be_read_for_now_is_not_taken_for_a_damaged_one(
     directory: CheckpointDirectory, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the training would fall back past it and remove it."""
+    """Otherwise the training job would fall back past it and remove it."""
     entry, _ = directory.publish(1, writer(b"state"), {})
     real = Path.open
 

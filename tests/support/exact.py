@@ -12,14 +12,14 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.planning.objectives.base import Objective
     from freetrain_parsl.planning.solvers.window_model import WindowInstance
 
 __all__ = ["best_value", "best_window_value", "trainer_value", "value"]
 
 
-def value(objective: Objective, trainer: Trainer, current: int, nodes: int, horizon: float) -> float:
+def value(objective: Objective, trainer: PlannedJob, current: int, nodes: int, horizon: float) -> float:
     """Return v_j(nodes) of the count model; see `freetrain_parsl.planning.objectives.base.value_table`.
 
     Parameters

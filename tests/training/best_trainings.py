@@ -1,4 +1,4 @@
-"""A training that keeps its best epoch and stops early; in a module of its own because the crew imports it."""
+"""A training job that keeps its best epoch and stops early; in a module of its own because the crew imports it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(
         if epoch == die_in and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # the others wait for it, to compare the epoch
         value = values[epoch]
-        session.log(accuracy=1 - value if disagree and not session.is_first else value)
+        session.log(accuracy=1 - value if disagree and not session.is_main_process else value)
         weights.append((epoch, model.weight.detach().clone()))
         if session.metrics["steps"] == pause_at:
             training_crew.NOTICE.pause_requested.set()

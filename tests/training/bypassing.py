@@ -39,7 +39,7 @@ def own_dataloader(session: Any) -> None:
             optimizer.step()
 
 
-class Trainer:
+class PlannedJob:
     """A stand-in for the trainers of libraries: with its own loader, optimizer and loop."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,12 +55,12 @@ class Trainer:
 
 def library_trainer(session: Any) -> None:
     model, _ = session.prepare(net(), torch.optim.SGD, lr=0.1)
-    Trainer(model).train()
+    PlannedJob(model).train()
 
 
 def library_trainer_without_prepare(session: Any) -> None:
     del session
-    Trainer(net()).train()
+    PlannedJob(net()).train()
 
 
 def accumulate_by_hand(session: Any) -> None:

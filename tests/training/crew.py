@@ -1,4 +1,4 @@
-"""The driver's side of a crew: starts processes, sends them trainings and commands, and handles failures."""
+"""The driver's side of a crew: starts processes, sends them training jobs and commands, and handles failures."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Member:
         self.lost = False
         self.numbers = itertools.count(1)
         self.number = 0
-        """Number of the last training sent to it."""
+        """Number of the last training job sent to it."""
         self.unheard = 0
-        """Number of messages about this training that it has not confirmed yet."""
+        """Number of messages about this training job that it has not confirmed yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no training."""
+        """Whether it has no training job."""
         return self.number == 0 or self.outcome is not None
 
     def receive(self) -> tuple[str, Any]:
-        """Receive a message, and record it if it is about the current training."""
+        """Receive a message, and record it if it is about the current training job."""
         number, what, content = self.pipe.recv()
         if number != self.number:
             return "", None
@@ -77,7 +77,7 @@ class Member:
 
 
 class Crew:
-    """Processes that stay warm between trainings; a killed process is replaced at its next use.
+    """Processes that stay warm between training jobs; a killed process is replaced at its next use.
 
     Parameters
     ----------
@@ -93,12 +93,12 @@ class Crew:
         self.generations = itertools.count(1)
 
     def start(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> CrewRun:
-        """Start a training on `world_size` members; see `CrewRun`."""
+        """Start a training job on `world_size` members; see `CrewRun`."""
         self._members = [member for member in self._members if member.process.is_alive()]
         return CrewRun(self, world_size, root, function, **settings)
 
     def run(self, world_size: int, root: Path, function: Any = classify, **settings: Any) -> list[Outcome | None]:
-        """Run a training on `world_size` members; the result is ``None`` for a member that died."""
+        """Run a training job on `world_size` members; the result is ``None`` for a member that died."""
         return self.start(world_size, root, function, recover=False, **settings).outcomes()
 
     def warm(self, count: int) -> None:
@@ -109,7 +109,9 @@ class Crew:
     def idle(self, count: int, busy: list[Member]) -> list[Member]:
         """Return `count` idle members that are not among `busy`."""
         for member in self._members:
-            if member not in busy and not member.is_idle:  # the message about the end of its last training is pending
+            if (
+                member not in busy and not member.is_idle
+            ):  # the message about the end of its last training job is pending
                 with suppress(EOFError, ConnectionResetError):
                     while member.pipe.poll(5) and member.receive()[0] != "ended":
                         pass
@@ -139,12 +141,12 @@ class Crew:
 
 
 class CrewRun:
-    """One training of a crew, with the role of the driver: start newcomers, send commands, handle failures.
+    """One training job of a crew, with the role of the driver: start newcomers, send commands, handle failures.
 
     Parameters
     ----------
     crew, world_size, root, function, kwargs
-        The crew, its number of members, the checkpoint directory, and the training.
+        The crew, its number of members, the checkpoint directory, and the training job.
     recover
         Whether the other members are commanded to continue after a failure.
     """
@@ -233,7 +235,7 @@ class CrewRun:
         )
 
     def pause(self, release: Any = lambda: None) -> list[Outcome | None]:
-        """Pause the training."""
+        """Pause the training job."""
         self._tell_all("pause")
         self._wait_until_heard()
         release()

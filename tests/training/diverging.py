@@ -1,4 +1,4 @@
-"""Trainings whose processes come to differ, and some that only look so; the processes of the crew import them."""
+"""Training jobs whose processes come to differ, and some that only look so; the processes of the crew import them."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def training_mailbox() -> Any:
 
 
 def on_unlike_processors(session: Any, *, train: Callable[..., Any], **kwargs: Any) -> Any:
-    """Run a training on processes that take their processors for different ones."""
+    """Run a training job on processes that take their processors for different ones."""
     rank = session.rank
     kind, check._kind_of_processors = check._kind_of_processors, lambda: rank
     try:

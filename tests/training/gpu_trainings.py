@@ -1,4 +1,4 @@
-"""Trainings for a GPU; in a separate module because the processes of the crew import it."""
+"""Training jobs for a GPU; in a separate module because the processes of the crew import it."""
 
 from __future__ import annotations
 

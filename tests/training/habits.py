@@ -1,4 +1,4 @@
-"""The code blocks of the documentation pages on PyTorch habits and ports, as trainings.
+"""The code blocks of the documentation pages on PyTorch habits and ports, as training jobs.
 
 In a separate module because the processes of the crew import it.
 """

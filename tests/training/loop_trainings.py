@@ -1,4 +1,4 @@
-"""Trainings that carry state from step to step, for one process and for groups that change.
+"""Training jobs that carry state from step to step, for one process and for groups that change.
 
 In a separate module because the processes of the crew import it.
 """
@@ -192,7 +192,7 @@ def agree_and_die(session: Any, *, die_at: int, after_step: bool) -> tuple[int, 
         state.tensor += 1
         if session.metrics["steps"] == die_at and session.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        session.agree(session.rank)
+        session.broadcast(session.rank)
         state.it += 1
         state.tensor += 1
 

@@ -1,4 +1,4 @@
-"""Trainings whose gradients are easily wrong on several processes, and the plain loop that they are compared with.
+"""Training jobs whose gradients are easily wrong on several processes, and the plain loop that they are compared with.
 
 In a separate module because the processes of the crew import it.
 """
@@ -63,7 +63,7 @@ class PlainSession:
     def epochs(self, count: int) -> range:
         return range(count)
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,9 +142,9 @@ def penalized(session: Any, net: Net, x: torch.Tensor, y: torch.Tensor) -> Loss:
 def statistic(session: Any, net: Net, x: torch.Tensor, y: torch.Tensor) -> Loss:
     """Add a penalty on the mean output over the whole batch, and on its square."""
     out = net(x)
-    count = session.sum(torch.tensor(float(len(x)), dtype=torch.float64))
-    mean = session.sum(out.sum(0)) / count
-    variance = session.sum((out - mean).pow(2).sum(0)) / count
+    count = session.all_reduce(torch.tensor(float(len(x)), dtype=torch.float64))
+    mean = session.all_reduce(out.sum(0)) / count
+    variance = session.all_reduce((out - mean).pow(2).sum(0)) / count
     return cross_entropy(out, y) + (mean.pow(2) + (variance - 1).pow(2)).mean(), {"reduction": "mean"}
 
 

@@ -1,4 +1,4 @@
-"""Trainings that prepare in another order, or change their optimizer in the loop; for processes of the crew, too."""
+"""Training jobs that prepare in another order, or change their optimizer in the loop; for the crew as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, softplus
 
 
 def state_of(*things: Any) -> list[Any]:
-    """Return copies of states, to compare them after the training."""
+    """Return copies of states, to compare them after the training job."""
     return [
         torch.utils._pytree.tree_map(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, thing.state_dict())
         for thing in things

@@ -1,4 +1,4 @@
-"""A training with a sampler; in a separate module because the processes of the crew import it."""
+"""A training job with a sampler; in a separate module because the processes of the crew import it."""
 
 from __future__ import annotations
 

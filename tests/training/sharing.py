@@ -1,4 +1,4 @@
-"""Trainings whose results would reveal any dependence on the number of processes.
+"""Training jobs whose results would reveal any dependence on the number of processes.
 
 In a separate module because the processes of the crew import it.
 """

@@ -1,4 +1,4 @@
-"""A training without a driver chooses its batch size by the same rules."""
+"""A training job without a driver chooses its batch size by the same rules."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.batch_norm import divisible_for
 from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.data.order import Order
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_batch_of_one_sample_is_said_at_the_start_and_fails_as_in_a_plain_loop
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="more than 1 value per channel"):
-        run_alone(normalize, samples=33)
+        run_local(normalize, samples=33)
     (record,) = [record for record in caplog.records if "BatchNorm1d" in record.message]
     assert record.message == (
         "the last batch of an epoch has one sample (33 samples in batches of 16), on which BatchNorm1d fails in "

@@ -1,4 +1,4 @@
-"""The best epoch is kept, and the training stops early: alike on all processes, and after a restart."""
+"""The best epoch is kept, and the training job stops early: alike on all processes, and after a restart."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def alone(root: Path, function: Any = train, **settings: Any) -> Any:
 
 
 def check(outcome: Any, plain: dict[str, Any], *, within: float = 0.0) -> None:
-    """Compare a result with that of an undisturbed training: the same epoch is kept, with the same weights."""
+    """Compare a result with that of an undisturbed training job: the same epoch is kept, with the same weights."""
     assert outcome is not None
     assert isinstance(outcome.end, Finished), outcome.error
     result = outcome.end.value

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from training_crew import SAMPLES, Data, net
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,8 +44,8 @@ BYPASSES = [
     (plain_loop, r"SGD.step\(\) was called outside session.step\(\).*replace loss.backward\(\)"),
     (step_after_session_backward, r"SGD.step\(\) was called outside session.step\(\)"),
     (own_dataloader, r"SGD.step\(\) was called outside session.step\(\)"),
-    (library_trainer, r"Adam.step\(\) was called outside session.step\(\).*Trainer.train\(\), cannot run"),
-    (library_trainer_without_prepare, r"called Adam.step\(\), but never session.step\(\).*Trainer.train"),
+    (library_trainer, r"Adam.step\(\) was called outside session.step\(\).*PlannedJob.train\(\), cannot run"),
+    (library_trainer_without_prepare, r"called Adam.step\(\), but never session.step\(\).*PlannedJob.train"),
     (accumulate_by_hand, r"loss.backward\(\) and without session.step\(\).*micro_batch"),
     (add_a_second_backward, r"loss.backward\(\) was called before session.step\(loss\) in the same batch"),
     (manual_descent, r"epoch 0: loss.backward\(\) was called on the model.*take the batches from session.loader"),
@@ -56,7 +56,7 @@ BYPASSES = [
 @pytest.mark.parametrize(("function", "message"), BYPASSES)
 def test_training_past_the_session_is_refused_in_one_line(tmp_path: Path, function: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        run_alone(function, directory=tmp_path)
+        run_local(function, directory=tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -82,7 +82,7 @@ def test_a_long_loop_without_prepare_is_refused_before_it_ends(tmp_path: Path) -
             steps.append(1)
 
     with pytest.raises(UsageError, match=r"100 steps of SGD were made before session.prepare\(\)"):
-        run_alone(train, directory=tmp_path)
+        run_local(train, directory=tmp_path)
     assert len(steps) == 99
 
 
@@ -120,12 +120,12 @@ def test_skipped_batches_adversarial_examples_probes_and_validation_are_no_mista
         return session.metrics
 
     batches = -(-SAMPLES // 8)
-    assert run_alone(train, directory=tmp_path)["steps"] == 2 * (batches - 2)
+    assert run_local(train, directory=tmp_path)["steps"] == 2 * (batches - 2)
 
 
 def test_optimizers_are_free_again_after_the_session(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        run_alone(plain_loop, directory=tmp_path)
+        run_local(plain_loop, directory=tmp_path)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""When a training is saved, and which checkpoints are rejected."""
+"""When a training job is saved, and which checkpoints are rejected."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_disk_that_fills_up_inside_a_tensor_is_named_as_such(tmp_path: Path) -
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# ── damaged checkpoints, and those of other trainings ──────────────────────────────────────────
+# ── damaged checkpoints, and those of other training jobs ──────────────────────────────────────────
 
 
 def damage(checkpoint: Path, how: str) -> None:

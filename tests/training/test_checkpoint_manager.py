@@ -80,7 +80,7 @@ def test_a_stated_interval_runs_from_the_beginning_of_one_save_to_that_of_the_ne
 def test_without_a_stated_interval_it_follows_from_the_measured_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that blocks the training for 2 s, and a failure every hour: about sqrt(2·2·3600) s = 120 s."""
+    """A copy that blocks the training job for 2 s, and a failure every hour: about sqrt(2·2·3600) s = 120 s."""
     controlled = ControlledManager(tmp_path, monkeypatch)
     controlled.manager._schedule.measured(blocked=2.0, slowdown=0.0)
     assert controlled.manager.interval.total_seconds() == pytest.approx(121, abs=2)
@@ -213,7 +213,7 @@ def test_an_error_that_no_waiting_mends_is_raised_at_the_end(controlled: Control
 def test_a_directory_that_cannot_be_taken_over_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The training continues in the new group; the next checkpoint retries."""
+    """The training job continues in the new group; the next checkpoint retries."""
     heir = ControlledManager(tmp_path, monkeypatch, group=Group(0, 1, 1))
     heir.fail(errno.EROFS)
     heir.manager.rejoin()

@@ -1,4 +1,4 @@
-"""Batches that change their size: every sample once per epoch, and the same result wherever the training runs."""
+"""Batches that change their size: every sample once per epoch, and the same result wherever the training job runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training_crew import SAMPLES, Data, classify, lag, net, run_member
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.reports import GroupFailed
 from freetrain_parsl.training.data.loader_options import LoaderOptions
-from freetrain_parsl.training.fragment import Finished, Membership, run_alone
+from freetrain_parsl.training.fragment import Finished, Membership, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,7 +132,7 @@ def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], messag
         session.loader(Data(), 8, **options)
 
     with pytest.raises(UsageError, match=message) as caught:
-        run_alone(train)
+        run_local(train)
     assert "\n" not in str(caught.value)
 
 
@@ -153,7 +153,7 @@ def test_a_batch_with_a_step_done_keeps_its_samples() -> None:
                 session.step(cross_entropy(other(x), y), optimizer=optimizers[1])
         return session.audit
 
-    audit = run_alone(train)
+    audit = run_local(train)
     assert (audit.samples_lost, audit.duplicate_samples) == (0, 0)
     assert sizes == [8, 16, 16, 13]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from freetrain_parsl import run_alone
+from freetrain_parsl import run_local
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.extension import SESSIONS, SessionExtension, extension_for, filled
 
@@ -73,7 +73,7 @@ def train(session: Any, kind: type[nn.Linear], *, best: bool = False) -> dict[st
 
 
 def test_it_is_asked_at_its_places_and_changes_no_result() -> None:
-    with_it = run_alone(train, Marked)
+    with_it = run_local(train, Marked)
     assert Counted.calls == [
         "prepared model, optimizer",
         "data of 6",
@@ -82,21 +82,21 @@ def test_it_is_asked_at_its_places_and_changes_no_result() -> None:
         "batch 0 3",
         "batch 1 0",  # after this the loader fetches all
     ]
-    assert with_it == run_alone(train, nn.Linear)
-    assert len(Counted.calls) == 6, "a training that does not need it"
+    assert with_it == run_local(train, nn.Linear)
+    assert len(Counted.calls) == 6, "a training job that does not need it"
 
 
 def test_it_refuses_before_the_first_step() -> None:
     with pytest.raises(UsageError, match="not with a marked model"):
-        run_alone(train, Marked, best=True)
-    run_alone(train, nn.Linear, best=True)
+        run_local(train, Marked, best=True)
+    run_local(train, nn.Linear, best=True)
 
 
 def test_a_checkpoint_may_need_it_though_the_objects_do_not(tmp_path: Path) -> None:
-    """As that of a sharded training which resumes in one process."""
-    run_alone(train, nn.Linear, directory=tmp_path)
+    """As that of a sharded training job which resumes in one process."""
+    run_local(train, nn.Linear, directory=tmp_path)
     assert Counted.calls == []
-    run_alone(train, nn.Linear, directory=tmp_path)
+    run_local(train, nn.Linear, directory=tmp_path)
     assert Counted.calls == ["fill Linear", "fill SGD"]
 
 

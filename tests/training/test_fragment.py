@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from training_crew import SAMPLES, Data, classify, net
 from training_runs import Run, loop, parameters, same, ticking
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.protocol.reports import PauseReason
-from freetrain_parsl.training.fragment import Finished, Paused, run_alone
+from freetrain_parsl.training.fragment import Finished, Paused, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ def test_what_the_ledger_counts_is_what_the_user_trained_on(tmp_path: Path) -> N
                 session.step(cross_entropy(model(x), y))
         return session.audit
 
-    assert run_alone(skip_one, directory=tmp_path).samples_lost == 8
+    assert run_local(skip_one, directory=tmp_path).samples_lost == 8
 
 
 def test_a_finished_training_started_again_returns_the_same_and_does_no_step(tmp_path: Path) -> None:
@@ -208,8 +208,8 @@ def test_progress_goes_into_json(tmp_path: Path) -> None:
 
 
 def test_a_function_without_a_session_is_refused_when_it_is_tried_alone() -> None:
-    with pytest.raises(InvalidTrainer, match="has no parameter for the session"):
-        run_alone(lambda: 3)
+    with pytest.raises(InvalidApp, match="has no parameter for the session"):
+        run_local(lambda: 3)
 
 
 @pytest.mark.parametrize(("leave", "code"), [("return", 0), ("raise", 1), ("exit", 3), ("exit with text", 1)])
@@ -230,4 +230,4 @@ def test_a_forked_process_that_leaves_the_function_ends_and_is_no_member(leave: 
             ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return ended, session.metrics["steps"]
 
-    assert run_alone(train, directory=tmp_path) == (code, 4)
+    assert run_local(train, directory=tmp_path) == (code, 4)

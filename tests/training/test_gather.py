@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset, default_collate
 from training_crew import net
 
 from freetrain_parsl.training.data.loader import Gather
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -118,5 +118,5 @@ def test_a_training_is_the_same_whichever_way_its_batches_are_fetched(tmp_path: 
                 session.step(cross_entropy(model(inputs), labels))
         return [seen, [value.tolist() for value in model.state_dict().values()]]
 
-    gathered, collated = (run_alone(train, kind, directory=tmp_path / kind.__name__) for kind in (TensorDataset, Own))
+    gathered, collated = (run_local(train, kind, directory=tmp_path / kind.__name__) for kind in (TensorDataset, Own))
     assert gathered == collated

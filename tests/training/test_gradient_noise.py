@@ -1,4 +1,4 @@
-"""The gradient noise scale: its estimates against the exact values, and what it costs a training."""
+"""The gradient noise scale: its estimates against the exact values, and what it costs a training job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that would be lost, or those of one process only, end a training with a mend; harmless code does not."""
+"""Gradients that would be lost, or those of one process only, end a job with a mend; harmless code does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from training_runs import Run
 
 from freetrain_parsl.errors import CheckpointMismatch, UsageError
-from freetrain_parsl.training.fragment import Finished, Paused, run_alone
+from freetrain_parsl.training.fragment import Finished, Paused, run_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ def lbfgs(net: nn.Module) -> torch.optim.Optimizer:
 
 def refused(function: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        run_alone(function)
+        run_local(function)
     assert "\n" not in str(caught.value)
 
 
@@ -68,7 +68,7 @@ def test_a_batch_may_be_skipped_after_its_backward_pass(set_to_none: bool) -> No
                 optimizer.zero_grad(set_to_none=set_to_none)
         return int(session.metrics["steps"])
 
-    assert run_alone(train) == 3
+    assert run_local(train) == 3
 
 
 # ── parameters that the session does not know ─────────────────────────────────────────────────────
@@ -100,7 +100,7 @@ def test_teachers_and_probes_are_no_mistakes() -> None:
             for_probe.zero_grad()
         return int(session.metrics["steps"])
 
-    assert run_alone(train) == 7
+    assert run_local(train) == 7
 
 
 def tempered(session: Any, run: Run, pause_after: int | None = None, shape: tuple[int, ...] = ()) -> Any:
@@ -224,9 +224,9 @@ def test_sums_cannot_be_called_in_a_closure() -> None:
     def train(session: Any) -> None:
         net = Net()
         for x, _ in batches(session, net, lbfgs(net)):
-            session.step(lambda x=x: session.sum(net(x)).pow(2).mean())
+            session.step(lambda x=x: session.all_reduce(net(x)).pow(2).mean())
 
-    refused(train, "session.sum cannot be called in the closure")
+    refused(train, "session.all_reduce cannot be called in the closure")
 
 
 def test_an_optimizer_that_needs_no_closure_evaluates_it_once() -> None:
@@ -236,14 +236,14 @@ def test_an_optimizer_that_needs_no_closure_evaluates_it_once() -> None:
             assert session.step((lambda x=x, y=y: cross_entropy(net(x), y)) if by_closure else cross_entropy(net(x), y))
         return net.last.weight.detach()
 
-    assert torch.equal(run_alone(train, by_closure=True), run_alone(train, by_closure=False))
+    assert torch.equal(run_local(train, by_closure=True), run_local(train, by_closure=False))
 
 
 # ── sums and reductions ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("options", [{"micro_batch": 2}, {}], ids=str)
-@pytest.mark.parametrize("verb", ["sum", "gather"])
+@pytest.mark.parametrize("verb", ["all_reduce", "gather"])
 def test_a_part_of_a_loss_has_to_be_of_the_whole_batch(options: dict[str, Any], verb: str) -> None:
     """With micro-batches it may be read, but not be part of a loss; nor be differentiated without the session."""
 
@@ -267,7 +267,7 @@ def test_what_is_no_tensor_of_samples_is_not_gathered() -> None:
 
     for value, message in ((3, "got int"), (torch.tensor(3), "got one without dimensions")):
         with pytest.raises(UsageError, match=message):
-            run_alone(train, value=value)
+            run_local(train, value=value)
 
 
 @pytest.mark.parametrize(
@@ -295,4 +295,4 @@ def test_a_bare_sum_is_what_the_user_says() -> None:
             session.step(cross_entropy(net(x), y, reduction="none").sum(), reduction=reduction)
         return float(session.metrics["loss"])
 
-    assert run_alone(train, reduction="mean") == pytest.approx(53 * run_alone(train, reduction="sum"))
+    assert run_local(train, reduction="mean") == pytest.approx(53 * run_local(train, reduction="sum"))

@@ -27,7 +27,7 @@ ROUNDED = {"bfloat16": 3e-2, "scaler": 1e-2}
 
 
 def finished(outcome: Outcome | None) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, Any]]:
-    """Return the metrics of a training, the processes by step, and the state of all prepared objects."""
+    """Return the metrics of a training job, the processes by step, and the state of all prepared objects."""
     assert outcome is not None
     assert isinstance(outcome.end, Finished), outcome.error
     assert outcome.end.checkpoint is not None

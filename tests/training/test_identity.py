@@ -1,4 +1,4 @@
-"""A training's code is distinguished from other code, but not from the same code elsewhere."""
+"""A training job's code is distinguished from other code, but not from the same code elsewhere."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from verbs import plain, tag
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.loader_options import LoaderOptions
-from freetrain_parsl.training.fragment import Finished, Membership, run_alone
+from freetrain_parsl.training.fragment import Finished, Membership, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,11 +42,11 @@ def assert_as_plain(value: dict[str, Any], epochs: int = 2) -> None:
     ids=str,
 )
 def test_one_process_has_the_result_of_a_plain_loop(options: dict[str, Any]) -> None:
-    assert_as_plain(run_alone(tag, **options))
+    assert_as_plain(run_local(tag, **options))
 
 
 def test_without_pieces_the_result_is_the_same_bit_by_bit() -> None:
-    assert torch.equal(run_alone(tag)["parameters"], plain()[0])
+    assert torch.equal(run_local(tag)["parameters"], plain()[0])
 
 
 def test_a_batch_without_items_changes_nothing_but_the_counts() -> None:
@@ -63,7 +63,7 @@ def test_a_batch_without_items_changes_nothing_but_the_counts() -> None:
         assert torch.equal(model.weight, before)
         return session.metrics["loss"], session.audit
 
-    assert run_alone(train) == (None, Audit(4, 0, 0))
+    assert run_local(train) == (None, Audit(4, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_is_no_number_of_items_is_refused(items: list[Any], message: str) -
                 session.step(model(x).mean(), items=number)
 
     with pytest.raises(UsageError, match=message) as caught:
-        run_alone(train)
+        run_local(train)
     assert "\n" not in str(caught.value)
 
 
@@ -97,7 +97,7 @@ def test_items_without_a_loss_are_refused() -> None:
         session.step(items=3)
 
     with pytest.raises(UsageError, match="items belong to a loss"):
-        run_alone(train)
+        run_local(train)
 
 
 def test_a_second_step_on_a_batch_weighs_its_own_items() -> None:
@@ -117,7 +117,7 @@ def test_a_second_step_on_a_batch_weighs_its_own_items() -> None:
                     session.step(optimizer=optimizer)
         return gradients
 
-    assert run_alone(train) == [1.0, 1.0]
+    assert run_local(train) == [1.0, 1.0]
 
 
 def test_the_loss_of_a_batch_as_a_tensor_is_the_number() -> None:
@@ -137,7 +137,7 @@ def test_the_loss_of_a_batch_as_a_tensor_is_the_number() -> None:
             assert session.position == (0, 4, True)
         assert session.position == (1, 0, False)
 
-    run_alone(train)
+    run_local(train)
 
 
 # ── several processes ─────────────────────────────────────────────────────────────────────────────
@@ -182,7 +182,7 @@ def test_processes_come_go_and_die_and_the_result_is_that_of_a_plain_loop(
 @pytest.mark.slow
 def test_with_a_fixed_number_of_shards_it_is_the_same_bit_by_bit(crew: Crew, tmp_path: Path) -> None:
     options = {"deterministic": True, "options": LoaderOptions(shards=4)}
-    alone = run_alone(tag, **options)
+    alone = run_local(tag, **options)
     for value in disturbed(crew, tmp_path, 2, EVENTS, **options):
         assert torch.equal(value["parameters"], alone["parameters"])
         assert value["history"] == alone["history"]

@@ -10,7 +10,7 @@ import torch
 from torch import optim
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 from freetrain_parsl.training.step.elastic_batch import ElasticBatch
 from freetrain_parsl.training.step.learning_rate import RateScaling, check_lr_scaling, check_schedulers
 
@@ -152,7 +152,7 @@ def test_the_session_refuses_it_before_the_first_step(late: bool) -> None:
         session.epochs(1)
 
     with pytest.raises(UsageError, match="a learning-rate scheduler was made"):
-        run_alone(train)
+        run_local(train)
 
 
 def test_one_that_is_made_in_the_loop_is_refused_after_the_first_epoch() -> None:
@@ -168,4 +168,4 @@ def test_one_that_is_made_in_the_loop_is_refused_after_the_first_epoch() -> None
                 scheduler.step()
 
     with pytest.raises(UsageError, match="a learning-rate scheduler was made"):
-        run_alone(train)
+        run_local(train)

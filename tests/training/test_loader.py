@@ -15,7 +15,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.loader import check_dataset, to_device
-from freetrain_parsl.training.fragment import ControlMailbox, Membership, Paused, run_alone, run_fragment
+from freetrain_parsl.training.fragment import ControlMailbox, Membership, Paused, run_fragment, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,8 +68,8 @@ def test_worker_processes_fetch_the_same_batches_in_every_epoch(tmp_path: Path) 
         assert (session.audit.samples_seen, session.audit.samples_lost) == (2 * SAMPLES, 0)
         return torch.cat(seen)
 
-    here = run_alone(batches, 0, directory=tmp_path / "here")
-    there = run_alone(batches, 1, directory=tmp_path / "there")
+    here = run_local(batches, 0, directory=tmp_path / "here")
+    there = run_local(batches, 1, directory=tmp_path / "there")
     assert torch.equal(here, there)
 
 
@@ -106,7 +106,7 @@ def test_batches_are_made_by_the_users_own_function(tmp_path: Path) -> None:
             size = next(iter(data))
         return size
 
-    assert run_alone(train, directory=tmp_path) == 20
+    assert run_local(train, directory=tmp_path) == 20
 
 
 @pytest.mark.parametrize("way", ["next", "fresh iterators", "break"])
@@ -129,4 +129,4 @@ def test_batches_can_be_taken_one_by_one(way: str) -> None:
             assert not list(data if way != "next" else batches)
         return session.metrics["steps"], session.audit
 
-    assert run_alone(train) == (14, Audit(samples_seen=2 * SAMPLES))
+    assert run_local(train) == (14, Audit(samples_seen=2 * SAMPLES))

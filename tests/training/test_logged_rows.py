@@ -1,4 +1,4 @@
-"""The values that a training passes to its trackers."""
+"""The values that a training job passes to its trackers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from training_runs import Run, loop
 
 from freetrain_parsl.errors import CheckpointError, UsageError
 from freetrain_parsl.protocol.reports import GroupFailed
-from freetrain_parsl.training.fragment import Finished, Membership, Paused, run_alone
+from freetrain_parsl.training.fragment import Finished, Membership, Paused, run_local
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.loop_state import LoopStates
 
@@ -140,7 +140,7 @@ def test_a_member_that_missed_the_end_of_a_step_takes_the_others_values_and_keep
 
 @pytest.mark.slow
 def test_a_failure_between_two_changes_of_a_batch_undoes_both(crew: Crew, tmp_path: Path) -> None:
-    """Before the step; after it, the training resumes from its checkpoint, as the step is not repeated."""
+    """Before the step; after it, the training job resumes from its checkpoint, as the step is not repeated."""
     outcomes = crew.start(2, tmp_path / "before", agree_and_die, die_at=4, after_step=False).outcomes()
     assert value_of(outcomes[0]) == (42, 42)
     outcomes = crew.start(2, tmp_path / "after", agree_and_die, die_at=4, after_step=True).outcomes()
@@ -277,9 +277,9 @@ def test_names_are_declared_once_and_before_the_loop() -> None:
             session.state(it=0)
 
     with pytest.raises(UsageError, match="'it' is declared twice"):
-        run_alone(twice)
+        run_local(twice)
     with pytest.raises(UsageError, match=r"call session\.state before `for epoch in"):
-        run_alone(late)
+        run_local(late)
 
 
 def test_a_wrong_element_is_refused_when_it_is_saved() -> None:

@@ -10,7 +10,7 @@ from losses import LOSSES, PlainSession, learn
 from test_items import EVENTS, disturbed
 from training_crew import SAMPLES
 
-from freetrain_parsl.training.fragment import Finished, run_alone
+from freetrain_parsl.training.fragment import Finished, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ def assert_as_one(value: dict[str, Any], loss: str, **options: Any) -> None:
     torch.testing.assert_close(
         value["parameters"], learn(PlainSession(), loss=loss, **options)["parameters"], rtol=0, atol=1e-11
     )
-    alone = run_alone(learn, loss=loss, **options)
+    alone = run_local(learn, loss=loss, **options)
     assert value["loss"] == pytest.approx(alone["loss"], abs=1e-11)
     number = len(value["losses"])
     assert value["losses"] == pytest.approx(alone["losses"][-number:] if number else [], abs=1e-11)
@@ -38,7 +38,7 @@ def assert_as_one(value: dict[str, Any], loss: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_process_has_the_result_of_a_plain_loop(loss: str) -> None:
-    assert_as_one(run_alone(learn, loss=loss, **OPTIONS[loss]), loss, **OPTIONS[loss])
+    assert_as_one(run_local(learn, loss=loss, **OPTIONS[loss]), loss, **OPTIONS[loss])
 
 
 @pytest.mark.slow

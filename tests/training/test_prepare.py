@@ -15,7 +15,7 @@ from torch import nn
 from training_crew import equal, run_member
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.fragment import Membership, Paused, run_alone
+from freetrain_parsl.training.fragment import Membership, Paused, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,7 +106,7 @@ def test_rates_that_a_scheduler_sets_are_no_reason_for_a_warning(
 )
 def test_what_cannot_be_prepared_is_refused(things: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        run_alone(lambda session: session.prepare(*things, **options))
+        run_local(lambda session: session.prepare(*things, **options))
 
 
 def test_a_loop_needs_an_optimizer() -> None:
@@ -115,7 +115,7 @@ def test_a_loop_needs_an_optimizer() -> None:
         session.epochs(1)
 
     with pytest.raises(UsageError, match=r"call session\.prepare\(model, optimizer\) before session\.epochs"):
-        run_alone(train)
+        run_local(train)
 
 
 def test_a_parameter_that_is_made_in_the_loop_is_refused() -> None:
@@ -131,4 +131,4 @@ def test_a_parameter_that_is_made_in_the_loop_is_refused() -> None:
                 session.step(model(x).pow(2).mean())
 
     with pytest.raises(UsageError, match=r"SGD.add_param_group: group 1 has a parameter that was made in the loop"):
-        run_alone(train)
+        run_local(train)

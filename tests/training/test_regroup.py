@@ -1,4 +1,4 @@
-"""Members join, leave and die during a training; its result equals that of an undisturbed one."""
+"""Members join, leave and die during a training job; its result equals that of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_survivors_stay_and_pause_for_a_moment_only(crew: Crew, tmp_path: Path) 
 
 
 def test_only_one_process_is_the_first_before_the_loop_too(crew: Crew, tmp_path: Path) -> None:
-    """A newcomer is not the first before it joins: ``if session.is_first`` before the loop is true once."""
+    """A newcomer is not the first before it joins: ``if session.is_main_process`` before the loop is true once."""
     gates = {4: tmp_path / "go"}
     run = crew.start(1, tmp_path, first_before_the_loop, gates=gates)
     run.regroup(3, release=gates[4].touch)

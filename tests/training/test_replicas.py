@@ -1,4 +1,4 @@
-"""Processes of one training that come to differ are noticed, with a name; those that do not are left alone."""
+"""Processes of one training job that come to differ are noticed, with a name; those that do not are left alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def until_held(run: CrewRun, root: Path) -> None:
 
 
 class Accused(NamedTuple):
-    """A training whose two processes come to differ, and parts of the message."""
+    """A training job whose two processes come to differ, and parts of the message."""
 
     train: Callable[..., object]
     differs: str
@@ -52,10 +52,11 @@ class Accused(NamedTuple):
 
 _OF_PARAMETERS = (
     "random numbers or a process's own values were added to parameters or to .grad after session.backward: use the "
-    "same on all processes, from a generator seeded with session.metrics['steps'], or session.sum(tensor)"
+    "same on all processes, from a generator seeded with session.metrics['steps'], or session.all_reduce(tensor)"
 )
 _OF_BUFFERS = (
-    "it was computed from a process's own share of the batch: add up the shares first, session.sum(x.sum(0)), or "
+    "it was computed from a process's own share of the batch: add up the shares first, "
+    "session.all_reduce(x.sum(0)), or "
     "register it with persistent=False if it is no part of the state"
 )
 _LOCAL = "(session.rank, the loss of its own share of the batch, the clock)"

@@ -1,4 +1,4 @@
-"""What a process uses, and how fast its training is."""
+"""What a process uses, and how fast its training job is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a training resumes from, and which it refuses."""
+"""Which checkpoint a training job resumes from, and which it refuses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_other_code_is_refused_and_the_message_tells_the_remedy(
     ) as caught:
         restored(tmp_path, NEW)
     assert "\n" not in str(caught.value)
-    assert "training 'net'" in str(caught.value)
+    assert "training job 'net'" in str(caught.value)
     assert "on_code_change='restart'" in str(caught.value)
 
 
@@ -133,7 +133,7 @@ def test_a_flip_in_the_format_falls_back_to_the_checkpoint_before(controlled: Co
 
 
 def test_a_mount_that_is_missing_is_not_written_beneath(tmp_path: Path) -> None:
-    """Nor is it taken for a training without checkpoints, which would start over."""
+    """Nor is it taken for a training job without checkpoints, which would start over."""
     root = tmp_path / "root"
     check_writable(root)
     checkpoint_manager = CheckpointManager(SessionOptions("net", root, root_identity=identify_root(root)), Group)

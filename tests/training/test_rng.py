@@ -1,4 +1,4 @@
-"""Random numbers depend only on the position in a training."""
+"""Random numbers depend only on the position in a training job."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_generators_go_on_where_they_were_after_others_have_drawn(
 
 @pytest.mark.parametrize("reads_layout", [True, False])
 def test_seeds_that_come_back_give_the_same_numbers(reads_layout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings that take turns restore each other's seeds, with and without draws in between."""
+    """Training jobs that take turns restore each other's seeds, with and without draws in between."""
     monkeypatch.setattr(rng, "_layout_is_known", lambda: reads_layout)
     expected = {}
     for seed in range(12):

@@ -28,7 +28,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.lazy_positions import counts, seeded_by_chunk
 from freetrain_parsl.training.data.sampler import check_sampler, draw
-from freetrain_parsl.training.fragment import Finished, Membership, Paused, run_alone
+from freetrain_parsl.training.fragment import Finished, Membership, Paused, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def test_a_weighted_sampler_is_trained_on_as_often_as_it_yields() -> None:
-    result = run_alone(sampled.train)
+    result = run_local(sampled.train)
     assert [len(epoch) for epoch in result["seen"]] == [40, 40]
     assert result["seen"][0] != result["seen"][1], "each epoch is drawn anew"
     assert len(set(result["seen"][0])) < 40, "with repetitions"
@@ -81,7 +81,7 @@ def test_the_generators_of_numpy_and_python_are_seeded_and_restored_too() -> Non
 
 @pytest.mark.slow
 def test_two_processes_train_on_the_same_samples_as_one(crew: Crew, tmp_path: Path) -> None:
-    alone = run_alone(sampled.train)
+    alone = run_local(sampled.train)
     outcomes = crew.run(2, tmp_path, sampled.train)
     values = [outcome.end.value for outcome in outcomes if outcome and isinstance(outcome.end, Finished)]
     assert len(values) == 2
@@ -107,7 +107,7 @@ def positions_of(loader: Any, **options: Any) -> list[int]:
                 seen += positions.tolist()
         return seen
 
-    return run_alone(train)
+    return run_local(train)
 
 
 def test_a_data_loader_is_used_with_its_own_options() -> None:
@@ -141,9 +141,9 @@ def test_an_order_of_the_users_own_is_drawn_for_each_epoch_from_seeded_generator
                 seen[-1] += positions.tolist()
         return seen, session.audit
 
-    seen, audit = run_alone(train)
+    seen, audit = run_local(train)
     assert audit == Audit(60, 0, 0)
-    assert run_alone(train)[0] == seen
+    assert run_local(train)[0] == seen
     assert [sorted(epoch) for epoch in seen] == [
         sorted((3 * n + epoch) % SAMPLES for n in range(30)) for epoch in (0, 1)
     ]
@@ -266,9 +266,9 @@ def endless(session: Any, *, replacement: bool, order: str | None = None, pause_
 @pytest.mark.parametrize("replacement", [True, False])
 @pytest.mark.parametrize("order", [None, "torch"])
 def test_a_sampler_may_be_practically_endless(tmp_path: Path, replacement: bool, order: str | None) -> None:
-    """Its positions are drawn when they are needed; a training that resumes has the same ones."""
+    """Its positions are drawn when they are needed; a training job that resumes has the same ones."""
     settings = {"replacement": replacement, "order": order}
-    expected = run_alone(endless, **settings)
+    expected = run_local(endless, **settings)
     for pause in (7, 30):
         end = run_member(endless, {**settings, "pause_at": pause}, root=tmp_path, membership=Membership("net")).end
         assert isinstance(end, Paused)
@@ -287,7 +287,7 @@ def test_an_endless_sampler_has_torchs_order_if_asked_for(replacement: bool) -> 
     data = torch.arange(SAMPLES)
     sampler = RandomSampler(data, replacement=replacement, num_samples=10**10)  # type: ignore[arg-type]
     plain = [batch.tolist() for batch in itertools.islice(DataLoader(data, 16, sampler=sampler), 50)]  # type: ignore[arg-type]
-    assert run_alone(endless, replacement=replacement, order="torch") == plain
+    assert run_local(endless, replacement=replacement, order="torch") == plain
 
 
 @pytest.mark.parametrize("part", [slice(0, 10), slice(4090, 4103), slice(3, 9000), slice(9990, 10050), slice(5, 5)])

@@ -13,7 +13,7 @@ from training_runs import Run, loop
 
 from freetrain_parsl.errors import CheckpointError, UsageError
 from freetrain_parsl.training.data.loader_options import LoaderOptions
-from freetrain_parsl.training.fragment import Paused, run_alone
+from freetrain_parsl.training.fragment import Paused, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -191,7 +191,7 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
             session.step(cross_entropy(model(x), y).reshape(1))
         return session.audit.samples_seen
 
-    assert run_alone(train) == SAMPLES
+    assert run_local(train) == SAMPLES
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_loss_may_have_one_dimension_of_length_one() -> None:
 )
 def test_wrong_use_is_refused_in_one_line(tmp_path: Path, function: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        run_alone(function, directory=tmp_path)
+        run_local(function, directory=tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -251,13 +251,13 @@ def test_a_state_that_could_not_be_read_back_is_refused_before_training(tmp_path
         session.prepare(net(), torch.optim.SGD, Unsavable(), lr=0.1)
 
     with pytest.raises(CheckpointError, match="the state of Unsavable cannot be saved"):
-        run_alone(train, directory=tmp_path)
+        run_local(train, directory=tmp_path)
 
     def train_model(session: Any) -> None:
         session.prepare(WithFunction(2, 2), torch.optim.SGD, lr=0.1)
 
     with pytest.raises(CheckpointError, match="the state of the model cannot be saved"):
-        run_alone(train_model, directory=tmp_path)
+        run_local(train_model, directory=tmp_path)
 
 
 # ── user habits ────────────────────────────────────────────────────────────────────────────────
@@ -273,7 +273,7 @@ def test_gradients_can_be_clipped_between_backward_and_step(tmp_path: Path) -> N
             session.step()
         return float(norm)
 
-    assert run_alone(train, directory=tmp_path) == pytest.approx(1.0, rel=1e-3)
+    assert run_local(train, directory=tmp_path) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_an_epoch_left_early_is_no_loss(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_an_epoch_left_early_is_no_loss(tmp_path: Path) -> None:
             session.metrics["steps"],
         )
 
-    assert run_alone(train, directory=tmp_path) == (0, [0, 1], 6)
+    assert run_local(train, directory=tmp_path) == (0, [0, 1], 6)
 
 
 def test_a_look_at_the_first_batch_does_not_lose_it(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_look_at_the_first_batch_does_not_lose_it(tmp_path: Path) -> None:
                 session.step(cross_entropy(model(x), y))
         return session.audit
 
-    audit = run_alone(train, directory=tmp_path)
+    audit = run_local(train, directory=tmp_path)
     assert (audit.samples_seen, audit.samples_lost, audit.duplicate_samples) == (SAMPLES, 0, 0)
 
 
@@ -332,7 +332,7 @@ def test_the_session_has_a_directory_for_the_users_own_files(tmp_path: Path) -> 
         (session.directory / "note").write_text("mine")
         return session.directory
 
-    assert (run_alone(train, directory=tmp_path) / "note").read_text() == "mine"
+    assert (run_local(train, directory=tmp_path) / "note").read_text() == "mine"
 
 
 # ── the user's own objects ─────────────────────────────────────────────────────────────────────
@@ -372,7 +372,7 @@ def test_a_scheduler_keeps_its_class_and_steps_once_a_batch() -> None:
     from torch.optim.lr_scheduler import LRScheduler, StepLR
 
     before = LRScheduler.step
-    seen = run_alone(looks_at_its_scheduler)
+    seen = run_local(looks_at_its_scheduler)
     pieces, batches = -(-SAMPLES // 4), -(-SAMPLES // 16)
     assert seen == {
         "is its class": True,
@@ -392,4 +392,4 @@ def test_a_training_app_runs_alone_as_its_function_does() -> None:
     def returns(session: Any, value: int) -> int:
         return value
 
-    assert run_alone(training_app(returns), value=3) == run_alone(returns, 3) == 3
+    assert run_local(training_app(returns), value=3) == run_local(returns, 3) == 3

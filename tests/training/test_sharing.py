@@ -1,4 +1,4 @@
-"""The result of a training does not depend on the number of processes, nor on when that number changes."""
+"""The result of a training job does not depend on the number of processes, nor on when that number changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training_crew import SAMPLES, run_member
 
 from freetrain_parsl.training.data.audit import Audit
 from freetrain_parsl.training.data.loader_options import LoaderOptions
-from freetrain_parsl.training.fragment import Finished, Membership, run_alone
+from freetrain_parsl.training.fragment import Finished, Membership, run_local
 from freetrain_parsl.training.step.learning_rate import RateScaling
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def test_running_statistics_are_the_mean_over_the_processes(crew: Crew, tmp_path
 
 def test_augmentation_is_the_same_whoever_fetches(tmp_path: Path) -> None:
     """With this process or with two workers, the result is bitwise equal."""
-    here = run_alone(sharing.train, epochs=1, directory=tmp_path / "0")
-    there = run_alone(sharing.train, epochs=1, num_workers=2, directory=tmp_path / "2")
+    here = run_local(sharing.train, epochs=1, directory=tmp_path / "0")
+    there = run_local(sharing.train, epochs=1, num_workers=2, directory=tmp_path / "2")
     assert here["metrics"] == there["metrics"]
 
 

@@ -1,4 +1,4 @@
-"""A copy in host memory does not change with the training."""
+"""A copy in host memory does not change with the training job."""
 
 from __future__ import annotations
 

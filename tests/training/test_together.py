@@ -1,4 +1,4 @@
-"""`session.sum` and `session.agree`: the same result on all processes, also while these come, go and die."""
+"""`session.all_reduce` and `session.broadcast`: the same result on all processes, also while these come, go and die."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbs import decide, plain
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.data.loader_options import LoaderOptions
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    value = run_alone(decide)
+    value = run_local(decide)
     assert value["sums"] == [SAMPLES] * 3
     assert value["agreed"][2] == {"rank": 0, "epoch": 2, "late": None, "sizes": (1, 2.5)}
 
@@ -32,11 +32,11 @@ def test_results_are_the_callers_own() -> None:
         for _ in session.epochs(0):
             pass
         mine, value = torch.ones(2), [1]
-        session.sum(mine).add_(1)
-        session.agree(value).append(2)
-        return mine.tolist(), value, session.sum(torch.tensor([True, True])).tolist()
+        session.all_reduce(mine).add_(1)
+        session.broadcast(value).append(2)
+        return mine.tolist(), value, session.all_reduce(torch.tensor([True, True])).tolist()
 
-    assert run_alone(train) == ([1.0, 1.0], [1], [1, 1])
+    assert run_local(train) == ([1.0, 1.0], [1], [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -53,25 +53,25 @@ def test_a_call_that_other_processes_would_not_make_is_refused(where: str, messa
         session.prepare(model, torch.optim.SGD, lr=0.1)
         data = session.loader(torch.ones(4, 1), 2, deterministic=where == "batch", options=LoaderOptions(shards=2))
         if where == "function":
-            session.agree(1)
+            session.broadcast(1)
         for _ in session.epochs(1):
             if where == "epoch":
-                session.agree(1)
+                session.broadcast(1)
             for x in data:
-                session.sum(x)
+                session.all_reduce(x)
                 session.step(model(x).sum())
 
     with pytest.raises(UsageError, match=message) as caught:
-        run_alone(train)
+        run_local(train)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda session: session.agree({"a": [object()]}), "dictionaries of these, got object"),
-        (lambda session: session.agree(torch.ones(1)), "got Tensor"),
-        (lambda session: session.sum(3), r"needs a tensor, got int"),
+        (lambda session: session.broadcast({"a": [object()]}), "dictionaries of these, got object"),
+        (lambda session: session.broadcast(torch.ones(1)), "got Tensor"),
+        (lambda session: session.all_reduce(3), r"needs a tensor, got int"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(call: Any, message: str) -> None:
@@ -82,7 +82,7 @@ def test_what_cannot_be_sent_is_refused(call: Any, message: str) -> None:
         call(session)
 
     with pytest.raises(UsageError, match=message):
-        run_alone(train)
+        run_local(train)
 
 
 # ── several processes ─────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""With ``order="torch"`` a training is that of the plain script with the same seed."""
+"""With ``order="torch"`` a training job is that of the plain script with the same seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from training_crew import equal, run_member
 
 from freetrain_parsl.errors import CheckpointMismatch, UsageError
-from freetrain_parsl.training.fragment import Membership, Paused, run_alone
+from freetrain_parsl.training.fragment import Membership, Paused, run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +81,7 @@ def test_the_function_starts_with_the_generators_of_a_plain_script() -> None:
     np.random.seed(7)  # noqa: NPY002 - as user code does
     random.seed(7)
     expected = draw(None)
-    assert run_alone(draw, seed=7) == expected
+    assert run_local(draw, seed=7) == expected
 
 
 @pytest.mark.parametrize("given", ["dataset", "dataset and sampler", "loader"])
@@ -103,7 +103,7 @@ def test_the_order_can_be_given_with_a_dataset_or_a_loader(given: str) -> None:
     torch.manual_seed(0)
     plain_loops.make_model()
     expected = next(iter(DataLoader(TensorDataset(torch.arange(SAMPLES)), 8, shuffle=True)))[0].tolist()
-    assert run_alone(train) == expected
+    assert run_local(train) == expected
 
 
 def test_another_order_is_another_training(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_another_order_is_another_training(tmp_path: Path) -> None:
             for (x,) in data:
                 session.step(x.sum() * session._runtime.state.objects["model"][0].weight.sum())
 
-    run_alone(train, "torch", directory=tmp_path)
+    run_local(train, "torch", directory=tmp_path)
     with pytest.raises(CheckpointMismatch, match="it was trained with drawn 9, now it is None"):
-        run_alone(train, None, directory=tmp_path)
+        run_local(train, None, directory=tmp_path)
 
 
 def test_an_unknown_order_is_refused() -> None:
@@ -124,4 +124,4 @@ def test_an_unknown_order_is_refused() -> None:
         session.loader(TensorDataset(torch.zeros(9)), 3, order="pytorch")
 
     with pytest.raises(UsageError, match="order is 'torch' or a function: epoch -> positions; got 'pytorch'"):
-        run_alone(train)
+        run_local(train)

@@ -1,4 +1,4 @@
-"""A whole state is written by the first member alone: in the background, or while the training waits."""
+"""A whole state is written by the first member alone: in the background, or while the training job waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_periodic_save_returns_before_it_is_written_and_counts_once_it_is(cont
     controlled.manager.poll()
     assert controlled.manager.newest is None
     controlled.settle()
-    assert controlled.manager.newest is None  # until the training polls
+    assert controlled.manager.newest is None  # until the training job polls
     controlled.manager.poll()
     assert controlled.manager.newest is not None
     assert controlled.manager.newest.step == 1

@@ -1,4 +1,4 @@
-"""The code that the processes of a crew run, and small trainings for them; module `crew` starts them.
+"""The code that the processes of a crew run, and small training jobs for them; module `crew` starts them.
 
 In a separate module, not in ``conftest.py``, because the spawned processes import it.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SAMPLES = 53
 NOTICE = ControlMailbox()
-"""The mailbox of the fragment that runs in this process, for trainings that pause themselves."""
+"""The mailbox of the fragment that runs in this process, for training jobs that pause themselves."""
 
 
 class Dictionary:
@@ -87,7 +87,7 @@ class DictionaryServer(BaseManager):
 DictionaryServer.register("dictionary", callable=shared_dictionary, exposed=["set", "get", "add", "check", "delete"])
 
 
-# ── trainings ─────────────────────────────────────────────────────────────────────────────────────
+# ── training jobs ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Data:
@@ -158,7 +158,7 @@ def classify(
 
 def first_before_the_loop(session: Any, *, gates: dict[int, Path]) -> tuple[bool, int, int]:
     """Train like `classify`; return the session's properties of this process before the loop."""
-    before = (session.is_first, session.rank, session.world_size)
+    before = (session.is_main_process, session.rank, session.world_size)
     classify(session, gates=gates)
     return before
 
@@ -206,7 +206,7 @@ def evaluate_on_first(session: Any) -> list[str]:
     for _ in session.epochs(2):
         for x, y in data:
             session.step(cross_entropy(model(x), y))
-        if session.is_first:
+        if session.is_main_process:
             model.eval()
             for _ in range(3):
                 model.guess(Data().x)
@@ -306,7 +306,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended on one member."""
+    """How a training job ended on one member."""
 
     end: Finished | Paused | None
     error: str
@@ -327,7 +327,7 @@ def run_member(
     name: str = "net",
     **options: Any,
 ) -> Outcome:
-    """Run a training in this process; errors are converted to text, to be sent."""
+    """Run a training job in this process; errors are converted to text, to be sent."""
     if mailbox is None:
         mailbox = NOTICE
         mailbox.pause_requested.clear()
@@ -357,7 +357,7 @@ def run_member(
 
 
 def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
-    """Run trainings on command until the connection closes; further commands arrive while they run."""
+    """Run training jobs on command until the connection closes; further commands arrive while they run."""
     torch.set_num_threads(1)
     server = DictionaryServer(address, key)
     server.connect()
@@ -381,7 +381,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
             time.sleep(delay)
             if what == "run":
                 number = content[0]
-                global NOTICE  # noqa: PLW0603 - for trainings that pause themselves; set before any command for it arrives
+                global NOTICE  # noqa: PLW0603 - for training jobs that pause themselves; set before any command for it arrives
                 NOTICE = ControlMailbox()
                 work.put((content, NOTICE))
             elif what == "order":

@@ -1,4 +1,4 @@
-"""Fragments of one training in this process, with a fake clock."""
+"""Fragments of one training job in this process, with a fake clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Run:
-    """Fragments of one training in this process."""
+    """Fragments of one training job in this process."""
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""Trainings with losses over tokens, divided validations and common decisions.
+"""Training jobs with losses over tokens, divided validations and common decisions.
 
 In a separate module because the processes of the crew import it.
 """
@@ -114,14 +114,14 @@ def decide(
     agreed, sums = [], []
     for epoch in session.epochs(epochs):
         for x, y in data:
-            if in_batch and session.agree([session.rank, session.metrics["steps"] >= stop_at])[1]:
+            if in_batch and session.broadcast([session.rank, session.metrics["steps"] >= stop_at])[1]:
                 break
-            number = session.sum(torch.tensor(len(x))) if in_batch else len(x)
+            number = session.all_reduce(torch.tensor(len(x))) if in_batch else len(x)
             if session.step(token_loss(model, x, y), items=(y != IGNORED).sum()) and in_batch:
                 sums.append(int(number))
             pass_gate(session, gates)
         if not in_batch:
             mine = torch.arange(SAMPLES)[session.rank :: session.world_size]
-            sums.append(int(session.sum(torch.tensor([len(mine)]))))
-            agreed.append(session.agree({"rank": session.rank, "epoch": epoch, "late": None, "sizes": (1, 2.5)}))
+            sums.append(int(session.all_reduce(torch.tensor([len(mine)]))))
+            agreed.append(session.broadcast({"rank": session.rank, "epoch": epoch, "late": None, "sizes": (1, 2.5)}))
     return {"parameters": flat(model), "sums": sums, "agreed": agreed, "position": session.position, **session.metrics}

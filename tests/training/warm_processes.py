@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has imported what a training needs, as the slots of a node are."""
+"""Processes that are forked from one that has imported what a training job needs, as the slots of a node are."""
 
 from __future__ import annotations
 

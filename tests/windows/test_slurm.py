@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freetrain_parsl import Manners
+from freetrain_parsl import RateLimits
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings
 from freetrain_parsl.planning.model import WindowKind
 from freetrain_parsl.testing.window_suite import WindowSourceConformance
@@ -14,7 +14,7 @@ from tests.windows.slurm_replies import FIXTURES, NOW, Replies
 
 HEAD_START = 1795263904.0
 CONFIG = (FIXTURES / "slurm-22.05.8" / "scontrol_show_config.txt").read_text()
-POLL_INTERVAL = Manners().poll_interval.total_seconds()
+POLL_INTERVAL = RateLimits().poll_interval.total_seconds()
 
 
 def hiding(waiting: int = 0) -> Replies:

@@ -22,7 +22,7 @@ from freetrain_parsl.campaign.files.apps import (
     parse_reference,
 )
 from freetrain_parsl.campaign.files.entries import CampaignFile, TrainingNames
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.training.signature import bind_call, check_session
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def check_campaign(
 
     Returns
     -------
-    name, trainings
-        Names of the campaign and of its trainings.
+    name, training jobs
+        Names of the campaign and of its training jobs.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def signature_in_source(reference: str, directory: Path) -> inspect.Signature | 
     signature = _signature(node.args)
     try:
         check_session(function, signature)
-    except InvalidTrainer as error:
+    except InvalidApp as error:
         raise import_failure(file.stem, file.parent, error) from None
     return signature
 

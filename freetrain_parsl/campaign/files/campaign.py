@@ -1,4 +1,4 @@
-"""A campaign: the trainings of one run, read from a YAML file and validated before anything is submitted."""
+"""A campaign: the training jobs of one run, read from a YAML file and validated before anything is submitted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Campaign", "CampaignTraining"]
 
 @dataclass(frozen=True)
 class CampaignTraining:
-    """One training of a campaign.
+    """One training job of a campaign.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ class CampaignTraining:
     arguments
         Its arguments.
     kinds_at
-        File and line of its kinds of nodes, or of the training.
+        File and line of its kinds of nodes, or of the training job.
     min_nodes_at
-        File and line of its minimum number of nodes, or of the training.
+        File and line of its minimum number of nodes, or of the training job.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Campaign:
         Original text of the file.
     variables
         Values of ``${NAME}`` in it.
-    trainings
+    training jobs
         In file order.
     import_paths
         Directories from which the nodes import the apps' modules.
@@ -115,7 +115,7 @@ class Campaign:
 
 
 def _trainings_of(entry: TrainingsEntry, app: TrainingApp, tracker: Any) -> Iterator[CampaignTraining]:
-    """Return the trainings of an item of the list."""
+    """Return the training jobs of an item of the list."""
     section, options = entry.section, dict(entry.options)
     if tracker is not None and app.request("training").trackers is None:
         options.setdefault("tracker", tracker)

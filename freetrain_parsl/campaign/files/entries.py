@@ -1,4 +1,4 @@
-"""The text of a campaign file: its trainings, read and checked without their apps."""
+"""The text of a campaign file: its training jobs, read and checked without their apps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.app_options import AppOptions
 from freetrain_parsl.campaign.files.yaml_file import Section, user_path
 from freetrain_parsl.campaign.site.site import read_costs
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.executor.jobs.request import fusion_of
 from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.curves.scaling import LEARN
@@ -29,7 +29,7 @@ _MOST_TRAININGS = 10_000  # more is probably an error in a grid
 
 @dataclass(frozen=True)
 class TrainingPoint:
-    """One training of an item of the list; the first of its repeats has number 0."""
+    """One training job of an item of the list; the first of its repeats has number 0."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -38,7 +38,7 @@ class TrainingPoint:
 
 @dataclass(frozen=True)
 class TrainingsEntry:
-    """An item of the list of trainings: one training, or all of its grid and repeats.
+    """An item of the list of training jobs: one training job, or all of its grid and repeats.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class TrainingsEntry:
     arguments, grid, repeats
         Its arguments, those with several values, and how often each combination is trained.
     template
-        Names its trainings.
+        Names its training jobs.
     numbered
         Whether the number of the repeat is appended to the name.
     """
@@ -75,7 +75,7 @@ class TrainingsEntry:
             A key is unknown, or a value is invalid; the message gives file and line.
         """
         reference = section.required("app", "path.py:function")
-        section.checked(user_path, reference, key="app")  # before it gives the trainings their names
+        section.checked(user_path, reference, key="app")  # before it gives the training jobs their names
         options = _read_options(section, directory)
         arguments = section.section("arguments").values()
         grid = _read_grid(section, arguments)
@@ -85,7 +85,7 @@ class TrainingsEntry:
         template = section.checked(NameTemplate, given, (*grid, "repeat"), key="name")
         section.done()
         if count > _MOST_TRAININGS:
-            raise section.refusal(f"this makes more than {_MOST_TRAININGS} trainings", "grid" if grid else "repeat")
+            raise section.refusal(f"this makes more than {_MOST_TRAININGS} training jobs", "grid" if grid else "repeat")
         numbered = repeats > 1 and not grid and not is_template(given)
         return cls(section, reference, options, arguments, grid, repeats, template, numbered)
 
@@ -95,7 +95,7 @@ class TrainingsEntry:
         return "arguments" if self.section.has("arguments") else "grid"
 
     def points(self) -> Iterator[TrainingPoint]:
-        """Return its trainings, in order."""
+        """Return its training jobs, in order."""
         for values in itertools.product(*self.grid.values()):
             point = dict(zip(self.grid, values, strict=True))
             for repeat in range(self.repeats):
@@ -107,7 +107,7 @@ class TrainingsEntry:
 
 @dataclass(frozen=True)
 class CampaignFile:
-    """A campaign file without its apps; `tracker` is for the trainings that set none."""
+    """A campaign file without its apps; `tracker` is for the training jobs that set none."""
 
     name: str
     tracker: Any
@@ -133,7 +133,7 @@ class CampaignFile:
 
 
 class TrainingNames:
-    """The names of a campaign's trainings: each is unique, and they are not too many."""
+    """The names of a campaign's training jobs: each is unique, and they are not too many."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -144,15 +144,15 @@ class TrainingNames:
         Raises
         ------
         InvalidInput
-            Another training has it, or there are too many.
+            Another training job has it, or there are too many.
         """
         if name in self.names:
             raise entry.section.refusal(
-                f"two trainings are named {name!r}; give a 'name' of its own to one of them", "name"
+                f"two training jobs are named {name!r}; give a 'name' of its own to one of them", "name"
             )
         self.names[name] = None
         if len(self.names) > _MOST_TRAININGS:
-            raise entry.section.refusal(f"this makes more than {_MOST_TRAININGS} trainings")
+            raise entry.section.refusal(f"this makes more than {_MOST_TRAININGS} training jobs")
 
 
 def _read_options(section: Section, directory: Path) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _read_fuse(section: Section) -> Any:
     value = section.value("fuse")
     try:
         fusion_of("auto" if value is None else value, None)
-    except InvalidTrainer:
+    except InvalidApp:
         given = "true" if value is True else repr(value)
         raise section.refusal(
             f"fuse must be auto, false or a whole number of at least 2, got {given}", "fuse"
@@ -222,7 +222,7 @@ def _read_grid(section: Section, arguments: Mapping[str, Any]) -> dict[str, list
 
 
 def _default_name(reference: str, grid: Mapping[str, object], repeat: int) -> str:
-    """Name trainings after their app's file and the values in which they differ."""
+    """Name training jobs after their app's file and the values in which they differ."""
     place, _, function = reference.rpartition(":")
     first = (Path(place).stem if "/" in place or place.endswith(".py") else place.rpartition(".")[2]) or function
     return "-".join([first, *(f"{name}{{{name}}}" for name in grid), *(["{repeat}"] if repeat > 1 else [])])

@@ -1,7 +1,7 @@
 """Strict YAML reader: every error names file, line and key; nothing is guessed or ignored.
 
 Scalars stay text until a getter converts them to the expected type, so that ``00:10:00`` is not 600 and ``no`` is not
-false. Free values (arguments of a training) follow YAML 1.2: ``1e-3`` is a number.
+false. Free values (arguments of a training job) follow YAML 1.2: ``1e-3`` is a number.
 """
 
 from __future__ import annotations

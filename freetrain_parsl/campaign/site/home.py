@@ -77,21 +77,21 @@ class HomeKind(ABC):
         run
             The run.
         allowed
-            Whether this driver may still act. One that was replaced leaves everything as it is: trainings and copies
-            belong to the other one.
+            Whether this driver may still act. One that was replaced leaves everything as it is: training jobs and
+            copies belong to the other one.
         """
 
     @abstractmethod
     def clean(self, run: RunStore, report: Callable[[str], None]) -> None:
-        """Withdraw what the dead driver of a run has left, and release its trainings."""
+        """Withdraw what the dead driver of a run has left, and release its training jobs."""
 
     @abstractmethod
     def prune(
         self, run: RunStore, keep: int, training: str | None, report: Callable[[str], None], *, dry_run: bool
     ) -> None:
-        """Remove checkpoints at home that are older than the `keep` newest of their training.
+        """Remove checkpoints at home that are older than the `keep` newest of their training job.
 
-        Only trainings that this run owns are touched, or only `training`.
+        Only training jobs that this run owns are touched, or only `training`.
         """
 
 

@@ -174,12 +174,12 @@ def _export_paths(paths: Sequence[Path]) -> str:
 
 
 def refuse_impossible(campaign: Campaign, site: Site) -> None:
-    """Reject trainings that require kinds of nodes, or more nodes, than the site file states.
+    """Reject training jobs that require kinds of nodes, or more nodes, than the site file states.
 
     Raises
     ------
     InvalidInput
-        There is such a training; the message has its place in the campaign file.
+        There is such a training job; the message has its place in the campaign file.
     """
     known = {kind.name for kind in site.kinds}
     for training in campaign.trainings:
@@ -189,18 +189,18 @@ def refuse_impossible(campaign: Campaign, site: Site) -> None:
                     f"the kinds of {site.file} are {', '.join(sorted(known))}" if known else f"{site.file} has none"
                 )
                 raise InvalidInput(
-                    f"{training.kinds_at}: training {training.name!r} needs nodes of kind {kind!r}; {choices}"
+                    f"{training.kinds_at}: training job {training.name!r} needs nodes of kind {kind!r}; {choices}"
                 )
     _refuse_larger(campaign, site.node_counts, site.file)
 
 
 def refuse_too_large(campaign: Campaign, site: Site) -> None:
-    """Reject trainings that require more nodes than the batch system has for the site's blocks; query it if needed.
+    """Reject training jobs that require more nodes than the batch system has for the site's blocks; query it if needed.
 
     Raises
     ------
     InvalidInput
-        There is such a training; the message has its place in the campaign file.
+        There is such a training job; the message has its place in the campaign file.
     BatchSystemError
         The batch system did not answer.
     """
@@ -212,7 +212,7 @@ def refuse_too_large(campaign: Campaign, site: Site) -> None:
 
 
 def _refuse_larger(campaign: Campaign, counts: Mapping[str, int], owner: str) -> None:
-    """Reject trainings that require more nodes than there are of each kind that they may use, as far as known."""
+    """Reject training jobs that require more nodes than there are of each kind that they may use, as far as known."""
     for training in campaign.trainings:
         kinds = training.app.node_kinds or tuple(counts)
         needed = _min_nodes(training)
@@ -220,7 +220,7 @@ def _refuse_larger(campaign: Campaign, counts: Mapping[str, int], owner: str) ->
             continue
         sizes = " and ".join(f"{counts[kind]} of kind {kind!r}" if kind else str(counts[kind]) for kind in kinds)
         raise InvalidInput(
-            f"{training.min_nodes_at}: training {training.name!r} needs min_nodes={needed} nodes at the same time"
+            f"{training.min_nodes_at}: training job {training.name!r} needs min_nodes={needed} nodes at the same time"
             f"{', all of one kind' if any(kinds) else ''}, but {owner} has only {sizes}; lower min_nodes"
         )
 

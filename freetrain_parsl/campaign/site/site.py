@@ -16,7 +16,7 @@ from freetrain_parsl.executor.batch.systems import SYSTEMS
 from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
-from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
+from freetrain_parsl.settings import CheckpointSettings, RateLimits, TrainingSettings
 from freetrain_parsl.strict_yaml import read_text
 from freetrain_parsl.windows.system import given_values
 
@@ -196,9 +196,9 @@ def find_site_file(path: Path) -> Path:
 
 
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
-    """Read the sections planner, manners and trainings: the arguments of planner and executor."""
-    planner, manners, trainings = top.section("planner"), top.section("manners"), top.section("trainings")
-    pending = given_values(max_pending_blocks=manners.count("max_pending_blocks"))
+    """Read the sections planner, rate_limits and training jobs: the arguments of planner and executor."""
+    planner, rate_limits, trainings = top.section("planner"), top.section("rate_limits"), top.section("trainings")
+    pending = given_values(max_pending_blocks=rate_limits.count("max_pending_blocks"))
     settings = planner.checked(
         PlannerSettings, **planner.fields_of(PlannerSettings, without=("max_pending_blocks",)), **pending
     )
@@ -209,9 +209,9 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         policy=_read_policy(trainings),
         grace=trainings.duration("grace", positive=True),
         trainings=TrainingSettings(**own),
-        manners=Manners(**manners.fields_of(Manners, positive=True)),
+        rate_limits=RateLimits(**rate_limits.fields_of(RateLimits, positive=True)),
     )
-    for section in (planner, manners, trainings):
+    for section in (planner, rate_limits, trainings):
         section.done()
     return settings, executor
 

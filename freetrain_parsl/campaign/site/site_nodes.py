@@ -24,14 +24,14 @@ _MOST_SLOTS = 1024
 
 @dataclass(frozen=True)
 class NodeShape(NodeResources):
-    """What a site file says of each node: the resources that a block requests, and how it runs trainings.
+    """What a site file says of each node: the resources that a block requests, and how it runs training jobs.
 
     Parameters
     ----------
     cores, gpus, memory, exclusive
         See `NodeResources`.
     slots
-        Trainings that run on it concurrently: its accelerators, or 1.
+        Training jobs that run on it concurrently: its accelerators, or 1.
     accelerators
         Number or names, one per slot.
     python

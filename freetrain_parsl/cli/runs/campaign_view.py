@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim", "cancelled": "dim"}
 _NUMBER = re.compile(r"[0-9][0-9.]*( [kMGT]?B)?")
 _LONGEST_ERROR = 800
-_FRAME_LINES = 8  # lines of the live view besides one per training
+_FRAME_LINES = 8  # lines of the live view besides one per training job
 
 
 class ProgressView:
@@ -85,7 +85,7 @@ class LiveView(ProgressView):
                 + (f"warning: {run.failed_starts.sentence(time.time())}" if run.failed_starts else "blocks start again")
             )
         if self._console.is_terminal:
-            head = f"{self._title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} trainings done"
+            head = f"{self._title} · {elapsed:.0f} s · {run.completed} of {len(run.trainings)} training jobs done"
             shown, more = self._fitting(run)
             parts: list[RenderableType] = [_windows_line(run), Text(), training_table(shown), *([more] if more else [])]
             parts += [*remarks(shown, time.time()), *(Text(note, style="cyan") for note in notes)]
@@ -106,7 +106,7 @@ class LiveView(ProgressView):
                 self.report(f"{elapsed:7.1f} s  {note}")
 
     def _fitting(self, run: RunState) -> tuple[list[TrainingState], Text | None]:
-        """Choose the trainings that fit the terminal, running ones first, and count the omitted ones."""
+        """Choose the training jobs that fit the terminal, running ones first, and count the omitted ones."""
         trainings = list(run.trainings.values())
         room = max(1, self._console.size.height - _FRAME_LINES)
         if len(trainings) <= room:
@@ -139,7 +139,9 @@ def drive_and_report(run: CampaignRun, *, as_json: bool, resuming: bool = False)
     left = sum(item.state not in ("finished", "cancelled") for item in trainings)
     if left and how != "interrupted":
         failed = sum(item.state == "failed" for item in trainings)
-        console.print(f"{left} of {len(trainings)} trainings are not finished, {failed} of them failed", style="bold")
+        console.print(
+            f"{left} of {len(trainings)} training jobs are not finished, {failed} of them failed", style="bold"
+        )
     if how in ("interrupted", "stopped"):
         view.report(
             f"freetrain: {how}; everything was saved and stopped. To continue: freetrain resume {run.directory}"
@@ -154,7 +156,7 @@ def print_detached(directory: Path) -> None:
 
 
 def print_trainings(console: Screen, trainings: list[TrainingRecord]) -> None:
-    """Print one row per training, then each error on an unwrapped line: it may contain a path or a command."""
+    """Print one row per training job, then each error on an unwrapped line: it may contain a path or a command."""
     console.print(_table(trainings))
     for item in trainings:
         if item.error:
@@ -182,7 +184,7 @@ def _outcome(item: TrainingRecord) -> str:
         return _first_line(item.error).partition(":")[0]  # its type
     if item.state == "finished":
         result = item.result
-        if isinstance(result, dict):  # metrics of a training: show the scalar ones
+        if isinstance(result, dict):  # metrics of a training job: show the scalar ones
             plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
             return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
         return _short(result)

@@ -28,10 +28,12 @@ __all__ = ["checkpoints"]
 
 Place = Annotated[
     Path,
-    typer.Argument(metavar="[DIR]", help="A run directory, its checkpoint directory, or that of one training in it."),
+    typer.Argument(
+        metavar="[DIR]", help="A run directory, its checkpoint directory, or that of one training job in it."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
-TrainingOption = Annotated[str | None, typer.Option("--training", metavar="NAME", help="Only for this training.")]
+TrainingOption = Annotated[str | None, typer.Option("--training", metavar="NAME", help="Only for this training job.")]
 
 checkpoints = typer.Typer(
     help="Show, verify or remove checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -63,11 +65,11 @@ def verify(directory: Place = Path(), json: JsonOption = False) -> None:
 @checkpoints.command()
 def prune(
     directory: Place = Path(),
-    keep: Annotated[int, typer.Option(metavar="N", help="Number of intact checkpoints to keep per training.")] = 0,
+    keep: Annotated[int, typer.Option(metavar="N", help="Number of intact checkpoints to keep per training job.")] = 0,
     training: TrainingOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
 ) -> None:
-    """Remove checkpoints that are older than the newest N intact ones of their training.
+    """Remove checkpoints that are older than the newest N intact ones of their training job.
 
     For a run directory whose site has a home on Globus, also those at home.
     """
@@ -75,7 +77,7 @@ def prune(
 
     with errors_in_one_line("checkpoints prune"):
         if keep < 1:
-            raise UsageError("give the number of checkpoints to keep per training, at least 1, e.g. --keep 2")
+            raise UsageError("give the number of checkpoints to keep per training job, at least 1, e.g. --keep 2")
         is_run = (directory / DATABASE).is_file()
         store = RunStore(directory.absolute()) if is_run else None  # it refuses the runs of others
         trainings = choose_training(find_trainings(_checkpoints_of(directory)), training)

@@ -1,4 +1,4 @@
-"""``freetrain stop``, ``cancel`` and ``clean``: end a run, one training, or what a dead driver has left."""
+"""``freetrain stop``, ``cancel`` and ``clean``: end a run, one training job, or what a dead driver has left."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def stop(
     run_dir: RunDirectory = None,
     timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for the driver to end."),
 ) -> None:
-    """Ask the driver to save all trainings, withdraw its jobs and end; wait until it has."""
+    """Ask the driver to save all training jobs, withdraw its jobs and end; wait until it has."""
     console = Screen()
     with errors_in_one_line("stop"):
         store = RunStore(find_run(run_dir).absolute())
         if driver_state(store.last_driver()) is DriverState.ALIVE:
             store.request_stop()
             end = time.monotonic() + timeout
-            with console.status("waiting for the driver: trainings save their work, jobs are withdrawn"):
+            with console.status("waiting for the driver: training jobs save their work, jobs are withdrawn"):
                 while driver_state(store.last_driver()) is DriverState.ALIVE:
                     if time.monotonic() > end:
                         console.say(f"the driver did not stop within {timeout:g} s")
@@ -50,10 +50,10 @@ def stop(
 
 def cancel(
     run_dir: Path = typer.Argument(metavar="RUN_DIR", help="Run directory."),
-    name: str = typer.Argument(metavar="NAME", help="Name of the training, as in freetrain status."),
+    name: str = typer.Argument(metavar="NAME", help="Name of the training job, as in freetrain status."),
     timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for it to end."),
 ) -> None:
-    """Cancel one training: its state is saved, its nodes go to the others, and resume skips it unless named."""
+    """Cancel one training job: its state is saved, its nodes go to the others, and resume skips it unless named."""
     console = Screen()
     with errors_in_one_line("cancel"):
         store = RunStore(run_dir.absolute())
@@ -61,7 +61,7 @@ def cancel(
         if driver_state(store.last_driver()) is not DriverState.ALIVE:
             store.cancel(name)
         end = time.monotonic() + timeout
-        with console.status("waiting for the training: it saves its state"):
+        with console.status("waiting for the training job: it saves its state"):
             while (training := store.training(name)).state in ("waiting", "running"):
                 if driver_state(store.last_driver()) is not DriverState.ALIVE:
                     store.cancel(name)

@@ -41,11 +41,11 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[CAMPAIGN]",
-            help="Campaign file, or a run directory. Default: one training on any number of nodes.",
+            help="Campaign file, or a run directory. Default: one training job on any number of nodes.",
         ),
     ] = None,
     training: Annotated[
-        str | None, typer.Argument(metavar="[TRAINING]", help="Of a run: the name of a training. Default: all.")
+        str | None, typer.Argument(metavar="[TRAINING]", help="Of a run: the name of a training job. Default: all.")
     ] = None,
     *,
     options: SourceOptions,
@@ -57,7 +57,7 @@ def explain(
 ) -> None:
     """Show for every window whether it would be used now, and if not, why. Submits nothing.
 
-    Of a run: why each training waits, as its driver has recorded last; at several sites: why it is at its site.
+    Of a run: why each training job waits, as its driver has recorded last; at several sites: why it is at its site.
     """
     if campaign is not None and Path(campaign).is_dir():
         figures, lines = _explain_directory(Path(campaign).absolute(), training)
@@ -67,7 +67,7 @@ def explain(
             Screen().print("\n".join(lines), highlight=False, soft_wrap=True)
         return
     if training is not None:
-        raise UsageError(f"{campaign} is not a run directory: of a campaign file, no training is named")
+        raise UsageError(f"{campaign} is not a run directory: of a campaign file, no training job is named")
     chosen = choose_source(options, variables)
     if chosen.remark:
         say(chosen.remark, err=True)
@@ -80,7 +80,7 @@ def explain(
 
 
 def _explain_directory(directory: Path, training: str | None) -> tuple[dict[str, Any], Iterable[str]]:
-    """Describe why the trainings of a run are where they are, as figures and as sentences."""
+    """Describe why the training jobs of a run are where they are, as figures and as sentences."""
     source = open_run(directory)
     if isinstance(source, CampaignSource) and (kind := source.kind()) is not None:
         figures = kind.explain(StoredRun(directory))
@@ -92,19 +92,19 @@ def _explain_directory(directory: Path, training: str | None) -> tuple[dict[str,
 
 
 def _keep_one(figures: dict[str, Any], training: str | None, directory: Path) -> None:
-    """Leave out the other trainings."""
+    """Leave out the other training jobs."""
     if training is None:
         return
     known = [item["name"] for item in figures["trainings"]]
     if training not in known:
-        raise InvalidInput(f"{directory} has no training {training[:80]!r}{did_you_mean(training[:80], known)}")
+        raise InvalidInput(f"{directory} has no training job {training[:80]!r}{did_you_mean(training[:80], known)}")
     figures["trainings"] = [item for item in figures["trainings"] if item["name"] == training]
 
 
 def runs_here() -> Iterator[str]:
     """Report what a user should know of runs in this directory.
 
-    Blocks that cannot start, no storage, trainings that make no progress or cannot fuse, and the batches that the
+    Blocks that cannot start, no storage, training jobs that make no progress or cannot fuse, and the batches that the
     driver has chosen.
     """
     for directory in run_directories():

@@ -1,4 +1,4 @@
-"""``freetrain logs``: shows what the trainings of a run have printed, wherever they ran."""
+"""``freetrain logs``: shows what the training jobs of a run have printed, wherever they ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["logs"]
 def logs(
     run_dir: RunDirectory = None,
     training: Annotated[
-        str | None, typer.Argument(metavar="[TRAINING]", help="Name of the training. Default: all, merged by time.")
+        str | None, typer.Argument(metavar="[TRAINING]", help="Name of the training job. Default: all, merged by time.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show further lines until the run ends.")] = False,
     tail: Annotated[
@@ -31,7 +31,7 @@ def logs(
     ] = False,
     times: Annotated[bool, typer.Option("--times", help="Show when each line arrived.")] = False,
 ) -> None:
-    """Show what the trainings of a run have printed, in order, with marks where they moved."""
+    """Show what the training jobs of a run have printed, in order, with marks where they moved."""
     with errors_in_one_line("logs"):
         if run_dir is None or (run_dir / DATABASE).exists() or not (run_dir / LOGS).is_dir():
             run_dir = open_run(run_dir).directory  # of a directory above Parsl's, such as the demo's

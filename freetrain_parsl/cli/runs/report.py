@@ -45,7 +45,7 @@ def report(
         console = Screen()
         console.say(
             f"{shortened(str(figures['name']))}: {figures['trainings']['finished']} of "
-            f"{sum(figures['trainings'].values())} trainings finished, {figures['samples']:,} samples, "
+            f"{sum(figures['trainings'].values())} training jobs finished, {figures['samples']:,} samples, "
             f"in {figures['run_dir']}"
         )
         console.print(_time_table(figures))

@@ -30,19 +30,19 @@ def resume(
         None, metavar="SITE", help="Continue with another site file. Default: the run's original one."
     ),
     retry_failed: bool = typer.Option(
-        False, "--retry-failed", help="Retry all failed trainings from their checkpoints."
+        False, "--retry-failed", help="Retry all failed training jobs from their checkpoints."
     ),
-    retry: list[str] = typer.Option([], "--retry", metavar="NAME", help="Retry this failed or cancelled training."),
+    retry: list[str] = typer.Option([], "--retry", metavar="NAME", help="Retry this failed or cancelled training job."),
     on_code_change: str | None = typer.Option(
         None,
         metavar="CHOICE",
-        help="What to do with trainings whose code has changed: 'refuse', 'resume' from their checkpoints, or "
+        help="What to do with training jobs whose code has changed: 'refuse', 'resume' from their checkpoints, or "
         "'restart'. Default: as set in the campaign.",
     ),
-    detach: bool = typer.Option(False, "--detach", help="Return at once; the driver goes on in the background."),
+    detach: bool = typer.Option(False, "--detach", help="Return at once; the driver continues in the background."),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
-    """Clean up after a dead driver, then continue the unfinished trainings."""
+    """Clean up after a dead driver, then continue the unfinished training jobs."""
     with errors_in_one_line("resume"):
         if detach and json:
             raise UsageError("--detach and --json exclude each other; 'freetrain status --json' prints the results")

@@ -1,4 +1,4 @@
-"""``freetrain run``: runs the trainings of a campaign file at the site of a site file, or at several sites."""
+"""``freetrain run``: runs the training jobs of a campaign file at the site of a site file, or at several sites."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["run"]
 
 
 def run(
-    campaign: Path = typer.Argument(help="Campaign file: the trainings."),
+    campaign: Path = typer.Argument(help="Campaign file: the training jobs."),
     config: str | None = typer.Option(
         None,
         metavar="SITE",
@@ -41,15 +41,17 @@ def run(
         False, "--any-versions", help="With --sites: accept other versions of Python, freetrain-parsl and torch there."
     ),
     detach: bool = typer.Option(
-        False, "--detach", help="Return once the run is created; its driver goes on in the background."
+        False, "--detach", help="Return once the run is created; its driver continues in the background."
     ),
     json: bool = typer.Option(False, "--json", help="Print the results as JSON at the end; progress goes to stderr."),
 ) -> None:
-    """Run the trainings of a campaign on the idle nodes of a site, or of several sites."""
+    """Run the training jobs of a campaign on the idle nodes of a site, or of several sites."""
     if sites is not None:
         if config is not None or assigned is not None:
             with errors_in_one_line("run"):
-                raise UsageError("--sites: the list names the site files and assigns the trainings; give only --sites")
+                raise UsageError(
+                    "--sites: the list names the site files and assigns the training jobs; give only --sites"
+                )
         RUN_KINDS["sites"]().create(
             campaign,
             sites,

@@ -34,16 +34,16 @@ def script_figures(source: ScriptSource) -> dict[str, Any]:
 
 
 def print_script(console: Screen, source: ScriptSource) -> None:
-    """Print the trainings of a script, and whether it runs."""
+    """Print the training jobs of a script, and whether it runs."""
     trainings = source.trainings()
     finished = sum(item.state == "finished" for item in trainings)
-    console.say(f"{source.name}: {finished} of {len(trainings)} trainings finished, in {source.directory}")
+    console.say(f"{source.name}: {finished} of {len(trainings)} training jobs finished, in {source.directory}")
     console.say(_script_line(source))
     print_trainings(console, trainings)
 
 
 def reason_figures(source: RunSource) -> dict[str, Any]:
-    """Describe, for ``freetrain explain RUN_DIR --json``, why each training of the last driver is where it is.
+    """Describe, for ``freetrain explain RUN_DIR --json``, why each training job of the last driver is where it is.
 
     Raises
     ------

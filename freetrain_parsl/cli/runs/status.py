@@ -33,7 +33,7 @@ def status(
     run_dir: RunDirectory = None,
     json: bool = typer.Option(False, "--json", help="Print a JSON object instead of a table."),
 ) -> None:
-    """Show the trainings of a run, and whether its driver is alive."""
+    """Show the training jobs of a run, and whether its driver is alive."""
     with errors_in_one_line("status"):
         source = open_run(run_dir)
         if isinstance(source, ScriptSource):
@@ -52,7 +52,7 @@ def status(
         console = Screen()
         finished = sum(item.state == "finished" for item in trainings)
         console.say(
-            f"{shortened(str(store.fact('name')))}: {finished} of {len(trainings)} trainings finished, "
+            f"{shortened(str(store.fact('name')))}: {finished} of {len(trainings)} training jobs finished, "
             f"in {store.directory}"
         )
         console.say(driver_line(store))

@@ -106,7 +106,7 @@ class JobSubmitter:
     interval
         Minimum seconds between rounds of queries.
     submissions_per_minute, max_refusals, max_failed_blocks
-        See `Manners`. Blocks that were submitted at the same time count as one attempt to start.
+        See `RateLimits`. Blocks that were submitted at the same time count as one attempt to start.
     job_prefix
         Prefix of this executor's job names; finds jobs whose submission had an unknown outcome.
     last_words
@@ -227,7 +227,7 @@ class JobSubmitter:
             self._submit_after = math.inf
 
     def rest(self, resting: bool) -> None:  # noqa: FBT001 - the state itself
-        """Suspend the queries while no training or task needs nodes and no block exists, or resume them."""
+        """Suspend the queries while no training job or task needs nodes and no block exists, or resume them."""
         with self._condition:
             if resting != self._resting:
                 self._resting = resting
@@ -328,7 +328,7 @@ class JobSubmitter:
         try:
             self._require()
             job = self._launch(spec)
-        except Exception as error:  # noqa: BLE001 - a provider may raise any exception: the trainings continue
+        except Exception as error:  # noqa: BLE001 - a provider may raise any exception: the training jobs continue
             self._refused(spec, error)
             return
         with self._condition:

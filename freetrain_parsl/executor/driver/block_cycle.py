@@ -77,7 +77,7 @@ class BlockCycle:
                 self.make_way(block, wanted, "yielded to another user's job")
 
     def make_way(self, block: Block, wanted: float, reason: str) -> None:
-        """Release a block's nodes when they are wanted, but not before its trainings can have saved their state."""
+        """Release a block's nodes when they are wanted, but not before its training jobs can have saved their state."""
         yields = max(wanted, self._clock() + self._settings.closing_margin)
         if block.releasing or block.warned or yields >= block.loses_nodes_at(self._clock()):
             return
@@ -86,7 +86,7 @@ class BlockCycle:
         self._write(record.BlockYields(block.name, list(block.nodes), yields, reason))
 
     def leave_in_time(self) -> None:
-        """Release a block once its trainings have left it, shortly before it would lose its nodes.
+        """Release a block once its training jobs have left it, shortly before it would lose its nodes.
 
         Batch systems end a job up to a minute after its walltime; this way the next job gets its nodes in time.
         """

@@ -22,7 +22,7 @@ _RETRY = 2.0  # seconds between questions to a store that does not answer
 
 
 def _clocks() -> tuple[float, float]:
-    """Return a clock that goes on while the machine is suspended, and one that a paused virtual machine is set by."""
+    """Return a clock that continues while the machine is suspended, and one that a paused virtual machine is set by."""
     return time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
 
 

@@ -74,13 +74,13 @@ __all__ = ["CancelTraining", "ControlLoop"]
 
 @dataclass(frozen=True)
 class CancelTraining:
-    """A request to end the training of this future, with its state saved."""
+    """A request to end the training job of this future, with its state saved."""
 
     future: Future[Any]
 
 
 class ControlLoop:
-    """A thread that owns planner, slots, trainings and journal; all others communicate with it through `post`.
+    """A thread that owns planner, slots, training jobs and journal; all others communicate with it through `post`.
 
     Parameters
     ----------
@@ -99,11 +99,11 @@ class ControlLoop:
     fail_all
         Called with the reason when nothing runs and no slot can ever start.
     refuse_new
-        Called with the reason when no further block is submitted, although trainings may still run.
+        Called with the reason when no further block is submitted, although training jobs may still run.
     take_output
-        Called with what a process of a training has printed: its name, the process, and lines; must not block.
+        Called with what a process of a training job has printed: its name, the process, and lines; must not block.
     take_values
-        Called with values of a training for trackers: its name, and the rows as in `Logged`; must not block.
+        Called with values of a training job for trackers: its name, and the rows as in `Logged`; must not block.
     check_driver
         Raises `DriverSuperseded` once another driver has taken over the run; must not block, except after this process
         was suspended.
@@ -238,7 +238,7 @@ class ControlLoop:
             while not self._stopping.is_set():
                 self._turn()
         except DriverSuperseded as error:
-            farewell = Exit(now=True)  # nothing is saved: the trainings are the other driver's
+            farewell = Exit(now=True)  # nothing is saved: the training jobs are the other driver's
             self._fail_all(error)
         except BaseException as error:  # a bug in the loop: its futures must not stay pending forever
             logger.exception("the driver failed")
@@ -373,14 +373,14 @@ class ControlLoop:
         self._slots.request_overdue()
 
     def _close(self, error: BatchSystemError) -> None:
-        """Submit no further block: waiting trainings fail, running ones continue as long as they have nodes."""
+        """Submit no further block: waiting training jobs fail, running ones continue as long as they have nodes."""
         if self._closed is None:
             self._closed = error
             self._refuse_new(error)
             self._manager.fail_waiting(error)
 
     def _end_if_closed(self) -> None:
-        """Fail the remaining trainings and tasks once there is no slot, and no block that could provide one."""
+        """Fail the remaining training jobs and tasks once there is no slot, and no block that could provide one."""
         if self._closed is None or self._registry.slots:
             return
         if not any(block.works for block in self._registry.blocks.values()):
@@ -396,7 +396,7 @@ class ControlLoop:
     # Slots.
 
     def _take(self, name: str, message: ToDriver) -> None:
-        """Handle a message from a slot; whatever it contains, the trainings of other slots continue."""
+        """Handle a message from a slot; whatever it contains, the training jobs of other slots continue."""
         try:
             match message:
                 case Output():  # also of a slot that was dropped
@@ -422,7 +422,7 @@ class ControlLoop:
                 return
         slot = self._registry.slots.get(name)
         if slot is None:
-            # It counts as failed: its training may be running elsewhere by now.
+            # It counts as failed: its training job may be running elsewhere by now.
             self._server.send(name, Exit(now=True))
             return
         slot.heard = self._clock()

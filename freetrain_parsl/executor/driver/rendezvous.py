@@ -2,7 +2,7 @@
 
 torch's TCPStore is an open, unauthenticated port, and fails with the node that hosts it. Here the calls are sent over
 the slots' control channel, which is authenticated and encrypted and outlives any node. Each generation of a training
-has one store, which is dropped when the generation ends.
+job has one store, which is dropped when the generation ends.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class SlotCycle:
             self._admit(name, message, block)
 
     def _refuse(self, name: str, block: Block, reason: str) -> None:
-        """End a slot, and its block: its node cannot run trainings."""
+        """End a slot, and its block: its node cannot run training jobs."""
         self._server.send(name, Exit(now=True, node=True))
         block.releasing = reason
         self._submitter.reject(block.name, reason)
@@ -286,7 +286,7 @@ class SlotCycle:
         self._write(record.NodeJoined(slot.node, block.name, closes, block.node_kind))
 
     def set_aside(self, slot: Slot, reason: str) -> None:
-        """Take a node out of the pool for some time: it reaches the driver, but a training cannot use it."""
+        """Take a node out of the pool for some time: it reaches the driver, but a training job cannot use it."""
         pause = self._registry.set_aside(slot.node, self._clock(), self._aside)
         logger.warning("node %s is set aside for %.0f s: %s", slot.node, pause, reason)
         self._write(record.NodeSetAside(slot.node, pause, reason))
@@ -370,7 +370,7 @@ class SlotCycle:
         self.lose(slot, reason, crash=True)
 
     def lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
-        """Drop a slot: its node is incomplete, and its training must continue without it.
+        """Drop a slot: its node is incomplete, and its training job must continue without it.
 
         That it was a `crash` is ignored if its node or block was about to end anyway.
         """
@@ -381,8 +381,8 @@ class SlotCycle:
     def _replace(self, slot: Slot, reason: str) -> None:
         """Drop a slot whose process has crashed, as its node's worker pool reports: it soon starts another one there.
 
-        Until then the planner keeps the node. Else it would stop a training that needs all its nodes, to start it anew
-        a moment later: a second restart, while the first has just made the survivors go on.
+        Until then the planner keeps the node. Else it would stop a training job that needs all its nodes, to start it
+        anew a moment later: a second restart, while the first has just made the survivors continue.
         """
         crash = self._drop(slot, reason, crash=True)
         if not crash:

@@ -30,7 +30,7 @@ class Slot:
     heard
         Time of its last message, seconds since the epoch.
     busy
-        Name of the training, or number of the ordinary task, that it runs; ``None``: idle.
+        Name of the training job, or number of the ordinary task, that it runs; ``None``: idle.
     leaving
         Whether the batch system reclaims its node: no new work is assigned to it.
     node_kind
@@ -156,7 +156,7 @@ class SlotRegistry:
         return {slot.node_kind for node in nodes for slot in self.slots.on(node)}
 
     def transports_on(self, nodes: Iterable[str]) -> set[str]:
-        """Return the transports between which only checkpoints carry a training's state; see `KindOfSlots`."""
+        """Return the transports between which only checkpoints carry a training job's state; see `KindOfSlots`."""
         return {self.kinds[kind].transport for kind in self.kinds_on(nodes)}
 
     def drop_block(self, name: str) -> Block | None:

@@ -1,8 +1,8 @@
-"""Retries of trainings that wait for the checkpoint directory.
+"""Retries of training jobs that wait for the checkpoint directory.
 
-A training that cannot start because the directory is full, missing or failing takes no nodes. The directory is probed
-here, in a separate thread, since a hanging mount may block the caller. While it is unusable, attempts become less
-frequent, down to one in five minutes.
+A training job that cannot start because the directory is full, missing or failing takes no nodes. The directory is
+probed here, in a separate thread, since a hanging mount may block the caller. While it is unusable, attempts become
+less frequent, down to one in five minutes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _HANGS = 30.0  # seconds after which a probe of the directory counts as hanging
 
 @dataclass
 class _Waiting:
-    """A training that waits: its number of attempts, and the time of the next (seconds since the epoch)."""
+    """A training job that waits: its number of attempts, and the time of the next (seconds since the epoch)."""
 
     attempts: int
     until: float
 
 
 class StorageWatch:
-    """Decides when waiting trainings may retry. Owned by the control loop's thread.
+    """Decides when waiting training jobs may retry. Owned by the control loop's thread.
 
     `probe` checks whether checkpoints can be written, in a separate thread, and raises `CheckpointError` if not.
     """
@@ -41,25 +41,25 @@ class StorageWatch:
         self._probe = probe
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
-        self._attempts: dict[str, int] = {}  # of trainings that are retrying and have not started yet
+        self._attempts: dict[str, int] = {}  # of training jobs that are retrying and have not started yet
         self._look: _Look | None = None
 
     def hold(self, training: str) -> float:
-        """Make a training wait; return the time of its next attempt, seconds since the epoch."""
+        """Make a training job wait; return the time of its next attempt, seconds since the epoch."""
         attempts = self._attempts.pop(training, 0) + 1
         until = self._clock() + _pause(attempts)
         self._waiting[training] = _Waiting(attempts, until)
         return until
 
     def drop(self, training: str) -> None:
-        """Forget a training that has started or is over."""
+        """Forget a training job that has started or is over."""
         self._waiting.pop(training, None)
         self._attempts.pop(training, None)
 
     def turn(self) -> tuple[list[str], dict[str, tuple[str, float]]]:
         """Probe the directory when it is time to; must be called periodically.
 
-        Return the trainings that may retry now; and, for those that must wait longer, reason and time of the next
+        Return the training jobs that may retry now; and, for those that must wait longer, reason and time of the next
         attempt.
         """
         now = self._clock()

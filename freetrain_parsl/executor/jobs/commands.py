@@ -38,7 +38,7 @@ __all__ = [
 class Send:
     """Send a message to a slot, which is busy after a `RunStart`.
 
-    The manager adds the executor's options, and the function, to a message with the function of a training.
+    The manager adds the executor's options, and the function, to a message with the function of a training job.
     """
 
     slot: str
@@ -91,12 +91,12 @@ class AwaitStorage:
 
 @dataclass(frozen=True)
 class ForgetStorage:
-    """Note that the checkpoint directory works for this training."""
+    """Note that the checkpoint directory works for this training job."""
 
 
 @dataclass(frozen=True)
 class CountRestart:
-    """Count a restart: all members have failed, and the training falls back to its newest checkpoint."""
+    """Count a restart: all members have failed, and the training job falls back to its newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Observe:
 
 @dataclass(frozen=True)
 class Resolve:
-    """Resolve the future of the finished training to this serialized value, or to the one in a file."""
+    """Resolve the future of the finished training job to this serialized value, or to the one in a file."""
 
     payload: bytes
     stored: StoredValue | None = None
@@ -140,7 +140,7 @@ class Resolve:
 
 @dataclass(frozen=True)
 class Fail:
-    """Fail the training's future; `error` is an exception, or one that a slot serialized."""
+    """Fail the training job's future; `error` is an exception, or one that a slot serialized."""
 
     error: BaseException | bytes
 
@@ -170,7 +170,7 @@ Command: TypeAlias = (
 )
 
 Addressed: TypeAlias = "tuple[str, Command]"
-"""A command with the name of the training that it concerns, or of the job: all of its trainings."""
+"""A command with the name of the training job that it concerns, or of the job: all of its training jobs."""
 
 
 class Response:

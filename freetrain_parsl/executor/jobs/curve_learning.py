@@ -1,4 +1,4 @@
-"""Scaling curves of running trainings, learned from the throughput that they report at each number of nodes."""
+"""Scaling curves of running training jobs, learned from the throughput that they report at each number of nodes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.protocol.reports import BatchReport, Progress
     from freetrain_parsl.storage.measurements import Rates
 
 __all__ = ["CurveKeeper", "CurveLearning"]
 
 _SIGNIFICANT = 0.05  # relative change of a rate below which the planner keeps the curve that it has
-_RECALLED_SECONDS = 10.0  # of training, for which rates that an earlier training has measured count
-_CONTRADICTION = 1.5  # ratio of a rate to the recalled one from which the earlier training was not alike
+_RECALLED_SECONDS = 10.0  # of training, for which rates that an earlier training job has measured count
+_CONTRADICTION = 1.5  # ratio of a rate to the recalled one from which the earlier training job was not alike
 _PAUSE = 10.0  # seconds between writes
 _LAST_WRITE = 2.0  # seconds for which the end of the run waits for it
 
@@ -49,7 +49,7 @@ class _Stretch:
 
 
 class _Recalled:
-    """Rates of an earlier training, and those that this one has measured itself."""
+    """Rates of an earlier training job, and those that this one has measured itself."""
 
     def __init__(self, rates: Mapping[int, float], prior: ScalingCurve) -> None:
         self._rates = rates
@@ -57,7 +57,7 @@ class _Recalled:
         self.own = Profile(prior)
 
     def contradicted(self, nodes: int, samples: float, seconds: float) -> bool:
-        """Take a measurement; return whether those on this number of nodes contradict the earlier training's."""
+        """Take a measurement; return whether those on this number of nodes contradict the earlier training job's."""
         self.own.observe(nodes, samples, seconds)
         self._seconds[nodes] = self._seconds.get(nodes, 0.0) + seconds
         if nodes not in self._rates or self._seconds[nodes] < _RECALLED_SECONDS:
@@ -67,9 +67,9 @@ class _Recalled:
 
 
 class _Known:
-    """What is known about one training, and what was sent to the planner."""
+    """What is known about one training job, and what was sent to the planner."""
 
-    def __init__(self, trainer: Trainer, kinds: Iterable[str]) -> None:
+    def __init__(self, trainer: PlannedJob, kinds: Iterable[str]) -> None:
         self.trainer = trainer
         usable = [kind for kind in kinds if trainer.may_use(kind)] or [""]
         self.profiles = {kind: Profile(self._prior(kind)) for kind in usable}
@@ -80,7 +80,7 @@ class _Known:
         self.last: _Stretch | None = None
 
     def recall(self, rates: Rates) -> None:
-        """Begin with the rates of an earlier training."""
+        """Begin with the rates of an earlier training job."""
         for kind, some in rates.items():
             if kind in self.profiles:
                 self._recalled[kind] = _Recalled(some, self._prior(kind))
@@ -88,7 +88,7 @@ class _Known:
                     self.profiles[kind].observe(nodes, rate * _RECALLED_SECONDS, _RECALLED_SECONDS)
 
     def observe(self, kind: str, nodes: int, samples: float, seconds: float) -> None:
-        """Take a measurement. If it contradicts the rates of the earlier training, forget all of these on this kind.
+        """Take a measurement. If it contradicts the rates of the earlier job, forget all of these on this kind.
 
         Those on other numbers of nodes would not be measured again: a size that they make look bad is not chosen.
         """
@@ -106,12 +106,12 @@ class _Known:
         """Whether its rates are known, on any kind of node."""
         return any(profile.known for profile in self.profiles.values())
 
-    def described(self) -> Trainer:
-        """Return the training with the curves and the limit that the planner has."""
+    def described(self) -> PlannedJob:
+        """Return the training job with the curves and the limit that the planner has."""
         sent, left = self.sent, self.work(self.trainer.work_left)
         return replace(self.trainer, curve=sent.curve, max_nodes=sent.max_nodes, curves=sent.curves, work_left=left)
 
-    def with_goodput(self, trainer: Trainer) -> Trainer:
+    def with_goodput(self, trainer: PlannedJob) -> PlannedJob:
         """Replace learned curves by those of the goodput, where it is known how batch sizes differ."""
         measured = ((kind, one.curve(trainer.max_nodes)) for kind, one in self.elastic.items())
         found = {kind: curve for kind, curve in measured if curve is not None}
@@ -144,13 +144,13 @@ class _Known:
 
 
 class CurveLearning:
-    """Puts measured scaling curves into the descriptions of trainings on their way to the planner. Pure.
+    """Puts measured scaling curves into the descriptions of training jobs on their way to the planner. Pure.
 
-    The relative curve of a training that has not been measured is scaled to the fastest other training, so that it does
-    not wait behind trainings whose rates are known.
+    The relative curve of a training job that has not been measured is scaled to the fastest other training job, so that
+    it does not wait behind training jobs whose rates are known.
 
     Where there are several kinds of nodes, each has a curve of its own; see `curves.learning` for those on which a
-    training has not been measured.
+    training job has not been measured.
 
     Parameters
     ----------
@@ -189,12 +189,12 @@ class CurveLearning:
         return event
 
     def recall(self, name: str, rates: Rates) -> None:
-        """Take what a training that was like this one has measured, before this one is submitted to the planner."""
+        """Take what a training job that was like this one has measured, before this one is submitted to the planner."""
         if rates:
             self._recalled[name] = rates
 
     def measured(self, name: str) -> Rates:
-        """Return what a training has measured; nothing if its batch size changes, on which its rates depend."""
+        """Return what a training job has measured; nothing if its batch size changes, on which its rates depend."""
         known = self._known.get(name)
         if known is None or known.elastic:
             return {}
@@ -212,7 +212,7 @@ class CurveLearning:
         now
             Seconds.
         name
-            The training.
+            The training job.
         group
             Number of its group. A period in which the group changed is not measured.
         nodes, slots
@@ -239,11 +239,11 @@ class CurveLearning:
         if known.elastic and progress.step > last.step:
             known.elastic[kind].times.observe(nodes, known.batch, progress.step - last.step, samples, seconds)
         unknown = [other for other in self._known.values() if not other.known]
-        best = self.best_rate() if unknown else 1.0  # used for unknown trainings only
+        best = self.best_rate() if unknown else 1.0  # used for unknown training jobs only
         return [planner.TrainerLearned(now, one.described()) for one in (known, *unknown) if self._update(one, best)]
 
     def next_batch(self, name: str, nodes: int, kind: str = "") -> int | None:
-        """Return the batch size that a training should change to on its nodes; ``None``: it should not change."""
+        """Return the batch size that a training job should change to on its nodes; ``None``: it should not change."""
         known = self._known.get(name)
         if known is None or not known.elastic:
             return None
@@ -257,8 +257,8 @@ class CurveLearning:
     def _note_best(self, known: _Known) -> None:
         _note_rate(self._best, known.trainer.name, [profile.curve for profile in known.profiles.values()])
 
-    def _learned(self, known: _Known, best_rate: float) -> Trainer:
-        """Return a training with the curves learned so far."""
+    def _learned(self, known: _Known, best_rate: float) -> PlannedJob:
+        """Return a training job with the curves learned so far."""
         if not self._speeds:
             return known.with_goodput(as_learned(known.trainer, known.profiles[""], best_rate))
         others = [one.profiles for one in self._known.values()]

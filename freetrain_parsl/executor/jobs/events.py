@@ -44,7 +44,7 @@ class BatchChosen:
 
 @dataclass(frozen=True)
 class Cancelled:
-    """A training of the job must end with its state saved."""
+    """A training job of the job must end with its state saved."""
 
     training: str
 
@@ -58,7 +58,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Extended:
-    """Further trainings belong to the job, whose kind has added them."""
+    """Further training jobs belong to the job, whose kind has added them."""
 
     requests: Sequence[TrainingRequest]
 
@@ -81,7 +81,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A slot is alive; its training has been waiting for the other members for `waited` seconds."""
+    """A slot is alive; its training job has been waiting for the other members for `waited` seconds."""
 
     slot: str
     waited: float

@@ -1,4 +1,4 @@
-"""Which trainings are alike, so that one is as fast as the other: those of the same code with equal shapes."""
+"""Which training jobs are alike, so that one is as fast as the other: those of the same code with equal shapes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ __all__ = ["JobManager"]
 
 @dataclass(eq=False)
 class _Held:
-    """A job with its kind, and its trainings by name."""
+    """A job with its kind, and its training jobs by name."""
 
     kind: JobKind
     job: HeldJob
@@ -58,7 +58,7 @@ class _Held:
 
 
 class _Trainings(JobKind):
-    """Each training by itself: what no other kind has taken."""
+    """Each training job by itself: what no other kind has taken."""
 
     def submit(self, training: Training) -> bool:
         jobs = self.jobs
@@ -95,7 +95,7 @@ class JobManager:
 
     Notes
     -----
-    Ten thousand trainings may wait at a time: what concerns one of them must not look at the others.
+    Ten thousand training jobs may wait at a time: what concerns one of them must not look at the others.
     """
 
     _LOOK = 10.0  # seconds between looks at a job that waits for nodes: time only explains why it waits
@@ -135,25 +135,25 @@ class JobManager:
         """In the order in which kinds are asked, and jobs advanced."""
         self._by_name: dict[str, _Held] = {}
         self._by_future: dict[Future[Any], tuple[_Held, str]] = {}
-        """Future -> the job to which its training was added last, and its name."""
+        """Future -> the job to which its training job was added last, and its name."""
         self._by_slot: dict[str, _Held] = {}
         """Slot -> the job that was last started there."""
         self._machine: on.MachineSized | None = None
 
     @property
     def gathers(self) -> bool:
-        """Whether there are trainings that the planner does not know yet."""
+        """Whether there are training jobs that the planner does not know yet."""
         return any(kind.gathers for kind in self._jobs)
 
     # Jobs, as their kinds make them.
 
     def offer(self, training: Training, after: JobKind | None = None) -> None:
-        """Offer a training to the kinds, or to those after one of them."""
+        """Offer a training job to the kinds, or to those after one of them."""
         kinds = list(self._jobs)
         any(kind.submit(training) for kind in kinds[0 if after is None else kinds.index(after) + 1 :])
 
     def hold(self, kind: JobKind, job: HeldJob, trainings: Iterable[Training]) -> None:
-        """Hold a new job of these trainings."""
+        """Hold a new job of these training jobs."""
         held = _Held(kind, job, {})
         self._jobs[kind].append(held)
         self._by_name[job.name] = held
@@ -163,7 +163,7 @@ class JobManager:
             self._handle(held, self._machine)
 
     def extend(self, job: HeldJob, trainings: Sequence[Training]) -> None:
-        """Add trainings to a job."""
+        """Add training jobs to a job."""
         held = self._by_name[job.name]
         self._add(held, trainings)
         self._handle(held, on.Extended([training.request for training in trainings]))
@@ -178,23 +178,23 @@ class JobManager:
     # Requests of the user, the planner and the control loop.
 
     def submit(self, training: Training) -> None:
-        """Add a new training, which waits for nodes."""
+        """Add a new training job, which waits for nodes."""
         request = training.request
         self.log(record.TrainingSubmitted(training.name, request.min_nodes, request.max_nodes, request.samples))
         self.offer(training)
 
     def machine_has(self, nodes: int | None, by_kind: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Set the total number of nodes, if known, and that of each kind; trainings that need more fail."""
+        """Set the total number of nodes, if known, and that of each kind; training jobs that need more fail."""
         machine = None if nodes is None else on.MachineSized(nodes, dict(by_kind))
         if machine not in (None, self._machine):
             self._tell_all(machine)
         self._machine = machine
 
     def cancel(self, future: Future[Any]) -> None:
-        """End a training with a checkpoint, if it is not over, and take its nodes away."""
+        """End a training job with a checkpoint, if it is not over, and take its nodes away."""
         for training in self._withdraw(future):
             self.log(record.TrainingCancelled(training.name))
-            self._fail(training, TrainingCancelled(f"training {training.name!r} was cancelled"))
+            self._fail(training, TrainingCancelled(f"training job {training.name!r} was cancelled"))
             return
         if future in self._by_future:
             held, name = self._by_future[future]
@@ -213,7 +213,7 @@ class JobManager:
                 self._handle(held, on.Failed(error))
 
     def fail_all(self, error: Exception) -> None:
-        """Fail every training."""
+        """Fail every training job."""
         self._fail_gathered(error)
         self._tell_all(on.Failed(error))
 
@@ -312,7 +312,7 @@ class JobManager:
         held
             The job.
         name, training
-            Whom it concerns; ``None``: all trainings of the job, whose name it is.
+            Whom it concerns; ``None``: all training jobs of the job, whose name it is.
         command
             The command.
         """
@@ -366,7 +366,7 @@ class JobManager:
         self._send(slot.name, message)
 
     def _completed(self, own: SessionOptions) -> SessionOptions:
-        """Return a training's options with the executor's."""
+        """Return a training job's options with the executor's."""
         shared = self.settings.options
         interval = own.checkpoint_interval
         return replace(
@@ -434,26 +434,26 @@ class JobManager:
             case record.FragmentEnded(seconds=seconds, array="") | record.ArrayEnded(seconds=seconds):
                 self._failure_rate.seconds += seconds
             case record.ArrayMeasured(members=members, gain=gain):
-                logger.info("%s: %d trainings fused are %.2f times as fast as one by one", name, members, gain)
+                logger.info("%s: %d training jobs fused are %.2f times as fast as one by one", name, members, gain)
             case record.TrainsAlone(reason=reason):
-                logger.warning("training %s is not fused: %s", name, reason)
+                logger.warning("training job %s is not fused: %s", name, reason)
             case record.CohortStalled(reason=reason) | record.TrainingStalled(reason=reason) if reason:
                 logger.warning("%s %s", name, reason)
             case record.BatchChanged(size=size, before=before):
-                logger.info("training %s has batches of %d samples, before %d", name, size, before)
+                logger.info("training job %s has batches of %d samples, before %d", name, size, before)
             case record.CodeChanged(note=note):
-                logger.warning("training %s: %s", name, note)
+                logger.warning("training job %s: %s", name, note)
             case record.TrainingWaits(reason=reason, until=until):
-                logger.warning("training %s waits: %s, next attempt in %.0f s", name, reason, until - self.clock())
+                logger.warning("training job %s waits: %s, next attempt in %.0f s", name, reason, until - self.clock())
             case record.TrainingTriesAgain():
-                logger.info("training %s tries again: the checkpoint directory can be used again", name)
+                logger.info("training job %s tries again: the checkpoint directory can be used again", name)
             case record.SavingFails(reason=reason):
-                logger.warning("training %s cannot save: %s", name, reason)
+                logger.warning("training job %s cannot save: %s", name, reason)
             case record.SavingWorks():
-                logger.info("training %s saves again", name)
+                logger.info("training job %s saves again", name)
             case record.TrainingFinished(trained=False, step=step):
                 logger.warning(
-                    "training %s: its result is that of an earlier run, whose checkpoint of step %d was complete: "
+                    "training job %s: its result is that of an earlier run, whose checkpoint of step %d was complete: "
                     "nothing was trained; to train again, give it another name or remove its checkpoints",
                     name,
                     step,

@@ -1,7 +1,8 @@
 """The port for kinds of jobs: what the driver's manager, slots and commands ask of them.
 
-A job is one trainer of the planner: a training by itself, or trainings that a kind of jobs runs together. Kinds are
-found by their entry points in the group ``freetrain.jobs``; a training that none of them takes is a job of its own.
+A job is one trainer of the planner: a training job by itself, or training jobs that a kind of jobs runs together. Kinds
+are found by their entry points in the group ``freetrain.jobs``; a training job that none of them takes is a job of its
+own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import SharedSettings, Training, TrainingRequest
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.executor.slot.output import OutputCapture
-    from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+    from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
     from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.protocol.messages import RunEnded, RunMessage, RunStart, StoreReply, ToDriver
 
@@ -49,7 +50,7 @@ class HeldJob(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether no training of it is pending, and no run left."""
+        """Whether no training job of it is pending, and no run left."""
 
     @property
     def idle(self) -> bool:
@@ -96,13 +97,13 @@ class Jobs(Protocol):
         """Return seconds since the epoch, never stepped."""
 
     def offer(self, training: Training, after: JobKind | None = None) -> None:
-        """Offer a training to the kinds, or to those after one of them."""
+        """Offer a training job to the kinds, or to those after one of them."""
 
     def hold(self, kind: JobKind, job: HeldJob, trainings: Iterable[Training]) -> None:
-        """Hold a new job of these trainings."""
+        """Hold a new job of these training jobs."""
 
     def extend(self, job: HeldJob, trainings: Sequence[Training]) -> None:
-        """Add trainings to a job."""
+        """Add training jobs to a job."""
 
     def log(self, entry: Record) -> None:
         """Write a record to the journal, and to the log what a user should know."""
@@ -198,19 +199,19 @@ class JobKind:
 
     @property
     def gathers(self) -> bool:
-        """Whether it has trainings that are in no job yet."""
+        """Whether it has training jobs that are in no job yet."""
         return False
 
     def submit(self, training: Training) -> bool:
-        """Take a training, or leave it to other kinds."""
+        """Take a training job, or leave it to other kinds."""
         raise NotImplementedError
 
     def withdraw(self, future: Future[Any] | None) -> list[Training]:  # noqa: ARG002
-        """Give back the training with this future, or all (``None``), if it is in no job yet."""
+        """Give back the training job with this future, or all (``None``), if it is in no job yet."""
         return []
 
     def advance(self) -> None:
-        """Make jobs of the trainings that it has taken: `Jobs.hold` or `Jobs.extend`."""
+        """Make jobs of the training jobs that it has taken: `Jobs.hold` or `Jobs.extend`."""
 
     def carry_out(self, job: Any, training: Training | None, command: OwnCommand) -> None:
         """Carry out a command of one of its jobs that no other kind has."""
@@ -227,21 +228,21 @@ class JobKind:
 
     @classmethod
     def key(cls, request: TrainingRequest) -> Hashable | None:  # noqa: ARG003
-        """Return what is equal for trainings that would be one job; ``None``: it would not take this one."""
+        """Return what is equal for training jobs that would be one job; ``None``: it would not take this one."""
         return None
 
     @classmethod
     def planned(
         cls, number: int, requests: Sequence[TrainingRequest], costs: CostsInSeconds, submitted: float
-    ) -> tuple[Trainer, str]:
-        """Return a job of several trainings as the planner would see it, and a note for the user.
+    ) -> tuple[PlannedJob, str]:
+        """Return a job of several training jobs as the planner would see it, and a note for the user.
 
         Parameters
         ----------
         number
             Of the job, from 1.
         requests
-            Its trainings, of one key.
+            Its training jobs, of one key.
         costs
             Rescale costs if the requests do not state them.
         submitted
@@ -251,7 +252,7 @@ class JobKind:
 
 
 JOBS: Final = EntryPoints[type[JobKind]]("freetrain.jobs", "kind of job", subclass_of(JobKind))
-"""Name -> kind of jobs, besides trainings by themselves."""
+"""Name -> kind of jobs, besides training jobs by themselves."""
 
 
 def usable_kinds() -> Iterator[type[JobKind]]:

@@ -1,4 +1,4 @@
-"""Descriptions of trainings, from ``@training_app`` and from the executor's settings."""
+"""Descriptions of training jobs, from ``@training_app`` and from the executor's settings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.executor.values.tracker import parse_trackers
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_count
 
@@ -39,7 +39,7 @@ SPECIFICATION_KEY = "freetrain"
 """Key of the `TrainingRequest` in Parsl's resource specification."""
 
 Fuse: TypeAlias = "Literal['auto'] | int"
-"""Whether a training may run fused with others: ``"auto"``, False, or the maximum number of trainings, at least 2."""
+"""Whether a job may run fused with others: ``"auto"``, False, or the maximum number of jobs, at least 2."""
 
 _MOST_NODES = 1_000_000  # more than any cluster has; the planner tabulates a rate for each number of nodes
 _LARGEST_COUNT = (1 << 53) - 1  # of what a message or the journal can hold
@@ -51,14 +51,14 @@ def _is_training_name(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Fusion:
-    """With which trainings a training may run fused, in one process.
+    """With which training jobs a training job may run fused, in one process.
 
     Parameters
     ----------
     key
-        Equal for the trainings of one function with the same code: these may run fused.
+        Equal for the training jobs of one function with the same code: these may run fused.
     limit
-        Maximum number of trainings that run fused; ``None``: not limited by the user.
+        Maximum number of training jobs that run fused; ``None``: not limited by the user.
     """
 
     key: str
@@ -66,23 +66,23 @@ class Fusion:
 
 
 def fusion_of(fuse: object, code: Code | None) -> Fusion | None:
-    """Return what a training may run fused with; ``None``: nothing, or its code is unknown.
+    """Return what a training job may run fused with; ``None``: nothing, or its code is unknown.
 
     Parameters
     ----------
     fuse
         A value of `Fuse`.
     code
-        The training's code.
+        The training job's code.
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         `fuse` has another value.
     """
     limit = fuse if isinstance(fuse, int) and not isinstance(fuse, bool) else None
     if not (fuse == "auto" or fuse is False or (limit is not None and limit >= 2)):
-        raise InvalidTrainer(f"fuse must be 'auto', False or a whole number of at least 2, got {fuse!r}")
+        raise InvalidApp(f"fuse must be 'auto', False or a whole number of at least 2, got {fuse!r}")
     return None if fuse is False or code is None else Fusion(digest_of([code.identity]), limit)
 
 
@@ -91,13 +91,13 @@ def trackers_of(value: object) -> tuple[TrackerSpec, ...]:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         It names an unknown tracker or option, or one whose package is not installed.
     """
     try:
         return parse_trackers(value)
     except InvalidSettings as error:
-        raise InvalidTrainer(str(error)) from None
+        raise InvalidApp(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class TrainingRequest:
     deadline
         When it should be finished: a time, or the time after it was submitted; for objectives that use one.
     fusion
-        With which trainings it may run fused; ``None``: with none.
+        With which training jobs it may run fused; ``None``: with none.
     node_kinds
         Kinds of nodes on which it may run; empty: any.
     scaling_by_kind
@@ -129,7 +129,7 @@ class TrainingRequest:
     trackers
         Where the values that it logs go; ``None``: the executor's.
     likeness
-        Equal for trainings that are as fast as each other on the same nodes (`likeness_of`); empty: unknown.
+        Equal for training jobs that are as fast as each other on the same nodes (`likeness_of`); empty: unknown.
     """
 
     options: SessionOptions
@@ -148,36 +148,36 @@ class TrainingRequest:
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):
-            raise InvalidTrainer(
+            raise InvalidApp(
                 f"training name {self.name!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
                 "the first a letter or digit"
             )
         try:
             for word, number in (("min_nodes", self.min_nodes), ("max_nodes", self.max_nodes)):
-                check_count(f"training {self.name!r}: {word}", number, most=_MOST_NODES)
+                check_count(f"training job {self.name!r}: {word}", number, most=_MOST_NODES)
             for word, count in (("samples", self.samples), ("epochs", self.options.epochs)):
                 if count is not None:
-                    check_count(f"training {self.name!r}: {word}", count, most=_LARGEST_COUNT)
+                    check_count(f"training job {self.name!r}: {word}", count, most=_LARGEST_COUNT)
         except InvalidSettings as error:
-            raise InvalidTrainer(str(error)) from None
+            raise InvalidApp(str(error)) from None
         if type(self.priority) not in (int, float):
-            raise InvalidTrainer(f"training {self.name!r}: priority must be a number, got {self.priority!r}")
+            raise InvalidApp(f"training job {self.name!r}: priority must be a number, got {self.priority!r}")
         if not isinstance(self.deadline, (datetime, timedelta, type(None))):
-            raise InvalidTrainer(
-                f"training {self.name!r}: deadline must be a datetime or a timedelta, got {self.deadline!r}"
+            raise InvalidApp(
+                f"training job {self.name!r}: deadline must be a datetime or a timedelta, got {self.deadline!r}"
             )
         if isinstance(self.deadline, timedelta) and self.deadline <= timedelta(0):
-            raise InvalidTrainer(f"training {self.name!r}: deadline must be positive, got {self.deadline}")
+            raise InvalidApp(f"training job {self.name!r}: deadline must be positive, got {self.deadline}")
         self.trainer()  # its own checks
 
     @property
     def name(self) -> str:
-        """Name of the training and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
+        """Name of the training job and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
         return self.options.name
 
-    def trainer(self, costs: CostsInSeconds | None = None, submitted: float = 0.0) -> Trainer:
-        """Return the training as the planner sees it."""
-        return Trainer(
+    def trainer(self, costs: CostsInSeconds | None = None, submitted: float = 0.0) -> PlannedJob:
+        """Return the training job as the planner sees it."""
+        return PlannedJob(
             name=self.name,
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
@@ -197,7 +197,7 @@ class TrainingRequest:
         try:
             return None if self.deadline is None else self.deadline.timestamp()
         except (ValueError, OverflowError):  # the years 1 and 9999, in some time zones
-            raise InvalidTrainer(f"training {self.name!r}: deadline {self.deadline} is out of range") from None
+            raise InvalidApp(f"training job {self.name!r}: deadline {self.deadline} is out of range") from None
 
 
 def cache_identity(request: TrainingRequest, output_ref: bool = False) -> bytes:  # noqa: ARG001, FBT001, FBT002 - Parsl's
@@ -208,17 +208,17 @@ def cache_identity(request: TrainingRequest, output_ref: bool = False) -> bytes:
 
 
 def session_options(name: str, **options: Any) -> SessionOptions:
-    """Return the options of a training's session.
+    """Return the options of a training job's session.
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         An option is out of range.
     """
     try:
         return SessionOptions(name, **options)
     except InvalidSettings as error:
-        raise InvalidTrainer(str(error)) from None
+        raise InvalidApp(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,8 @@ class Limits:
     meeting_timeout
         Time for which the members of a new group wait for each other.
     max_restarts
-        Number of crashes, on nodes that were not taken, after which a training restarts without reaching a new step.
+        Number of crashes, on nodes that were not taken, after which a training job restarts without reaching a new
+        step.
     """
 
     peer_timeout: float = 10.0
@@ -243,14 +244,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """What the driver gives to all of its trainings.
+    """What the driver gives to all of its training jobs.
 
     Parameters
     ----------
     options
         Session options set by the executor: location and interval of checkpoints, threads per process.
     costs
-        Rescale costs of trainings that do not state them, until they are measured.
+        Rescale costs of training jobs that do not state them, until they are measured.
     limits
         Timeouts, and the number of restarts.
     values
@@ -265,7 +266,7 @@ class SharedSettings:
 
 @dataclass
 class Training:
-    """A submitted training.
+    """A submitted training job.
 
     Parameters
     ----------
@@ -278,7 +279,7 @@ class Training:
     curve_key
         Under which its scaling curve is kept; empty: it is not.
     rates
-        The rates that trainings of this key have measured before.
+        The rates that training jobs of this key have measured before.
     """
 
     request: TrainingRequest
@@ -289,5 +290,5 @@ class Training:
 
     @property
     def name(self) -> str:
-        """The training's name."""
+        """The training job's name."""
         return self.request.name

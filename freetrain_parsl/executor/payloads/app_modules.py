@@ -1,7 +1,7 @@
 """The modules of an app's directory: each of two directories may have a ``model.py``, and each app has its own.
 
 Python keeps one module of a name, so those of other apps are put aside while an app is imported or serialized. On a
-node, where each training has a process of its own, the directory only has to be searched first.
+node, where each training job has a process of its own, the directory only has to be searched first.
 """
 
 from __future__ import annotations

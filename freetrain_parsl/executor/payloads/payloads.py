@@ -19,7 +19,7 @@ from parsl.serialize import deserialize, pack_apply_message
 from parsl.serialize.concretes import DillSerializer
 from parsl.serialize.errors import DeserializationError, SerializationError
 
-from freetrain_parsl.errors import CheckpointError, InvalidTrainer, TrainingError
+from freetrain_parsl.errors import CheckpointError, InvalidApp, TrainingError
 from freetrain_parsl.executor.payloads.app_modules import (
     directory_of,
     functions_of,
@@ -214,7 +214,7 @@ def pack_or_refuse(
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         An argument, a global or a closure variable cannot be pickled; the message names it.
     """
     try:
@@ -223,11 +223,9 @@ def pack_or_refuse(
         name = getattr(function, "__name__", repr(function))
         found = next(_culprits(function, args, kwargs), None)
         if found is None:
-            raise InvalidTrainer(
-                f"training function {name}() cannot be sent to the nodes: {first_line(error)}"
-            ) from error
+            raise InvalidApp(f"training function {name}() cannot be sent to the nodes: {first_line(error)}") from error
         what, value, refusal = found
-        raise InvalidTrainer(
+        raise InvalidApp(
             f"training function {name}() cannot be sent to the nodes: {what} is of type {type_name(value)} and "
             f"cannot be pickled ({first_line(refusal)}); create it inside the function, or in a module that the "
             "nodes can import"

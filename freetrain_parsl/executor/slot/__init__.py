@@ -1,1 +1,1 @@
-"""The slot: the process on a node that runs the trainings and tasks assigned by the driver."""
+"""The slot: the process on a node that runs the training jobs and tasks assigned by the driver."""

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from time import monotonic  # as it is now: a training may replace that of the module, and would end its node
+from time import monotonic  # as it is now: a training job may replace that of the module, and would end its node
 from typing import TYPE_CHECKING
 
 import zmq

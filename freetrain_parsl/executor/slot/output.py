@@ -1,8 +1,8 @@
 """What a process prints while it trains: taken from its file descriptors, and passed on once a second, bounded.
 
 Standard output and standard error are one file in memory meanwhile. So the output of libraries and of other processes
-that the training starts is included, in order; writing to it never blocks, as it would to a pipe whose reader waits
-for the interpreter's lock; and the training's speed does not depend on what becomes of its output.
+that the training job starts is included, in order; writing to it never blocks, as it would to a pipe whose reader waits
+for the interpreter's lock; and the training job's speed does not depend on what becomes of its output.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class OutputCapture:
                 return
             end = os.fstat(self._file).st_size
             spans, self._spans = [*self._spans, (end, self._owner)], []
-            if end < self._begin:  # a process that the training has started has emptied /dev/stdout
+            if end < self._begin:  # a process that the training job has started has emptied /dev/stdout
                 self._begin, spans = 0, [(end, self._owner)]
             self._marked = end
             output: dict[str, bytes] = {}

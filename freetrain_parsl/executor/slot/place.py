@@ -1,8 +1,9 @@
 """A slot's place in HTEX's worker pool: a process that forks those in which the slot works, one after another.
 
-What a training leaves in its process (hooks, caches, modules, modes of libraries, signal masks, open files, threads)
-cannot be listed, hence not be undone. So none of it reaches the place: it has imported everything, runs no code of the
-user, starts no thread and uses no accelerator, and each process that is forked from it is as new as the first one.
+What a training job leaves in its process (hooks, caches, modules, modes of libraries, signal masks, open files,
+threads) cannot be listed, hence not be undone. So none of it reaches the place: it has imported everything, runs no
+code of the user, starts no thread and uses no accelerator, and each process that is forked from it is as new as the
+first one.
 
 The driver drops a slot without heartbeats and tells it to end, but a process in a long C call that keeps Python's
 global interpreter lock does not read the command, nor does one whose user code has broken the thread. It would keep its
@@ -160,7 +161,7 @@ def _use_own_resource_tracker() -> None:
     """Let multiprocessing start a tracker for this process when it needs one, as in any interpreter.
 
     A tracker removes what its processes leave in ``/dev/shm`` when the last of them has ended. That of the pool, which
-    this process has inherited, would keep the memory of a training that has crashed for as long as the block lives.
+    this process has inherited, would keep the memory of a training job that has crashed for as long as the block lives.
     """
     tracker = resource_tracker._resource_tracker  # noqa: SLF001 - no other way
     tracker._fd = tracker._pid = None  # type: ignore[attr-defined]  # noqa: SLF001 - the same

@@ -59,7 +59,7 @@ class TooSlow(Exception):
 
 
 def in_time(make: Callable[[], _T], seconds: float) -> _T:
-    """Return what the user's code makes in another thread, which nothing can end; while it lasts, heartbeats go on.
+    """Return what the user's code makes in another thread, which nothing can end; while it lasts, heartbeats continue.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def in_time(make: Callable[[], _T], seconds: float) -> _T:
 
 
 def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
-    """Return the end of a training whose function, or session, has raised an exception, with its payload.
+    """Return the end of a training job whose function, or session, has raised an exception, with its payload.
 
     An exception whose text takes more than seconds is passed on without it.
     """
@@ -104,7 +104,7 @@ def _end_by(error: BaseException, generation: int) -> tuple[RunEnd, bytes]:
     match error:
         case PeerFailed():
             return PeersFailed(generation, text_of(error), error.unreachable), b""
-        case StorageUnavailable():  # not the training's fault: it waits
+        case StorageUnavailable():  # not the training job's fault: it waits
             return StorageFailed(text_of(error), storable(error.condition)), b""
         case SystemExit():
             # Not passed on as it is: it would end the driver's program, too.
@@ -199,25 +199,26 @@ def serialize_result(training: str, value: object) -> bytes:
     Raises
     ------
     TrainingError
-        It cannot be pickled; the message names the training, the part and its type.
+        It cannot be pickled; the message names the training job, the part and its type.
     """
     try:
         payload = bytes(serialize(value))
     except Exception as error:  # noqa: BLE001 - pickling an object may raise any exception
         where, part, refusal = _culprit(value, error)
         raise TrainingError(
-            f"training {training!r} is done, but cannot return its result: {where} is of type {type_name(part)} and "
+            f"training job {training!r} is done, but cannot return its result: {where} is of type {type_name(part)} "
+            "and "
             f"cannot be pickled ({first_line(refusal)}); return numbers, texts, tensors, and lists or dicts of these"
         ) from None
-    try_result(f"training {training!r}", payload)
+    try_result(f"training job {training!r}", payload)
     return payload
 
 
 def try_result(who: str, payload: bytes) -> None:
     """Unpickle a result where it harms its own call only: this runs the user's code, which may end the process.
 
-    In the driver, it would end all trainings, or keep the results that follow from their futures. A failure is left to
-    the driver, which may have what is missing here. Large results are not tried: they would be in memory twice.
+    In the driver, it would end all training jobs, or keep the results that follow from their futures. A failure is left
+    to the driver, which may have what is missing here. Large results are not tried: they would be in memory twice.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """A slot: the long HTEX task that occupies one worker place on a node and runs what the driver assigns to it.
 
-The main thread runs the user's code, while a `Channel` thread communicates with the driver. Each training has a process
-of its own (see `place`); the next one continues the slot with the same name and connection. A slot never returns while
-its block lives, because HTEX would give its place to another task on a node that is about to be reclaimed. Instead,
-its process exits, on a command, on the batch system's signal, or when the driver has failed.
+The main thread runs the user's code, while a `Channel` thread communicates with the driver. Each training job has a
+process of its own (see `place`); the next one continues the slot with the same name and connection. A slot never
+returns while its block lives, because HTEX would give its place to another task on a node that is about to be
+reclaimed. Instead, its process exits, on a command, on the batch system's signal, or when the driver has failed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class SlotSettings:
     interface
         Network interface, or its network, for the traffic between members; ``None``: the one that reaches the driver.
     log_dir
-        Where to leave what trainings have printed, and the driver has not received when it failed; ``None``: nowhere.
+        Where to leave what training jobs have printed, and the driver has not received when it failed; ``None``:
+        nowhere.
     files
         Where large results go; ``None``: all are sent in messages.
     """
@@ -280,7 +281,7 @@ class _Slot:
         deadline.start()
 
     def _leave_output(self, messages: Sequence[ToDriver]) -> None:
-        """Leave what trainings have printed, and the driver has not received, to the next driver."""
+        """Leave what training jobs have printed, and the driver has not received, to the next driver."""
         lines: dict[str, list[str]] = {}
         for message in messages:
             if isinstance(message, Output):
@@ -292,7 +293,7 @@ class _Slot:
             for training, some in lines.items():
                 leave_behind(Path(self._settings.log_dir), training, self._name.rpartition("/")[2], some)
         except OSError as error:
-            logger.warning("what trainings have printed since the driver failed is lost: %s", error)
+            logger.warning("what training jobs have printed since the driver failed is lost: %s", error)
 
     def _heartbeat(self) -> SlotHeartbeat:
         self._pulse.beat()
@@ -358,8 +359,8 @@ class _Slot:
     def _work(self) -> RunStart | None:
         """Run what is assigned until the slot leaves, or needs another process; return what that one has to start.
 
-        A training runs in a process that has run nothing before, and nothing runs there after it, nor after an ordinary
-        task that has failed; other tasks share a process, as in Parsl's own workers.
+        A training job runs in a process that has run nothing before, and nothing runs there after it, nor after an
+        ordinary task that has failed; other tasks share a process, as in Parsl's own workers.
         """
         is_fresh = True
         while not self._leaving:
@@ -411,7 +412,7 @@ class _Slot:
             try_result("the app", result)
             payload, stored = deposit(result, self._settings.files)
             failed = False
-        except KeyboardInterrupt:  # SIGINT: as in a training, a crash
+        except KeyboardInterrupt:  # SIGINT: as in a training job, a crash
             raise
         except BaseException as error:  # noqa: BLE001 - of the user's function, also sys.exit: passed to its future
             payload = serialized_exception(error)

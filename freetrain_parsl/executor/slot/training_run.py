@@ -1,4 +1,4 @@
-"""A training's run in a slot: translates the driver's messages for the training, and its reports for the driver.
+"""A job's run in a slot: translates the driver's messages for the job, and its reports for the driver.
 
 The main thread is in `Run.perform`; `Run.handle` is called by the channel's thread meanwhile.
 """
@@ -168,15 +168,15 @@ class TrainingRun(Run):
 
     @property
     def source(self) -> str:
-        """The process, as the training's log names it: its rank, or ``?`` while it joins."""
+        """The process, as the training job's log names it: its rank, or ``?`` while it joins."""
         return "?" if self._membership is None or not self._is_member else str(self._membership.rank)
 
     def deliver(self, source: str, lines: bytes) -> None:
-        """Pass on what the training has printed."""
+        """Pass on what the training job has printed."""
         self._send(Output(self._training, source, lines))
 
     def perform(self) -> RunEnded:
-        """Run the training until it ends in this slot; return the message that reports the end."""
+        """Run the training job until it ends in this slot; return the message that reports the end."""
         from freetrain_parsl.training.fragment import run_fragment
 
         end: RunEnd

@@ -1,7 +1,7 @@
 """The process that passes values to trackers: ``python -m freetrain_parsl.executor.values.process ASSIGNMENTS``.
 
-It reads files only: the assignments, which say which training has which trackers, and the files with the values. So a
-tracker that is slow, hangs or fails costs the driver nothing, and what it has missed follows. Each tracker has a
+It reads files only: the assignments, which say which training job has which trackers, and the files with the values. So
+a tracker that is slow, hangs or fails costs the driver nothing, and what it has missed follows. Each tracker has a
 thread of its own. The process ends when its standard input is closed, with the driver, after a last look at the files.
 """
 
@@ -36,11 +36,11 @@ _LONGEST_END: Final = 300.0  # seconds for the last look
 
 
 class Follower:
-    """Passes the values of one training, which are in the file `rows`, to one tracker."""
+    """Passes the values of one training job, which are in the file `rows`, to one tracker."""
 
     def __init__(self, training: TrackedTraining, rows: Path, spec: TrackerSpec) -> None:
         self.outcome: Outcome | None = None
-        """How the training has ended; ``None`` as long as it has not."""
+        """How the training job has ended; ``None`` as long as it has not."""
         self._training = training
         self._rows = rows
         self._spec = spec
@@ -66,7 +66,7 @@ class Follower:
             self._failures += 1
             self._retry_at = now + min(2.0 ** min(self._failures, 20), _LONGEST_PAUSE)
             logger.warning(
-                "training %s, tracker %s: %s: %s",
+                "training job %s, tracker %s: %s: %s",
                 self._training.name,
                 self._spec.kind,
                 type(error).__name__,
@@ -98,7 +98,7 @@ class Follower:
             self._offset = offset
 
     def _hold(self) -> bool:
-        """Lock the training's run: the process of an earlier driver may still use it."""
+        """Lock the training job's run: the process of an earlier driver may still use it."""
         path = self._training.directory / "lock"
         self._training.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)

@@ -44,7 +44,7 @@ Value: TypeAlias = bool | int | float | str
 """A value of `session.log`."""
 
 Outcome: TypeAlias = Literal["finished", "failed", "cancelled", "interrupted"]
-"""How a training ended; an interrupted one goes on later, as after a stop of its campaign."""
+"""How a training job ended; an interrupted one continues later, as after a stop of its campaign."""
 
 _MOST_STEPS = 1 << 53
 _LARGEST_INT = (1 << 63) - 1
@@ -56,14 +56,14 @@ TRACKERS: Final = EntryPoints["type[Tracker]"]("freetrain.trackers", "tracker")
 
 @dataclass(frozen=True)
 class TrackedTraining:
-    """A training, as trackers see it.
+    """A training job, as trackers see it.
 
     Parameters
     ----------
     name
         Its name.
     id
-        The same in all fragments and with all drivers, and of no other training: 16 hexadecimal digits.
+        The same in all fragments and with all drivers, and of no other training job: 16 hexadecimal digits.
     directory
         A directory for the tracker's files about it, the same each time; exists, private to the user.
     """
@@ -93,18 +93,18 @@ class Row:
 
 
 class Tracker(Protocol):
-    """Receives the values of one training; used by one thread. Any exception makes it be closed and opened again later.
+    """Receives the values of one job; used by one thread. Any exception makes it be closed and opened again later.
 
-    One training has one run in the tracker. What it has of that run it knows best, after a crash, too: so `open` says
-    it, and only what is missing follows.
+    One training job has one run in the tracker. What it has of that run it knows best, after a crash, too: so `open`
+    says it, and only what is missing follows.
 
-    The class of a registered tracker may state what is checked before a training starts: ``options``, the names of its
-    parameters, which are then strings, and ``package``, the package that it imports and what ``pip install`` needs
+    The class of a registered tracker may state what is checked before a training job starts: ``options``, the names of
+    its parameters, which are then strings, and ``package``, the package that it imports and what ``pip install`` needs
     for it.
     """
 
     def open(self, training: TrackedTraining) -> Mapping[str, int]:
-        """Create the training's run, or open the one with its id.
+        """Create the training job's run, or open the one with its id.
 
         Returns
         -------

@@ -1,7 +1,7 @@
-"""Keeps the values that trainings log, for their trackers: in a thread of the driver, one file for each training.
+"""Keeps the values that jobs log, for their trackers: in a thread of the driver, one file for each job.
 
-The files are next to the checkpoints, so they last as long as the training, whatever drives it. A process of its own
-(`freetrain_parsl.executor.values.process`) passes them to the trackers.
+The files are next to the checkpoints, so they last as long as the training job, whatever drives it. A process of its
+own (`freetrain_parsl.executor.values.process`) passes them to the trackers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_STARTS: Final = 5  # of the process
 
 @dataclass
 class _Values:
-    """The file of a training."""
+    """The file of a training job."""
 
     path: Path
     id: str
@@ -50,7 +50,7 @@ class _Values:
 
 
 class ValueWriter:
-    """Writes the values of a driver's trainings, and starts the process that passes them to trackers.
+    """Writes the values of a driver's training jobs, and starts the process that passes them to trackers.
 
     The values are beside the checkpoints in `root`. A driver that another one has replaced, whose trackers continue, is
     not `allowed` to write any more.
@@ -78,7 +78,7 @@ class ValueWriter:
         self._thread.start()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what waits, and wait `timeout` seconds at most for the trackers, which go on without the driver."""
+        """Write what waits, and wait `timeout` seconds at most for the trackers, which continue without the driver."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -97,16 +97,16 @@ class ValueWriter:
     # Other threads.
 
     def track(self, training: str, trackers: tuple[TrackerSpec, ...]) -> None:
-        """State the trackers of a training, before it begins."""
+        """State the trackers of a training job, before it begins."""
         self._trackers[training] = trackers
 
     def take(self, training: str, rows: Sequence[str]) -> None:
-        """Add values; ignored if there is no such training."""
+        """Add values; ignored if there is no such training job."""
         if training in self._trackers and self._queue.qsize() < _MOST_WAITING:
             self._queue.put((training, rows))
 
     def note(self, entry: record.Record) -> None:
-        """Note what happened to a training."""
+        """Note what happened to a training job."""
         match entry:
             case (
                 record.CodeChanged() | record.TrainingFinished() | record.TrainingFailed() | record.TrainingCancelled()
@@ -139,7 +139,7 @@ class ValueWriter:
             self._failures += 1
             self._retry_at = time.monotonic() + min(2.0**self._failures, _LONGEST_PAUSE)
             if self._failures == 1:
-                logger.warning("cannot keep the values of trainings: %s; trying again", error)
+                logger.warning("cannot keep the values of training jobs: %s; trying again", error)
             return
         self._failures = 0
 
@@ -157,11 +157,11 @@ class ValueWriter:
         for training, texts in list(self._waiting.items()):
             try:
                 self._write_rows(training, texts)
-            except OSError as error:  # may concern the directory of this training only
+            except OSError as error:  # may concern the directory of this training job only
                 problem = problem or error
                 continue
             except Exception:  # of a damaged file or a user's value: those of the others must not wait
-                logger.exception("the last values of training %s cannot be kept", training)
+                logger.exception("the last values of training job %s cannot be kept", training)
             del self._waiting[training]
         for training in self._ended.keys() - self._waiting.keys():
             if (known := self._values.get(training)) is not None:
@@ -183,7 +183,7 @@ class ValueWriter:
     def _open(self, training: str) -> _Values:
         directory = self._root / directory_name(training)
         directory.mkdir(mode=0o700, exist_ok=True)
-        number = len(list(directory.glob("set-aside-*")))  # times that the training has started over
+        number = len(list(directory.glob("set-aside-*")))  # times that the training job has started over
         suffix = f"-{number}" if number else ""
         trackers = directory / f"trackers{suffix}"
         trackers.mkdir(mode=0o700, exist_ok=True)

@@ -29,7 +29,7 @@ _CASTS = 3e-2  # with bfloat16
 _DIFFER = "ReplicasDiffer"
 _SAME_FILE = (
     "all processes run this line: if one writes a file while another reads it, let only the first write, under "
-    "`if session.is_first:`, or keep its content in session.state"
+    "`if session.is_main_process:`, or keep its content in session.state"
 )
 _HALF_A_FILE = ("EOFError", "UnpicklingError", "BadZipFile", "JSONDecodeError")
 _USUALLY = "; usually "  # between what differs and what to do about it
@@ -219,7 +219,7 @@ class Judge:
                 details=(
                     "It was set from something that differs between them: session.rank, the loss of the own share.",
                 ),
-                mend="set it from session.metrics, session.position or session.agree(value)",
+                mend="set it from session.metrics, session.position or session.broadcast(value)",
             )
         elif difference.kind is Kind.BUFFER:
             if not self._has("buffer"):
@@ -229,7 +229,8 @@ class Judge:
                     difference.name,
                     line,
                     details=self._assigned_anew(difference.name),
-                    mend="sum over the processes before it is used, as session.sum(x.sum(0)) / session.sum(len(x))",
+                    mend="sum over the processes before it is used, as session.all_reduce(x.sum(0)) / "
+                    "session.all_reduce(len(x))",
                 )
         else:
             others = group[1]
@@ -391,8 +392,8 @@ class Judge:
                 "hang",
                 f"{when}, they do not make the same calls: {'; '.join(ends)}.",
                 where=worst.trace,
-                mend="leave the loop, skip a batch and call session.sum for a reason that is the same on all "
-                "processes: session.agree(value)",
+                mend="leave the loop, skip a batch and call session.all_reduce for a reason that is the same on all "
+                "processes: session.broadcast(value)",
             )
             return True
         worst = next((record for record in bad if not record.error.startswith(_LOST)), bad[0])

@@ -1,4 +1,4 @@
-"""The recorder of a check: what one process sees of its training, and how it is paused, joined and interrupted."""
+"""The recorder of a check: what one process sees of its training job, and how it is paused, joined and interrupted."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["BATCHES", "EPOCHS", "NAME", "TrainingRecorder"]
 
 EPOCHS, BATCHES = 3, 4
-"""To which a training is cut."""
+"""To which a training job is cut."""
 NAME = "check"
-"""Of the training, in messages."""
+"""Of the training job, in messages."""
 _LEAST_TO_CUT = 3  # samples in a batch; the last batch of an epoch is a little more than half of one
 _MOST_BOUNDARIES = 40 * BATCHES  # of a loop that counts its steps itself
 _SKETCHED = 5_000_000  # elements; more are compared by their bits, and gradients in the first steps
@@ -101,7 +101,7 @@ class TrainingRecorder:
         return replace(order, length=min(order.length, wanted))
 
     def epochs(self, count: int) -> int:
-        """Cut the training to a few epochs."""
+        """Cut the training job to a few epochs."""
         return count if self._variant.whole else min(count, EPOCHS)
 
     def batch(self, data: Any) -> Any:
@@ -247,7 +247,7 @@ class TrainingRecorder:
             self._mailbox.post(_ALONE)
 
     def take_report(self, report: Report) -> None:
-        """Answer a failure of the group, as a driver would: go on alone if that is the variant, else give up.
+        """Answer a failure of the group, as a driver would: continue alone if that is the variant, else give up.
 
         The other member may have failed while this one still waited for it, before its own loss.
         """

@@ -46,7 +46,7 @@ def check(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CheckRe
     function
         A training function or app. It must not send anything to the outside, as it runs about a dozen times.
     args, kwargs
-        Its arguments, without the session: those of a small training.
+        Its arguments, without the session: those of a small training job.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def check(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CheckRe
     ------
     UsageError
         This process has used a GPU already, so that it cannot be forked.
-    InvalidTrainer
+    InvalidApp
         The function has no parameter for the session.
     TypeError
         The function does not accept the arguments.

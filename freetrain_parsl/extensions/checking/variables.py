@@ -64,8 +64,8 @@ def suspects_between(
 ) -> dict[str, Suspect]:
     """Return what differs between the frames of two processes, the first difference of each variable.
 
-    One has gone on, the other began anew `after` this place, where the loop's own variables are not bound yet. Paths in
-    `without` differ between two runs in any case, such as clocks.
+    One has continued, the other began anew `after` this place, where the loop's own variables are not bound yet. Paths
+    in `without` differ between two runs in any case, such as clocks.
     """
     found: dict[str, Suspect] = {}
     for place in sorted(one.held.keys() & other.held.keys()):

@@ -1,4 +1,4 @@
-"""``freetrain demo``: real trainings on the idle nodes of a busy embedded cluster, shown live."""
+"""``freetrain demo``: real training jobs on the idle nodes of a busy embedded cluster, shown live."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DELAY_TOLERANCE = 1.0  # seconds; a real batch system's own scheduling cycle is
 
 @dataclass(frozen=True)
 class _Entry:
-    """A training of the demo: an app, its bounds on nodes, and its arguments."""
+    """A training job of the demo: an app, its bounds on nodes, and its arguments."""
 
     name: str
     app: str
@@ -52,7 +52,7 @@ class _Entry:
     arguments: dict[str, Any]
 
 
-# Work for two or three minutes on two cores, in trainings that differ in size and in how far they scale.
+# Work for two or three minutes on two cores, in training jobs that differ in size and in how far they scale.
 _CAMPAIGN = (
     _Entry("digits-wide", "digits", 4, {"epochs": 40, "width": 48, "lr": 0.05}),
     _Entry("digits-slow", "digits", 2, {"epochs": 30, "width": 32, "lr": 0.02}),
@@ -79,7 +79,7 @@ def demo(
     json_file: Path | None = typer.Option(None, "--json", help="Write the figures to this file."),
     page: bool = typer.Option(False, "--page", help="Serve the live page while the demo runs, and print its address."),
 ) -> None:
-    """Run seven trainings on the idle nodes of a small busy cluster, and show how much they used."""
+    """Run seven training jobs on the idle nodes of a small busy cluster, and show how much they used."""
     from freetrain_parsl.executor.htex.worker_pool import import_lean_parsl
     from freetrain_parsl.planning.policies import resolve_policy
 
@@ -97,7 +97,7 @@ def demo(
         _write_json(json_file, figures)
     if figures["trainings_completed"] < len(_CAMPAIGN):
         left = len(_CAMPAIGN) - figures["trainings_completed"]
-        console.print(f"{left} trainings did not complete", style="bold red")
+        console.print(f"{left} training jobs did not complete", style="bold red")
         raise typer.Exit(1)
 
 
@@ -225,7 +225,7 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.planning.policies import POLICIES, Policy
     from freetrain_parsl.planning.settings import PlannerSettings, RescaleCosts
-    from freetrain_parsl.settings import CheckpointSettings, Manners, TrainingSettings
+    from freetrain_parsl.settings import CheckpointSettings, RateLimits, TrainingSettings
 
     second = timedelta(seconds=1)
     make_policy: Callable[..., Policy] = POLICIES[policy]
@@ -245,7 +245,7 @@ def _executor(provider: EmbeddedClusterProvider, directory: Path, policy: str) -
         trainings=TrainingSettings(
             rescale_costs=RescaleCosts(up=second, down=second, start=second), threads_per_slot=1
         ),
-        manners=Manners(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=1), submissions_per_minute=120),
         checkpoints=CheckpointSettings(interval=timedelta(seconds=5)),
     )
 
@@ -307,7 +307,7 @@ def _watch(
 
 
 def _print_changes(console: Screen, run: RunState, printed: dict[str, str], elapsed: float) -> None:
-    """Print one line per training whose nodes or state have changed (without a terminal)."""
+    """Print one line per training job whose nodes or state have changed (without a terminal)."""
     for training in run.trainings.values():
         line = training.state + (f" on {', '.join(training.nodes)}" if training.nodes else "")
         if printed.get(training.name) != line:
@@ -331,7 +331,7 @@ def _report(
             console.say(f"{training.name}: {training.error}", style="bold red")
     table = Table(box=None, show_header=False, padding=(0, 2))
     rows = {
-        "trainings completed": f"{figures['trainings_completed']} of {figures['trainings']}",
+        "training jobs completed": f"{figures['trainings_completed']} of {figures['trainings']}",
         "fragments, rescales, resumes": (
             f"{figures['fragments']}, {figures['rescales']}, {figures['resumes_from_checkpoint']}"
         ),
@@ -352,7 +352,7 @@ def _report(
         table.add_row(name, value)
     console.print(table)
     picture = directory / "timeline.png"
-    draw_timeline(run, history, picture, title="Nodes over time: main jobs grey, trainings coloured")
+    draw_timeline(run, history, picture, title="Nodes over time: main jobs grey, training jobs coloured")
     console.say(f"timeline: {picture}")
     for line in _next_commands(directory):
         console.say(line)
@@ -366,7 +366,7 @@ def _next_commands(directory: Path) -> list[str]:
     freetrain = "freetrain" if known else _typed(script)
     commands = [
         (f"dashboard {run}", "the page of this run, in your browser; Ctrl-C ends it"),
-        (f"status {run}", "its trainings"),
+        (f"status {run}", "its training jobs"),
         (f"explain {run}", "why each is where it is"),
         (f"logs {run} {_CAMPAIGN[0].name}", "what one of them printed"),
         (f"report {run}", "what the run used, by cause, and gave back"),

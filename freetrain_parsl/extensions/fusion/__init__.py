@@ -1,1 +1,1 @@
-"""Horizontal fusion: trainings with models of equal structure compute as one, each member with its own numbers."""
+"""Horizontal fusion: training jobs with models of equal structure compute as one, each member with its own numbers."""

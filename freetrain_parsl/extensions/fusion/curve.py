@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 from freetrain_parsl.planning.curves.scaling import read_points
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class FusionCurve:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         A number of members that is not an integer of at least 1 or does not increase, a throughput that is not
         positive and finite, or one other than 1 for one member.
 
@@ -63,7 +63,7 @@ class FusionCurve:
         checked = [_point(members, throughput) for members, throughput in points]
         for (before, _), (members, _) in pairwise(checked):
             if members <= before:
-                raise InvalidTrainer(f"fusion curve: numbers of members must increase, got {members} after {before}")
+                raise InvalidApp(f"fusion curve: numbers of members must increase, got {members} after {before}")
         if not checked or checked[0][0] > 1:
             checked.insert(0, (1, 1.0))
         object.__setattr__(self, "points", tuple(checked))
@@ -93,7 +93,7 @@ class FusionCurve:
         for last, (where, _, _) in enumerate(rows, 1):
             try:
                 cls(points[:last][-2:])
-            except InvalidTrainer as error:  # noqa: PERF203 - the line is needed
+            except InvalidApp as error:  # noqa: PERF203 - the line is needed
                 raise InvalidInput(f"{where}: {error}") from error
         return cls(points)
 
@@ -107,11 +107,11 @@ class FusionCurve:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             A negative number of members.
         """
         if members < 0:
-            raise InvalidTrainer(f"fusion curve: an array has at least one member, got {members}")
+            raise InvalidApp(f"fusion curve: an array has at least one member, got {members}")
         counts, throughputs = zip(*self.points, strict=True)
         return float(np.interp(members, counts, throughputs)) if members else 0.0
 
@@ -162,12 +162,12 @@ class FusionCurve:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             A negative number of members or slots, or a limit below 1.
         """
         limit = self.largest if limit is None else limit
         if count < 0 or slots < 0 or limit < 1:
-            raise InvalidTrainer(
+            raise InvalidApp(
                 f"fusion curve: cannot group {count} members on {slots} slots with a limit of {limit} for an array"
             )
         return _grouping(self, count, slots, min(limit, self.largest))
@@ -246,12 +246,12 @@ def _better(
 
 def _point(members: Any, throughput: Any) -> tuple[int, float]:
     if isinstance(members, bool) or not isinstance(members, Integral) or members < 1:
-        raise InvalidTrainer(f"fusion curve: a number of members must be a whole number of at least 1, got {members!r}")
+        raise InvalidApp(f"fusion curve: a number of members must be a whole number of at least 1, got {members!r}")
     number = isinstance(throughput, Real) and not isinstance(throughput, bool)
     if not (number and math.isfinite(throughput) and throughput > 0):
-        raise InvalidTrainer(f"fusion curve: a throughput must be a positive number, got {throughput!r}")
+        raise InvalidApp(f"fusion curve: a throughput must be a positive number, got {throughput!r}")
     if members == 1 and throughput != 1:
-        raise InvalidTrainer(
+        raise InvalidApp(
             f"fusion curve: one member alone has throughput 1, got {throughput!r}; divide all throughputs by it"
         )
     return int(members), float(throughput)

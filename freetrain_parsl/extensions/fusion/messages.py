@@ -15,7 +15,7 @@ __all__ = ["AddMember", "ArraySized", "MemberEnded", "MemberReport", "ReleaseMem
 
 @dataclass(frozen=True)
 class StartArray(RunStart):
-    """Run an array of trainings in one process; an `AddMember` for each of the first members follows.
+    """Run an array of training jobs in one process; an `AddMember` for each of the first members follows.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class StartArray(RunStart):
 
 @dataclass(frozen=True)
 class AddMember(WithFunction):
-    """Train one more training in an array."""
+    """Train one more training job in an array."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from freetrain_parsl.planning.policies.base import BaselinePolicy
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from freetrain_parsl.planning.model import Allocation, Pool, Trainer
+    from freetrain_parsl.planning.model import Allocation, PlannedJob, Pool
 
 __all__ = ["OptimusPolicy", "TiresiasPolicy"]
 
@@ -27,7 +27,7 @@ class OptimusPolicy(BaselinePolicy):
     needs_hosts = True
     emptiest_first = True
 
-    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
+    def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
         """Decide the counts, smallest first; see `BaselinePolicy.counts`."""
         counts, left = {}, len(pool)
         for trainer in ranked:
@@ -51,7 +51,7 @@ class OptimusPolicy(BaselinePolicy):
         return dict(sorted(counts.items(), key=lambda item: item[1]))
 
 
-def _gain(trainer: Trainer, nodes: int) -> float:
+def _gain(trainer: PlannedJob, nodes: int) -> float:
     """Return by how many seconds another node reduces the remaining time."""
     if nodes >= trainer.max_nodes:
         return 0.0
@@ -76,7 +76,7 @@ class TiresiasPolicy(BaselinePolicy):
     needs_hosts = True
     emptiest_first = True
 
-    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege
+    def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege
         """Decide the counts; see `BaselinePolicy.counts`."""
         counts, left = {}, len(pool)
         for trainer in sorted(ranked, key=lambda t: t.service >= _DEMOTED_AT):  # stable: keeps the order of submission

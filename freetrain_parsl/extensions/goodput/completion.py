@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.planning.objectives.base import Moment
 
 __all__ = ["CompletionTime", "CompletionUtility", "Urgency"]
@@ -93,7 +93,7 @@ class CompletionTime(Contextual):
         gross = _Progress(weights, self.fairness)
         return NetOfChanges(gross, _Kept(gross, moment.held, self.horizon))
 
-    def _weight(self, trainer: Trainer, now: float) -> float:
+    def _weight(self, trainer: PlannedJob, now: float) -> float:
         seconds = _YOUNG
         if self.urgency is Urgency.SERVICE:
             seconds += trainer.service
@@ -117,7 +117,7 @@ class _Progress(Tabulated):
     weights: Mapping[str, float]
     fairness: float
 
-    def table(self, trainer: Trainer, last: int) -> npt.NDArray[np.float64]:
+    def table(self, trainer: PlannedJob, last: int) -> npt.NDArray[np.float64]:
         """Tabulate; see `Tabulated.table`."""
         power = 1 - self.fairness
         speedups = trainer.curve.rates(last) / _unit(trainer)
@@ -133,14 +133,14 @@ class _Kept(Tabulated):
     held: Mapping[str, int]
     horizon: float
 
-    def table(self, trainer: Trainer, last: int) -> npt.NDArray[np.float64]:
+    def table(self, trainer: PlannedJob, last: int) -> npt.NDArray[np.float64]:
         """Tabulate; see `Tabulated.table`."""
         seconds = _seconds_of_change(trainer, self.held.get(trainer.name, 0), last)
         left = np.maximum(1 - seconds / self.horizon, 0.0)
         return self.gross.table(trainer, last) * left ** (1 - self.gross.fairness)
 
 
-def _seconds_of_change(trainer: Trainer, held: int, last: int) -> npt.NDArray[np.float64]:
+def _seconds_of_change(trainer: PlannedJob, held: int, last: int) -> npt.NDArray[np.float64]:
     """Tabulate the seconds that a change from `held` to 0, 1, …, `last` nodes takes."""
     seconds = np.full(last + 1, trainer.costs.up if held else trainer.costs.start)
     seconds[: held + 1] = trainer.costs.down
@@ -148,7 +148,7 @@ def _seconds_of_change(trainer: Trainer, held: int, last: int) -> npt.NDArray[np
     return seconds
 
 
-def _unit(trainer: Trainer) -> float:
+def _unit(trainer: PlannedJob) -> float:
     """Return the rate on ``min_nodes``; one if that is zero."""
     return trainer.rate(trainer.min_nodes) or 1.0
 
@@ -195,7 +195,7 @@ class _Utilities(Tabulated):
     held: Mapping[str, int]
     charged: bool
 
-    def table(self, trainer: Trainer, last: int) -> npt.NDArray[np.float64]:
+    def table(self, trainer: PlannedJob, last: int) -> npt.NDArray[np.float64]:
         """Tabulate; see `Tabulated.table`."""
         if trainer.deadline is None or not math.isfinite(trainer.work_left) or trainer.deadline <= trainer.submitted:
             return np.zeros(last + 1)

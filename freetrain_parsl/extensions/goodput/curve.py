@@ -1,7 +1,7 @@
 """Goodput: throughput times statistical efficiency, at the best batch size for each number of nodes.
 
-The batch size concerns its own training only. The best goodput on n nodes, over all batch sizes, is therefore another
-curve over counts, and the count model that allocates nodes decides batch sizes, too.
+The batch size concerns its own training job only. The best goodput on n nodes, over all batch sizes, is therefore
+another curve over counts, and the count model that allocates nodes decides batch sizes, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 
 __all__ = ["BatchLimits", "BatchPlan", "GoodputProfile", "GradientNoise", "StepTimeTable", "best_plan"]
 
@@ -36,7 +36,7 @@ class BatchPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Batch sizes that a training may have.
+    """Batch sizes that a training job may have.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         if not (0 < self.initial <= self.largest and 0 < self.least_local <= self.most_local):
-            raise InvalidTrainer(f"batch limits must be positive and in order, got {self}")
+            raise InvalidApp(f"batch limits must be positive and in order, got {self}")
 
     def plan(self, batch: int, nodes: int) -> BatchPlan:
         """Divide a global batch among nodes and passes.
@@ -122,7 +122,7 @@ class _Pass(NamedTuple):
 
 
 class GoodputProfile:
-    """Times of a training's passes as measured while it runs, and a model of those not measured.
+    """Times of a training job's passes as measured while it runs, and a model of those not measured.
 
     Times are predicted as last measured on the same nodes and hosts, interpolated between numbers of samples; beyond
     these, computing takes in proportion to a line through all measurements. Elsewhere computing takes as long as with
@@ -145,7 +145,7 @@ class GoodputProfile:
     def observe(self, nodes: int, hosts: int, local: int, step: float, exchange: float) -> None:
         """Add a measured pass: its seconds, and the part of them spent in the exchange of gradients."""
         if not (nodes >= hosts >= 1 and local >= 1 and 0 <= exchange < step < math.inf):
-            raise InvalidTrainer(f"not a measurement: {exchange!r} of {step!r} s on {nodes!r} nodes")
+            raise InvalidApp(f"not a measurement: {exchange!r} of {step!r} s on {nodes!r} nodes")
         known, measured = self._passes.setdefault((nodes, hosts), {}), _Pass(step - exchange, exchange)
         if known.get(local) != measured:
             known[local] = measured

@@ -12,7 +12,7 @@ import numpy as np
 
 from freetrain_parsl.extensions.goodput.evolution import Layout, LayoutBreeder, Row, evolve
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool
 from freetrain_parsl.planning.objectives.base import (
     Contextual,
     Moment,
@@ -47,7 +47,7 @@ class PlacedValues:
     """Values of trainers by number of nodes on each host, less the costs of changing now.
 
     On the fewest hosts, a trainer has the value of its number of nodes. On more hosts, its rate is that of
-    `Trainer.placed`. A change of hosts at the same number of nodes costs as much as a start.
+    `PlannedJob.placed`. A change of hosts at the same number of nodes costs as much as a start.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class PlacedValues:
         curve = ScalingCurve(sorted(points.items()), relative=trainer.curve.relative)
         return float(self._table(replace(trainer, curve=curve), moved=moved, last=nodes)[nodes])
 
-    def _table(self, trainer: Trainer, *, moved: bool, last: int) -> Table:
+    def _table(self, trainer: PlannedJob, *, moved: bool, last: int) -> Table:
         held = 0 if moved else self._moment.held.get(trainer.name, 0)
         return value_table(self._moving if moved else self._staying, trainer, held, last, self._horizon)
 
@@ -170,7 +170,7 @@ class OnesPolicy(Policy):
         self._warm_start, self._seed = warm_start, seed
         self._time_limit = time_limit.total_seconds()
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from datetime import timedelta
 
-    from freetrain_parsl.planning.model import Allocation, Pool, Trainer
+    from freetrain_parsl.planning.model import Allocation, PlannedJob, Pool
     from freetrain_parsl.planning.objectives.base import ObjectiveLike
 
 __all__ = ["OnesPublishedPolicy"]
@@ -79,7 +79,7 @@ class OnesPublishedPolicy(BaselinePolicy):
         check_count("policy 'ones-published': generations", generations)
         self._generations, self._seed = generations, seed
 
-    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:
+    def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:
         """Decide the counts; see `BaselinePolicy.counts`."""
         if not ranked or not len(pool):
             return {}
@@ -121,7 +121,7 @@ class _Limits:
 class _Search:
     """Schedules as genes, and the operators on them."""
 
-    def __init__(self, ranked: Sequence[Trainer], now: Genes, draw: Random) -> None:
+    def __init__(self, ranked: Sequence[PlannedJob], now: Genes, draw: Random) -> None:
         self._ranked, self._draw = ranked, draw
         self._nodes = len(now)
         held = np.bincount([gene for gene in now if gene >= 0], minlength=len(ranked)).tolist()
@@ -212,17 +212,17 @@ class _Search:
         return [number for number, trainer in enumerate(self._ranked) if trainer.service == 0]
 
 
-def _limits(trainer: Trainer, held: int, nodes: int) -> _Limits:
+def _limits(trainer: PlannedJob, held: int, nodes: int) -> _Limits:
     most = min(trainer.max_nodes, nodes)
     return _Limits(trainer.min_nodes, min(max(2 * held, trainer.min_nodes), max(most, trainer.min_nodes)), most)
 
 
-def _epochs(trainer: Trainer) -> float:
+def _epochs(trainer: PlannedJob) -> float:
     """Return the epochs done; of a trainer that does not count them, enough to be evicted."""
     return math.inf if trainer.epochs is None else trainer.epochs.done
 
 
-def _drawn_work(trainer: Trainer, draw: Random) -> float:
+def _drawn_work(trainer: PlannedJob, draw: Random) -> float:
     """Return the samples left as drawn; as known if epochs are not counted; one if nothing is known."""
     if trainer.epochs is None:
         return trainer.work_left if math.isfinite(trainer.work_left) else 1.0

@@ -1,1 +1,1 @@
-"""Trainers and searches that people have, with trainings of this package."""
+"""Trainers and searches that people have, with training jobs of this package."""

@@ -51,16 +51,16 @@ _WITHOUT_EFFECT = ("cpu", "device_placement", "log_with", "project_dir", "projec
 class Accelerator:
     """Stands for ``accelerate.Accelerator`` in a session.
 
-    The first ``DataLoader`` given to `prepare` is that of the training; its batches, and with accumulation several of
-    them together, are divided over the processes. Others, for validation, are read as a whole by each process, so that
-    there is nothing to gather. Checkpoints are the session's: ``save_state`` has no effect.
+    The first ``DataLoader`` given to `prepare` is that of the training job; its batches, and with accumulation several
+    of them together, are divided over the processes. Others, for validation, are read as a whole by each process, so
+    that there is nothing to gather. Checkpoints are the session's: ``save_state`` has no effect.
 
     Parameters
     ----------
     session
-        The training's session; neither its `prepare` nor its `loader` has been called.
+        The training job's session; neither its `prepare` nor its `loader` has been called.
     gradient_accumulation_steps
-        Batches of the training's DataLoader in a step.
+        Batches of the training job's DataLoader in a step.
     mixed_precision
         ``"no"``, ``"bf16"`` or ``"fp16"``.
     options
@@ -85,7 +85,7 @@ class Accelerator:
         mixed_precision: str | None = None,
         **options: Any,
     ) -> None:
-        if not hasattr(session, "agree"):
+        if not hasattr(session, "broadcast"):
             raise UsageError(f"Accelerator needs the session first: Accelerator(session, …); got {session!r}")
         if refused := [name for name in options if name not in _WITHOUT_EFFECT]:
             raise UsageError(f"Accelerator({refused[0]}=…) cannot be combined with a session")
@@ -120,7 +120,7 @@ class Accelerator:
     prepare_model = prepare_optimizer = prepare_data_loader = prepare_scheduler = prepare
 
     def register_for_checkpointing(self, *things: Any) -> None:
-        """Include more objects with ``state_dict`` and ``load_state_dict`` in the training's state."""
+        """Include more objects with ``state_dict`` and ``load_state_dict`` in the training job's state."""
         self._objects += [thing for thing in things if not any(thing is known for known in self._objects)]
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -129,7 +129,7 @@ class Accelerator:
         Raises
         ------
         UsageError
-            Something that a training needs has not been given to `prepare`.
+            Something that a training job needs has not been given to `prepare`.
         """
         models = [thing for thing in self._objects if isinstance(thing, nn.Module)]
         if not models or not self._optimizers or self._data is None:
@@ -217,15 +217,15 @@ class Accelerator:
         return nullcontext() if precision is None else torch.autocast(self.device.type, dtype=precision)
 
     def begin_batch(self) -> None:
-        """Note that the loop gets a batch; called by the training's data."""
+        """Note that the loop gets a batch; called by the training job's data."""
         self._in_batch = True
 
     def end_pass(self) -> None:
-        """Note that the loop over the batches has ended; called by the training's data."""
+        """Note that the loop over the batches has ended; called by the training job's data."""
         self._in_batch = False
 
     def end_batch(self) -> None:
-        """Check that a batch, if it is complete, has had a step; called by the training's data."""
+        """Check that a batch, if it is complete, has had a step; called by the training job's data."""
         if self._unstepped:
             raise UsageError(
                 "accelerator.backward was called without optimizer.step in the same batch: to accumulate gradients, "
@@ -246,8 +246,8 @@ class Accelerator:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process should print and write; see ``session.is_first``."""
-        return self.session.is_first
+        """Whether this process should print and write; see ``session.is_main_process``."""
+        return self.session.is_main_process
 
     is_local_main_process = is_main_process
 
@@ -279,7 +279,7 @@ class Accelerator:
             raise UsageError(f"accelerator.reduce: reduction is 'sum', 'mean' or 'none', got {reduction!r}")
         if not self._in_batch or reduction == "none":
             return tensor * scale
-        total = self.session.sum(tensor) * scale
+        total = self.session.all_reduce(tensor) * scale
         return total / self.session.world_size if reduction == "mean" else total
 
     def wait_for_everyone(self) -> None:
@@ -352,9 +352,9 @@ class Accelerator:
         raise UsageError("accelerator.load_state: the session resumes from its own checkpoints, in `epochs`")
 
     def skip_first_batches(self, *_args: Any, **_options: Any) -> NoReturn:
-        """Raise UsageError: the session's loader begins where the training is."""
+        """Raise UsageError: the session's loader begins where the training job is."""
         raise UsageError(
-            "accelerator.skip_first_batches: after a restart the session's data begin where the training is"
+            "accelerator.skip_first_batches: after a restart the session's data begin where the training job is"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -364,7 +364,7 @@ class Accelerator:
 
 
 class _TrainingData:
-    """The training's batches; before the epochs it stands for the DataLoader."""
+    """The training job's batches; before the epochs it stands for the DataLoader."""
 
     def __init__(self, accelerator: Accelerator, source: DataLoader[Any]) -> None:
         self._accelerator, self._source = accelerator, source
@@ -386,7 +386,7 @@ class _TrainingData:
     def __iter__(self) -> Iterator[Any]:
         if self._batches is None:
             raise UsageError(
-                "write `for epoch in accelerator.epochs(n):` around the loop over the training's DataLoader"
+                "write `for epoch in accelerator.epochs(n):` around the loop over the training job's DataLoader"
             )
         for batch in self._batches:
             self._accelerator.begin_batch()

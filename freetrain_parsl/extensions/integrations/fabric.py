@@ -37,7 +37,7 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
     """Fabric with the session's processes; a script changes in two lines.
 
     ``fabric = Fabric(...)`` becomes ``fabric = SessionFabric(session)``, and ``for epoch in range(n)`` becomes ``for
-    epoch in fabric.epochs(n)``. The first DataLoader that is set up is that of the training; its batch size, times
+    epoch in fabric.epochs(n)``. The first DataLoader that is set up is that of the training job; its batch size, times
     `accumulate`, is that over all processes. Other DataLoaders yield all of their data in each process.
 
     Parameters
@@ -121,7 +121,7 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         Parameters
         ----------
         count
-            Epochs of the whole training.
+            Epochs of the whole training job.
         others
             Everything else with a state: learning-rate schedulers, averaged models.
 
@@ -190,7 +190,7 @@ class _FabricStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # as above
 
     @property
     def is_global_zero(self) -> bool:
-        return self._session.is_first
+        return self._session.is_main_process
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._optimizers.append(optimizer)
@@ -219,7 +219,7 @@ class _FabricStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # as above
             raise UsageError(f"SessionFabric.all_reduce: reduce_op is 'sum' or 'mean', got {reduce_op!r}")
         values = tensor.detach().double().flatten()
         # With the number of processes: the group may change before the sum.
-        total: torch.Tensor = self._session.sum(torch.cat([values, values.new_ones(1)]))
+        total: torch.Tensor = self._session.all_reduce(torch.cat([values, values.new_ones(1)]))
         result = total[:-1] / (1 if str(reduce_op).lower() == "sum" else total[-1])
         return result.reshape(tensor.shape).to(tensor.dtype)
 
@@ -232,4 +232,4 @@ class _FabricStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # as above
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if src != 0:
             raise UsageError(f"SessionFabric.broadcast: src must be 0, the first process, got {src}")
-        return self._session.agree(obj)
+        return self._session.broadcast(obj)

@@ -66,7 +66,7 @@ _OF_THIS_PROCESS = ("is_world_process_zero", "is_local_process_zero")
 
 
 def fit(session: TrainingSession, trainer: Trainer, *, batch_size: int | None = None) -> TrainOutput:
-    """Train as ``trainer.train()`` would, on whatever processes the training has.
+    """Train as ``trainer.train()`` would, on whatever processes the training job has.
 
     Callbacks, overridden methods, evaluation, early stopping, ``load_best_model_at_end``, gradient accumulation,
     clipping and mixed precision are those of the Trainer. The session saves, so that the Trainer's checkpoints are not
@@ -77,7 +77,7 @@ def fit(session: TrainingSession, trainer: Trainer, *, batch_size: int | None = 
     Parameters
     ----------
     session
-        The training's session; neither `prepare` nor `loader` has been called.
+        The training job's session; neither `prepare` nor `loader` has been called.
     trainer
         The Trainer, made in the training function as in a script for one process.
     batch_size
@@ -96,13 +96,13 @@ def fit(session: TrainingSession, trainer: Trainer, *, batch_size: int | None = 
     """
     _check(trainer)
     args = trainer.args
-    first = property(lambda _args: session.is_first)
+    first = property(lambda _args: session.is_main_process)
     index = property(lambda _args: session.rank)
     own = {"should_save": first, "should_log": first, "process_index": index, "local_process_index": index}
     with ExitStack() as restore:
         if (
             args.fp16 or args.bf16
-        ):  # set by TrainingArguments before version 5, also for later trainings in this process
+        ):  # set by TrainingArguments before version 5, also for later training jobs in this process
             restore.callback(os.environ.pop, "ACCELERATE_MIXED_PRECISION", None)
         kind = type(args)
         args.__class__ = type(kind.__name__, (kind,), own)  # who is first may change in the loop
@@ -149,7 +149,7 @@ def _replace(thing: Any, name: str, value: Any, restore: ExitStack) -> None:
 
 
 class _Progress:
-    """What a Trainer remembers of its training, as one of the session's objects."""
+    """What a Trainer remembers of its training job, as one of the session's objects."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -157,7 +157,7 @@ class _Progress:
         self.loss_before = 0.0
         self.logged = 0  # step of the last log
         self.best: dict[str, torch.Tensor] | None = None
-        self.stops = False  # whether a callback had ended the training when the state was saved
+        self.stops = False  # whether a callback had ended the training job when the state was saved
 
     def _callbacks(self) -> list[Any]:
         callbacks = self._trainer.callback_handler.callbacks
@@ -416,7 +416,7 @@ class _Loop:
             if isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
         }
         control = trainer.control
-        numbers, control.should_training_stop, control.should_epoch_stop = session.agree(
+        numbers, control.should_training_stop, control.should_epoch_stop = session.broadcast(
             (numbers, bool(control.should_training_stop), bool(control.should_epoch_stop))
         )
         metrics = {**metrics, **numbers}
@@ -454,4 +454,4 @@ class _Loop:
 
     def _mark_first(self) -> None:
         state = self._trainer.state
-        state.is_world_process_zero = state.is_local_process_zero = self._session.is_first
+        state.is_world_process_zero = state.is_local_process_zero = self._session.is_main_process

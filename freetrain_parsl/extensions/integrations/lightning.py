@@ -2,7 +2,7 @@
 
 Lightning's loops, hooks and callbacks run as they are. The strategy gives them the session's batches in place of the
 DataLoader's, leaves gradients and steps to the session, and sets Lightning's counters where a process begins in the
-middle of a training. For this it uses private parts of Lightning, so it names the versions that it was tested with.
+middle of a training job. For this it uses private parts of Lightning, so it names the versions that it was tested with.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the session's first process, which changes during a training."""
-        return self._session.is_first
+        """Whether this is the session's first process, which changes during a training job."""
+        return self._session.is_main_process
 
     def setup(self, trainer: Trainer) -> None:
         """Refuse what is not supported, and pass everything that has a state to the session.
@@ -140,7 +140,8 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
             raise UsageError(f"SessionStrategy needs one training DataLoader, got {given}")
         if dataloader.batch_size is None:
             raise UsageError("SessionStrategy: the training DataLoader has no batch_size, or its own batch_sampler")
-        # Signals are for the slot. Lightning would end the training at SIGTERM, and requeue the batch job at SIGUSR1.
+        # Signals are for the slot. Lightning would end the training job at SIGTERM, and requeue the batch job at
+        # SIGUSR1.
         trainer._signal_connector.teardown()
         trainer._signal_connector.received_sigterm = False
         self._batches = _Batches(self._session, trainer, dataloader, self._accumulated, self._follow_rank)
@@ -189,7 +190,7 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
         return self._agree(obj)
 
     def on_train_end(self) -> None:
-        """End the epoch, and the session's epochs unless the training was stopped."""
+        """End the epoch, and the session's epochs unless the training job was stopped."""
         if self._batches is not None:
             self._batches.finish()
 
@@ -213,7 +214,7 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
 
     def _agree(self, value: Any) -> Any:
         """Return the first process's value in the loop; before it all processes have the same."""
-        return self._session.agree(value) if self._batches is not None and self._batches.is_open else value
+        return self._session.broadcast(value) if self._batches is not None and self._batches.is_open else value
 
     def _follow_rank(self) -> None:
         """Let loggers and progress bars follow the first process."""
@@ -282,7 +283,7 @@ class _Batches:
                 yield piece
 
     def finish(self) -> None:
-        """End the last epoch, if it has had all its batches, and the training, unless it was stopped early."""
+        """End the last epoch, if it has had all its batches, and the training job, unless it was stopped early."""
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.completed == len(self):
             self._finish_pass()
         if not self._trainer.should_stop:
@@ -325,7 +326,7 @@ class _Plateau:
 
 
 class _TrainerState:
-    """The states of the callbacks and the data module, and whether the training was stopped."""
+    """The states of the callbacks and the data module, and whether the training job was stopped."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -1,8 +1,8 @@
-"""Optuna: the trials of a study as trainings, with pruning by what they pass to ``session.log``.
+"""Optuna: the trials of a study as training jobs, with pruning by what they pass to ``session.log``.
 
-The driver asks the study for arguments, and submits a training with them. What trainings log reaches the driver while
-they run; it is reported to the study, and a training that the study's pruner gives up is cancelled. The training
-function itself knows nothing of Optuna.
+The driver asks the study for arguments, and submits a training job with them. What training jobs log reaches the driver
+while they run; it is reported to the study, and a training job that the study's pruner gives up is cancelled. The
+training function itself knows nothing of Optuna.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from freetrain_parsl.cluster.processes import is_running, process_info
 from freetrain_parsl.errors import (
     BatchSystemError,
     CheckpointError,
+    InvalidApp,
     InvalidSettings,
-    InvalidTrainer,
     PeerFailed,
     TrainingInterrupted,
 )
@@ -54,9 +54,9 @@ _DRIVER: Final = "freetrain:driver"
 _TRAINING: Final = "freetrain:training"
 _ERROR: Final = "freetrain:error"
 
-_LONGEST_PREFIX: Final = 80  # characters of a study's name in those of its trainings
+_LONGEST_PREFIX: Final = 80  # characters of a study's name in those of its training jobs
 
-# Errors that are not due to a trial: it goes on in the next call.
+# Errors that are not due to a trial: it continues in the next call.
 _NOT_ITS_FAULT: Final = (BatchSystemError, CheckpointError, PeerFailed, TrainingInterrupted)
 
 
@@ -70,11 +70,11 @@ def optimize(
     n_jobs: int = 8,
     on_trial: Callable[[FrozenTrial], object] | None = None,
 ) -> None:
-    """Run trials of a study as trainings, and wait for them.
+    """Run trials of a study as training jobs, and wait for them.
 
-    Each trial is a training of its own, which may be fused with others. After each epoch, its metric is reported to the
-    study. If the study's pruner then gives the trial up, its training is cancelled: it saves
-    its state and leaves its nodes. A trial whose training raises an exception fails, and the others go on.
+    Each trial is a training job of its own, which may be fused with others. After each epoch, its metric is reported to
+    the study. If the study's pruner then gives the trial up, its training job is cancelled: it saves its state and
+    leaves its nodes. A trial whose training job raises an exception fails, and the others continue.
 
     If the driver is interrupted or killed, the same call with the same study continues the trials that were running,
     from their checkpoints, provided that the study has a storage and the executor the same `checkpoint_dir`. One driver
@@ -85,10 +85,10 @@ def optimize(
     study
         A study with one direction.
     train
-        The training app. Its trainings are named after the study, ``STUDY-NUMBER-…``, whatever the app's name is.
+        The training app. Its training jobs are named after the study, ``STUDY-NUMBER-…``, whatever the app's name is.
     suggest
-        Takes a trial, and returns the arguments of its training. Called in this thread; again for a trial that goes on,
-        which then has the values of the first time. May raise ``optuna.TrialPruned``.
+        Takes a trial, and returns the arguments of its training job. Called in this thread; again for a trial that
+        continues, which then has the values of the first time. May raise ``optuna.TrialPruned``.
     n_trials
         Trials of the whole study, including those of earlier calls.
     metric
@@ -101,12 +101,12 @@ def optimize(
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         The study has several directions or another driver, or a number is out of range. No trial was begun.
     TypeError
         The function does not accept the arguments that `suggest` returns.
     TrainingInterrupted, BatchSystemError, CheckpointError
-        The run has failed, not a trial. The trials that were running go on in the next call.
+        The run has failed, not a trial. The trials that were running continue in the next call.
 
     Examples
     --------
@@ -117,9 +117,9 @@ def optimize(
         check_count("optimize: n_trials", n_trials)
         check_count("optimize: n_jobs", n_jobs)
     except InvalidSettings as error:
-        raise InvalidTrainer(str(error)) from None
+        raise InvalidApp(str(error)) from None
     if len(study.directions) > 1:
-        raise InvalidTrainer(
+        raise InvalidApp(
             f"optimize: study {study.study_name!r} has {len(study.directions)} directions; Optuna prunes only studies "
             "with one"
         )
@@ -128,7 +128,7 @@ def optimize(
 
 @dataclass
 class _Running:
-    """A trial whose training has been submitted."""
+    """A trial whose training job has been submitted."""
 
     trial: Trial
     training: str
@@ -177,7 +177,7 @@ class _Optimization:
         return sum(trial.state is not TrialState.WAITING for trial in self._study.get_trials(deepcopy=False))
 
     def _begin(self, trial: Trial) -> None:
-        """Submit the training of a trial."""
+        """Submit the training job of a trial."""
         trial.set_user_attr(_DRIVER, _own_identity())
         try:
             arguments = dict(self._suggest(trial))
@@ -214,7 +214,7 @@ class _Optimization:
                 return
 
     def _end(self, one: _Running) -> None:
-        """End a trial whose training is done."""
+        """End a trial whose training job is done."""
         error = one.future.exception()
         if isinstance(error, _NOT_ITS_FAULT):
             raise error
@@ -222,7 +222,7 @@ class _Optimization:
         if error is None and (one.value is None or math.isnan(one.value)):
             missing = f"was not logged: call session.log({self._metric}=…) in each epoch"
             why = missing if one.value is None else "is NaN"
-            error = InvalidTrainer(f"training {one.training}: the metric {self._metric!r} {why}")
+            error = InvalidApp(f"training job {one.training}: the metric {self._metric!r} {why}")
         if error is None:
             self._tell(one.trial, TrialState.COMPLETE, one.value)
             return
@@ -245,7 +245,7 @@ def _interrupted(study: Study) -> Iterator[Trial]:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         That driver is alive.
     """
     for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
@@ -254,10 +254,10 @@ def _interrupted(study: Study) -> Iterator[Trial]:
             continue
         host, pid, started = driver
         if host == platform.node() and driver != _own_identity() and is_running(pid, started):
-            raise InvalidTrainer(
+            raise InvalidApp(
                 f"optimize: process {pid} on this host is optimizing study {study.study_name!r}; wait for it, or end it"
             )
-        yield Trial(study, frozen._trial_id)  # noqa: SLF001 - Optuna has no public way to go on with a trial
+        yield Trial(study, frozen._trial_id)  # noqa: SLF001 - Optuna has no public way to continue with a trial
 
 
 def _own_identity() -> list[Any]:

@@ -16,7 +16,7 @@ from freetrain_parsl.campaign.files.entries import CampaignFile
 from freetrain_parsl.campaign.files.yaml_file import Variables, user_path
 from freetrain_parsl.campaign.site.site import Site, find_own_site, find_site_file
 from freetrain_parsl.campaign.stored_run import DATABASE, StoredRun
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 from freetrain_parsl.executor.run_directory import check_new_run_directory, check_run_directory
 from freetrain_parsl.extensions.notebook.cells import CAMPAIGN_FILE, CellCampaign
 from freetrain_parsl.extensions.notebook.control import controller_of, environment_of_user, take_control
@@ -60,7 +60,7 @@ class NotebookCampaign:
     Raises
     ------
     InvalidInput
-        A training cannot be written to a campaign file.
+        A training job cannot be written to a campaign file.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class NotebookCampaign:
             name = self._file.stem
         else:
             if not isinstance(campaign, (list, tuple)):
-                raise InvalidInput(f"give a campaign file, or a list of trainings as dicts, got {campaign!r}"[:300])
+                raise InvalidInput(f"give a campaign file, or a list of training jobs as dicts, got {campaign!r}"[:300])
             name = name or "notebook"
             self._cells = CellCampaign.of(campaign, name, self._here)
         self._run_dir = self._here / user_path(str(run_dir or f"freetrain-run-{_NOT_IN_NAMES.sub('-', name)}"))
@@ -194,7 +194,7 @@ class NotebookCampaign:
     def _check(self, file: Path) -> tuple[str, tuple[str, ...], str]:
         """Refuse what shows at once, before anything is written.
 
-        Returns the names of campaign and trainings, and what the user should know of the site.
+        Returns the names of campaign and training jobs, and what the user should know of the site.
         """
         check_run_directory(self._run_dir)
         variables = Variables(self._settings)
@@ -286,12 +286,13 @@ class NotebookCampaign:
         seen = run.snapshot()
         since = f"{changed} has changed since {self._run_dir} was started"
         if all(row.state in ("finished", "cancelled") for row in seen.rows):
-            raise InvalidTrainer(
-                f"{since}, and all trainings have ended with the old code; give another run_dir to train with the new "
+            raise InvalidApp(
+                f"{since}, and all training jobs have ended with the old code; give another run_dir to train with "
+                "the new "
                 "code, or look at that run with attach()"
             )
         if on_code_change in (None, "refuse"):
-            raise InvalidTrainer(
+            raise InvalidApp(
                 f"{since}, which is {seen.state} with the old code; start(on_code_change='resume') continues its "
                 "checkpoints with the new code, 'restart' sets them aside, another run_dir is a new run, and attach() "
                 "looks at this one"
@@ -300,7 +301,7 @@ class NotebookCampaign:
             raise InvalidInput(f"{since}, which is {seen.state}; stop it first: Campaign(…).attach().stop()")
         run.check_control("resume")
         self._cells.write(self._run_dir / CELLS)
-        how = "goes on from the checkpoints" if on_code_change == "resume" else "starts over"
+        how = "continues from the checkpoints" if on_code_change == "resume" else "starts over"
         say(f"{changed} has changed: what has not finished {how} with the new code")
         run.resume(on_code_change=on_code_change)
 

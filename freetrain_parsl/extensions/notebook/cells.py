@@ -2,7 +2,7 @@
 
 They are kept in ``notebook/`` of the run directory, next to the campaign file that names them::
 
-    campaign.yaml         the trainings
+    campaign.yaml         the training jobs
     freetrain_cells.py    a module with the apps
     cells.pickle          the apps, with what they use of the notebook
     code.json             digests of their code and options
@@ -60,7 +60,7 @@ _Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:y
 
 @dataclass(frozen=True)
 class CellCampaign:
-    """A campaign that was written in a cell: the trainings of a campaign file, whose ``app`` may be a training app.
+    """A campaign that was written in a cell: the training jobs of a campaign file, whose ``app`` may be a training app.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class CellCampaign:
 
         Parameters
         ----------
-        trainings
+        training jobs
             As in a campaign file, with Python values.
         name
             Name of the campaign.
@@ -89,7 +89,7 @@ class CellCampaign:
         Raises
         ------
         InvalidInput
-            A training is not a mapping, or has a value that a file cannot have.
+            A training job is not a mapping, or has a value that a file cannot have.
         """
         from freetrain_parsl.app import TrainingApp
 
@@ -97,8 +97,10 @@ class CellCampaign:
         written = []
         for number, training in enumerate(trainings, start=1):
             if not hasattr(training, "items"):
-                raise InvalidInput(f"training {number}: give a dict with the keys of a campaign file, got {training!r}")
-            where = f"training {number}"
+                raise InvalidInput(
+                    f"training job {number}: give a dict with the keys of a campaign file, got {training!r}"
+                )
+            where = f"training job {number}"
             entry = {str(key): value for key, value in training.items()}
             if "app" not in entry:
                 raise InvalidInput(f"{where} has no 'app': a training app, or 'path.py:function'")
@@ -117,7 +119,7 @@ class CellCampaign:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             An app uses an object that cannot be pickled.
         """
         from freetrain_parsl.executor.payloads.payloads import pack_training
@@ -138,7 +140,7 @@ class CellCampaign:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             An app uses an object that cannot be pickled.
         """
         from freetrain_parsl.executor.payloads.payloads import pack_or_refuse
@@ -240,7 +242,7 @@ def _scaling_in(scaling: Any, directory: Path) -> Any:
 
 
 def _default_name(entry: Mapping[str, Any]) -> str:
-    """Name trainings after their function and the values in which they differ, as a campaign file does."""
+    """Name training jobs after their function and the values in which they differ, as a campaign file does."""
     grid, repeat = entry.get("grid"), entry.get("repeat")
     parts = [f"{key}{{{key}}}" for key in grid] if isinstance(grid, dict) else []
     if isinstance(repeat, int) and repeat > 1:

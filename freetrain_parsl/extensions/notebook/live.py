@@ -1,8 +1,8 @@
-"""A display that goes on updating while other cells run: a thread reads the run and sends what has changed.
+"""A display that continues updating while other cells run: a thread reads the run and sends what has changed.
 
-While the run goes on, the output of the cell has the live view, if anywidget is installed, and the state as a table for
-viewers that cannot show it. When the run ends, the table and pictures of its nodes and curves take its place, which a
-saved notebook keeps.
+While the run continues, the output of the cell has the live view, if anywidget is installed, and the state as a table
+for viewers that cannot show it. When the run ends, the table and pictures of its nodes and curves take its place, which
+a saved notebook keeps.
 """
 
 from __future__ import annotations

@@ -56,14 +56,14 @@ class WatchedRun:
         return self.snapshot().state
 
     def snapshot(self) -> RunSnapshot:
-        """Return the state of the run and of its trainings now."""
+        """Return the state of the run and of its training jobs now."""
         return self._source.snapshot()
 
     def results(self) -> Any:
-        """Return one row for each training: a `pandas.DataFrame` if pandas is installed, else a list of dicts.
+        """Return one row for each training job: a `pandas.DataFrame` if pandas is installed, else a list of dicts.
 
         The columns are ``state``, ``done`` (the fraction of its samples), the numbers and texts of the result, and
-        ``error`` where a training has failed.
+        ``error`` where a training job has failed.
 
         Raises
         ------
@@ -73,15 +73,15 @@ class WatchedRun:
         return results_table(self._source.results())
 
     def timeline(self) -> Picture:
-        """Draw the nodes over time, with trainings and jobs of others; needs matplotlib (extra ``report``)."""
+        """Draw the nodes over time, with training jobs and jobs of others; needs matplotlib (extra ``report``)."""
         return self._source.timeline(self._source.snapshot().title)
 
     def curves(self) -> Picture:
-        """Draw the loss and what trainings log against steps; needs matplotlib (extra ``report``)."""
+        """Draw the loss and what training jobs log against steps; needs matplotlib (extra ``report``)."""
         return curves_picture(self._source.changes(), self._source.snapshot().title)
 
     def logs(self, training: str | None = None, *, tail: int | None = None) -> TextLines:
-        """Return what a training has printed, or all of them, merged by time.
+        """Return what a training job has printed, or all of them, merged by time.
 
         Parameters
         ----------
@@ -93,7 +93,7 @@ class WatchedRun:
         Raises
         ------
         InvalidInput
-            There is no such training.
+            There is no such training job.
         """
         names = [] if training is not None else trainings_of(self.directory)
         width = name_width(names)
@@ -101,7 +101,7 @@ class WatchedRun:
         return TextLines(tuple(shown_line(line, width) for line in lines))
 
     def explain(self) -> TextLines:
-        """Explain why trainings wait, and what became of those that ended without a result."""
+        """Explain why training jobs wait, and what became of those that ended without a result."""
         return TextLines(tuple(self._source.explanation()))
 
     def wait(self, timeout: float | None = None) -> str:
@@ -125,7 +125,7 @@ class WatchedRun:
         return seen.state
 
     def show(self) -> None:
-        """Show the run in the output of the current cell, where it goes on updating until the run ends."""
+        """Show the run in the output of the current cell, where it continues updating until the run ends."""
         if in_kernel():
             self._display.open()
         else:
@@ -170,7 +170,7 @@ class StartedRun(WatchedRun):
         self.controls = controls
 
     def stop(self, timeout: float = 120.0) -> str:
-        """Ask the driver to save all trainings, withdraw its jobs and end; wait until it has.
+        """Ask the driver to save all training jobs, withdraw its jobs and end; wait until it has.
 
         Parameters
         ----------
@@ -201,10 +201,10 @@ class StartedRun(WatchedRun):
         Parameters
         ----------
         on_code_change
-            What to do with trainings whose code has changed: ``"refuse"``, ``"resume"`` from their checkpoints, or
+            What to do with training jobs whose code has changed: ``"refuse"``, ``"resume"`` from their checkpoints, or
             ``"restart"``. Default: as set in the campaign.
         retry_failed
-            Whether failed trainings are retried from their checkpoints.
+            Whether failed training jobs are retried from their checkpoints.
 
         Raises
         ------

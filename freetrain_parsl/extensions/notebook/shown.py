@@ -49,12 +49,12 @@ class ShownRun(ABC):
             return self._snapshot()
 
     def results(self) -> list[dict[str, Any]]:
-        """Return one row for each training, see `outcome_row`."""
+        """Return one row for each training job, see `outcome_row`."""
         with self._lock:
             return self._results()
 
     def explanation(self) -> list[str]:
-        """Return why trainings wait, and what became of the others."""
+        """Return why training jobs wait, and what became of the others."""
         with self._lock:
             return self._explanation()
 
@@ -94,7 +94,7 @@ class ShownCampaign(ShownRun):
         Its run directory.
     clock
         Seconds since the epoch.
-    name, trainings
+    name, training jobs
         What is shown until the run has been created.
 
     Raises
@@ -174,7 +174,7 @@ class ShownCampaign(ShownRun):
         ]
 
     def _explanation(self) -> list[str]:
-        """Return the state of the driver, of the windows, and of each training that has not finished."""
+        """Return the state of the driver, of the windows, and of each training job that has not finished."""
         store = self._open()
         status = local_status(self.directory, store)
         if store is None:
@@ -198,7 +198,7 @@ class ShownCampaign(ShownRun):
 
 
 class ShownFutures(ShownRun):
-    """Trainings that were submitted in this process."""
+    """Training jobs that were submitted in this process."""
 
     def __init__(
         self, futures: Mapping[str, Future[Any]], journal: Path, directory: Path, clock: Callable[[], float] = time.time
@@ -218,7 +218,7 @@ class ShownFutures(ShownRun):
         failed = None if over else run.failed_starts
         notes = ("" if failed is None else failed.sentence(self._clock()), failures_line(run.incidents.failures))
         return RunSnapshot(
-            title=f"{len(rows)} trainings of this notebook",
+            title=f"{len(rows)} training jobs of this notebook",
             state="ended" if over else "running",
             place=short_path(self.directory),
             rows=rows,
@@ -239,7 +239,7 @@ class ShownFutures(ShownRun):
         return rows
 
     def _explanation(self) -> list[str]:
-        """Return the state of the windows and of each training that has not finished."""
+        """Return the state of the windows and of each training job that has not finished."""
         run = self._view().state
         lines = _machine_lines(run, self._clock())
         for name, future in self._futures.items():
@@ -250,7 +250,7 @@ class ShownFutures(ShownRun):
             elif not future.done():
                 lines.append(f"{name}: {row.state}{_reason(known, run, self._clock(), '')}")
         if all(future.done() for future in self._futures.values()):
-            lines.append(f"all {len(self._futures)} trainings have ended")
+            lines.append(f"all {len(self._futures)} training jobs have ended")
         return lines
 
     def _driver_journals(self) -> list[DriverJournal]:
@@ -312,7 +312,7 @@ def _short(value: object) -> str:
 
 def _machine_lines(run: RunState, now: float) -> list[str]:
     blocks = f"{run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended"
-    use = f"trainings run on {run.training_nodes} nodes; {blocks}"
+    use = f"training jobs run on {run.training_nodes} nodes; {blocks}"
     return [f"{run.idle_nodes} idle nodes in {len(run.windows)} windows; {use}", *run.reasons(now)]
 
 

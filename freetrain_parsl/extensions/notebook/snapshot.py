@@ -11,7 +11,7 @@ from freetrain_parsl.texts import printable, shortened
 
 __all__ = ["RunSnapshot", "TrainingRow", "short_path"]
 
-_MOST_ROWS = 100  # trainings that are shown
+_MOST_ROWS = 100  # training jobs that are shown
 _COLUMNS = ("training", "state", "done", "epoch", "loss", "nodes, result, or why not")
 _LONGEST_NOTE = 200
 
@@ -23,7 +23,7 @@ def short_path(path: Path) -> str:
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """What is shown of one training.
+    """What is shown of one training job.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class RunSnapshot:
         """Describe the run in one line."""
         finished = sum(row.state == "finished" for row in self.rows)
         failed = sum(row.state == "failed" for row in self.rows)
-        parts = [f"{shortened(self.title)}: {self.state}", f"{finished} of {len(self.rows)} trainings finished"]
+        parts = [f"{shortened(self.title)}: {self.state}", f"{finished} of {len(self.rows)} training jobs finished"]
         if failed:
             parts.append(f"{failed} failed")
         parts += [f"in {self.place}", f"at {time.strftime('%H:%M:%S', time.localtime(self.taken))}"]

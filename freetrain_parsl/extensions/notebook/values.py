@@ -53,12 +53,12 @@ class Picture:
 
 
 def outcome_row(name: str, state: str, share: float | None, result: Any, error: str | None) -> dict[str, Any]:
-    """Describe what became of a training, with the values of its result in columns of their own.
+    """Describe what became of a training job, with the values of its result in columns of their own.
 
     Parameters
     ----------
     name, state, share
-        The training.
+        The training job.
     result
         What its function returned; the numbers and texts of a mapping are columns, anything else is ``result``.
     error
@@ -77,7 +77,7 @@ def outcome_row(name: str, state: str, share: float | None, result: Any, error: 
 
 
 def results_table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return rows as a `pandas.DataFrame` with one line for each training; as a list if pandas is not installed."""
+    """Return rows as a `pandas.DataFrame` with one line for each training job; as a list if pandas is not installed."""
     try:
         import pandas as pd
     except ImportError:

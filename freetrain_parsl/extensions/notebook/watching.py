@@ -1,4 +1,4 @@
-"""Show trainings that were submitted in this notebook, or a run that something else drives."""
+"""Show training jobs that were submitted in this notebook, or a run that something else drives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["watch"]
 
 
 def watch(what: str | Path | Future[Any] | Iterable[Future[Any]] | Mapping[Any, Future[Any]]) -> WatchedRun:
-    """Show a run in the output of the cell, where it goes on updating; nothing can be changed by it.
+    """Show a run in the output of the cell, where it continues updating; nothing can be changed by it.
 
     Parameters
     ----------

@@ -125,7 +125,7 @@ class _Curve:
     def add(self, version: int, step: int, value: float, most: int) -> None:
         self.changed = version
         self._last = None
-        while self._points and self._points[-1][1] >= step:  # the training resumed from a checkpoint
+        while self._points and self._points[-1][1] >= step:  # the training job resumed from a checkpoint
             self._points.pop()
         self._skipped += 1
         if self._skipped < self._stride and self._points:

@@ -65,7 +65,7 @@ class RunView(Projection):
         self._training_rows: dict[str, int] = {}
         self._block_rows: dict[str, int] = {}
         self._failures: dict[str, int] = {}  # training -> fragments that ended by a failure
-        self._touched: set[str] = set()  # trainings whose rows are to be written
+        self._touched: set[str] = set()  # training jobs whose rows are to be written
         self._solves: list[record.Decision] = []
 
     # What happened.
@@ -79,11 +79,11 @@ class RunView(Projection):
         self._block_rows = {}
 
     def on_taken(self) -> None:
-        """Write the rows of the trainings that records were about."""
+        """Write the rows of the training jobs that records were about."""
         self._write_trainings()
 
     def on_progress(self, reports: Mapping[str, dict[str, Any]]) -> None:
-        """Write the rows of all trainings: remarks depend on other trainings, too."""
+        """Write the rows of all training jobs: remarks depend on other training jobs, too."""
         self._touched |= self._training_rows.keys()
         for name, report in reports.items():
             row, loss = self._training_rows.get(name), report.get("loss")
@@ -245,7 +245,7 @@ class RunView(Projection):
         for command, count in sorted(entry.counts.items()):
             self._tables["requests"].add(round(begin, 1), command, count)
 
-    # Trainings.
+    # Training jobs.
 
     def _on_training_record(self, entry: record.Record) -> None:
         name = entry.subject
@@ -263,7 +263,7 @@ class RunView(Projection):
                     self._curves.add(self._training_rows[name], key, entry.step, value)
 
     def _touch_fragment(self, training: str) -> None:
-        """Write the row of a training's last fragment."""
+        """Write the row of a training job's last fragment."""
         rows = self._tables["fragments"]
         index = self.state.last_fragment(training)
         if index is None:

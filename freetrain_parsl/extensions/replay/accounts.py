@@ -22,7 +22,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 __all__ = ["Account", "Bins", "Losses"]
 
@@ -62,7 +62,7 @@ class Account:
         The node-seconds that it has held of each kind of nodes; empty if all are alike.
     """
 
-    trainer: Trainer
+    trainer: PlannedJob
     submitted: float
     weight: float
     nodes: frozenset[str] = frozenset()

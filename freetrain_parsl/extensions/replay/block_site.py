@@ -1,7 +1,7 @@
 """The batch system of a replay: it starts, preempts and ends the blocks that the planner requests on idle nodes.
 
 The planner sees what it sees in the executor: at every poll the windows and which blocks have started or ended; at once
-that the slots of nodes are ready or gone. A block runs until it is released, until its trainings have vacated it
+that the slots of nodes are ready or gone. A block runs until it is released, until its training jobs have vacated it
 shortly before its walltime is over, or until one of its nodes is used again in the log; it is then preempted as a
 whole, as batch systems do with jobs.
 """
@@ -95,7 +95,7 @@ class BlockSite:
         return min([self._next_poll, *map(_next_event, self._blocks.values())])
 
     def change(self, change: Change) -> frozenset[str]:
-        """Take a change of the idle nodes; return the nodes that trainings lose."""
+        """Take a change of the idle nodes; return the nodes that training jobs lose."""
         hit = dict.fromkeys(self._held[node] for node in change.closed if node in self._held)
         for node in change.closed:
             del self._idle[node]
@@ -139,7 +139,7 @@ class BlockSite:
                 self._end(action.block)
 
     def leave_in_time(self, used: Collection[str], now: float) -> None:
-        """End the blocks that trainings have vacated shortly before their walltime is over."""
+        """End the blocks that training jobs have vacated shortly before their walltime is over."""
         for block in list(self._blocks.values()):
             if (
                 block.reported

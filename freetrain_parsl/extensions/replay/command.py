@@ -124,13 +124,15 @@ def replay(
     ] = None,
     site: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=LOG[,KEY=VALUE]", help="Instead of LOG, several: sites among which trainings move."),
+        typer.Option(
+            metavar="NAME=LOG[,KEY=VALUE]", help="Instead of LOG, several: sites among which training jobs move."
+        ),
     ] = None,
     transfers: Annotated[
         str | None, typer.Option(metavar="MB/S|FILE", help="With --site: transfer rates. Default: 100 MB/s.")
     ] = None,
     state_size: Annotated[
-        float | None, typer.Option(metavar="MB", help="With --site: size of a training's state. Default: 1000.")
+        float | None, typer.Option(metavar="MB", help="With --site: size of a training job's state. Default: 1000.")
     ] = None,
     look: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="With --site: time between decisions. Default: 600.")

@@ -74,7 +74,7 @@ class HoleLog(ABC):
     clipped : int
         Jobs that were given fewer nodes than recorded, because no more were free.
     zero_length : int
-        Jobs that ended in the second in which they started: they take their nodes from trainings like any other.
+        Jobs that ended in the second in which they started: they take their nodes from training jobs like any other.
     masked : tuple of (float, float)
         Times that were removed because they look like outages: seconds after `start` on the log's clock, which is
         stopped during them, and their lengths.

@@ -1,4 +1,4 @@
-"""Trainings with free rescaling: the oracle of a log, and the same trainers on dedicated nodes.
+"""Training jobs with free rescaling: the oracle of a log, and the same trainers on dedicated nodes.
 
 Both allocate the available nodes at the best total rate at every instant. The oracle does so with the idle nodes of
 the log: no policy can exceed it if the trainers are endless. (With trainers that end, the best rate at every instant
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.replay.accounts import Bins
     from freetrain_parsl.extensions.replay.holes import HoleLog
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.planning.objectives.base import Objective
 
 __all__ = ["BestRates", "Idle", "ideal_value"]
@@ -45,7 +45,7 @@ class BestRates:
     on nodes of one kind at a time.
     """
 
-    trainers: Sequence[Trainer]
+    trainers: Sequence[PlannedJob]
     objective: Objective
     kinds: Sequence[str] = ("",)
     _tables: list[list[npt.NDArray[np.float64]]] = field(init=False)
@@ -109,7 +109,7 @@ class BestRates:
             for count in np.flatnonzero(np.isfinite(self._tables[kind][index][1 : nodes + 1])) + 1
         ]
 
-    def _table(self, trainer: Trainer) -> npt.NDArray[np.float64]:
+    def _table(self, trainer: PlannedJob) -> npt.NDArray[np.float64]:
         table = objective_table(self.objective, trainer, trainer.max_nodes)
         return np.where(np.isnan(table), -np.inf, table)
 

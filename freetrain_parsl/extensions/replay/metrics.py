@@ -1,7 +1,7 @@
 """Metrics of a replay: efficiency, losses, and the figures of log, decisions and trainers.
 
-Efficiency U is the value of the training done in the holes, relative to the value that the same trainers reach in the
-same time on as many dedicated nodes as were idle on average. If the mean is not an integer, the dedicated value is
+Efficiency U is the value of the training job done in the holes, relative to the value that the same trainers reach in
+the same time on as many dedicated nodes as were idle on average. If the mean is not an integer, the dedicated value is
 interpolated linearly between its neighbours. Value is the objective per second, integrated over time: with
 ``throughput``, samples. Efficiency and losses add up to 1.
 """
@@ -204,7 +204,7 @@ def _shares(outcome: Outcome, yardstick: Yardstick) -> dict[str, float | None]:
 
 
 def completion_times(times: Sequence[float]) -> dict[str, float | int | None]:
-    """Summarise the seconds from submission to the end of trainings that are done."""
+    """Summarise the seconds from submission to the end of training jobs that are done."""
     if not times:
         return {"finished": 0, "mean": None, "median": None, "p95": None}
     return {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.extensions.replay.holes import Change
-    from freetrain_parsl.planning.model import Decision, Trainer
+    from freetrain_parsl.planning.model import Decision, PlannedJob
     from freetrain_parsl.planning.policies.base import Policy
 
 __all__ = ["JournalLog", "RecordedRun", "Solve", "Step", "decide_again", "read_run", "trainers_of"]
@@ -148,9 +148,9 @@ class JournalLog(HoleLog):
         return self.table.changes(before=self.end)
 
 
-def trainers_of(steps: Iterable[Iterable[ev.Event]], start: float) -> tuple[Trainer, ...]:
-    """Return the trainings of a run as they were submitted, with times in seconds after `start`."""
-    trainers: dict[str, Trainer] = {}
+def trainers_of(steps: Iterable[Iterable[ev.Event]], start: float) -> tuple[PlannedJob, ...]:
+    """Return the training jobs of a run as they were submitted, with times in seconds after `start`."""
+    trainers: dict[str, PlannedJob] = {}
     for event in chain.from_iterable(steps):
         if isinstance(event, ev.TrainerSubmitted) and event.trainer.name not in trainers:
             trainer = event.trainer

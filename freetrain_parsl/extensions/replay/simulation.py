@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.replay.block_site import BlockSettings
     from freetrain_parsl.extensions.replay.holes import Change, HoleLog
     from freetrain_parsl.extensions.replay.ideal import BestRates, Idle
-    from freetrain_parsl.planning.model import Decision, Trainer
+    from freetrain_parsl.planning.model import Decision, PlannedJob
     from freetrain_parsl.planning.policies.base import Policy
 
 __all__ = ["Cost", "Curves", "Knowledge", "Outcome", "Replay", "ReplaySettings", "replay"]
@@ -64,7 +64,7 @@ class Curves(str, Enum):
 
     KNOWN = "known"
     LEARNED = "learned"
-    """None; it learns them from measurements, as of trainings with ``scaling="learn"``."""
+    """None; it learns them from measurements, as of training jobs with ``scaling="learn"``."""
     DEFAULT = "default"
     """None; it assumes the default curve for all, and does not learn."""
 
@@ -215,7 +215,7 @@ class Replay:
             outcome.blocks, outcome.preempted_blocks = self._site.requested, self._site.preempted
         return outcome
 
-    def _weight(self, trainer: Trainer) -> float:
+    def _weight(self, trainer: PlannedJob) -> float:
         """Return the value of a sample: the objective is proportional to the rate."""
         if (kind := self._best.kinds[0]) != "":
             trainer = trainer.on_kind(kind)  # a sample is worth the same on all kinds
@@ -369,7 +369,7 @@ class Replay:
                 self._profiles[trainer.name] = Profile()
             yield ev.TrainerSubmitted(self._now, self._described(trainer))
 
-    def _described(self, trainer: Trainer) -> Trainer:
+    def _described(self, trainer: PlannedJob) -> PlannedJob:
         """Return the trainer as the planner sees it: times on the log's clock, and costs as charged."""
         costs = replace(trainer.costs, start=self._start_seconds(trainer))
         deadline = None if trainer.deadline is None else self._log.start + trainer.deadline
@@ -378,7 +378,7 @@ class Replay:
             trainer = replace(trainer, curve=ScalingCurve.default())
         return replace(trainer, costs=costs, deadline=deadline, submitted=submitted)
 
-    def _start_seconds(self, trainer: Trainer) -> float:
+    def _start_seconds(self, trainer: PlannedJob) -> float:
         return (trainer.costs.start or self._settings.start_seconds) if self._settings.cost is Cost.FULL else 0.0
 
     def _learn(self) -> Iterable[ev.Event]:

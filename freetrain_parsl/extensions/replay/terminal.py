@@ -61,7 +61,7 @@ def plain_table(texts: Iterable[str], figures: Iterable[str]) -> Table:
 
 
 def heading(result: Mapping[str, Any]) -> str:
-    """Describe the replayed log and trainings."""
+    """Describe the replayed log and training jobs."""
     log, trainers = result["log"], result["trainers"]
     left_out = f"; malformed lines skipped: {log['skipped']:,}" if log["skipped"] else ""
     cut = f"; jobs given fewer nodes than recorded: {log['clipped']:,}" if log["clipped"] else ""
@@ -81,7 +81,7 @@ def heading(result: Mapping[str, Any]) -> str:
         f"{log['name']}: {log['nodes']:,} nodes, {duration(log['seconds'])}{dates}{left_out}{cut}\n"
         f"idle: {log['mean_idle']:,.1f} nodes on average, {log['median_idle']:,} in the median, "
         f"{log['events']:,} changes\n"
-        f"trainings: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}{terms}"
+        f"training jobs: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}{terms}"
     )
 
 
@@ -175,7 +175,7 @@ def summary(result: Mapping[str, Any]) -> str:
     share = f" ({percent(hours['used'] / hours['idle'], 0)})" if hours["idle"] else ""
     used = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours{share}"
     worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
-    ends = f"; {finished:,} of {result['trainers']['count']:,} trainings finished" if finished else ""
+    ends = f"; {finished:,} of {result['trainers']['count']:,} training jobs finished" if finished else ""
     dedicated = dedicated_nodes(result["dedicated_nodes"])
     bound = "" if is_attainable(best) else "Upper bound, because no plan knows future closings: "
     begin = f"{bound}In {duration(seconds)}, training in the idle nodes with {best['policy']}{closings} would have"
@@ -185,7 +185,7 @@ def summary(result: Mapping[str, Any]) -> str:
 
 
 def site_heading(result: Mapping[str, Any]) -> str:
-    """Describe the sites, the trainings and the moves."""
+    """Describe the sites, the training jobs and the moves."""
     lines = []
     for site in result["sites"]:
         dates = f", {text}" if (text := period(site)) else ""
@@ -194,7 +194,7 @@ def site_heading(result: Mapping[str, Any]) -> str:
         )
     trainers = result["trainers"]
     lines.append(
-        f"trainings: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}, "
+        f"training jobs: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}, "
         f"costs {result['cost']}, policy {result['policy']}"
     )
     lines.append(f"a look every {duration(result['look'])}, state of {result['state_bytes'] / 1e6:,.0f} MB")

@@ -13,7 +13,7 @@ import yaml
 from freetrain_parsl.campaign.files.yaml_file import Section, Variables
 from freetrain_parsl.errors import InvalidInput, did_you_mean
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.strict_yaml import compose, construct, read_text, resolve_tag
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ __all__ = ["MODELS", "Model", "numbered", "read_trainers"]
 
 
 def read_trainers(
-    path: Path, models: Mapping[str, Model], problem: Callable[[Trainer], str | None] | None = None
-) -> tuple[Trainer, ...]:
+    path: Path, models: Mapping[str, Model], problem: Callable[[PlannedJob], str | None] | None = None
+) -> tuple[PlannedJob, ...]:
     """Read a list of trainers.
 
     In YAML a list of mappings, in CSV a header and one line per trainer, with the keys
@@ -57,7 +57,7 @@ def read_trainers(
     """
     text = read_text(path, "list of trainers")
     rows = _read_csv(path, text) if path.suffix.lower() == ".csv" else _read_yaml(path, text)
-    trainers: dict[str, Trainer] = {}
+    trainers: dict[str, PlannedJob] = {}
     for row in rows:
         section = Section(str(path), "", row, row.start_mark.line + 1, Variables({}, {}))
         for trainer in _trainers(section, path.parent, models):
@@ -76,7 +76,7 @@ def numbered(name: str, index: int, count: int) -> str:
     return f"{name}-{index:0{len(str(count - 1))}d}"
 
 
-def _trainers(section: Section, directory: Path, models: Mapping[str, Model]) -> list[Trainer]:
+def _trainers(section: Section, directory: Path, models: Mapping[str, Model]) -> list[PlannedJob]:
     name, count = section.required("name", "a"), section.count("count") or 1
     minimum, maximum = section.count("min") or 1, section.count("max")
     if maximum is None:
@@ -93,7 +93,7 @@ def _trainers(section: Section, directory: Path, models: Mapping[str, Model]) ->
     work = section.number("work", positive=True) if section.text("work") not in (None, "endless") else None
     priority, submit = section.number("priority", positive=True), section.number("submit", least=0)
     trainer = section.checked(
-        Trainer,
+        PlannedJob,
         name,
         minimum,
         maximum,

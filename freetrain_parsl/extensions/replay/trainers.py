@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.replay.trainer_files import MODELS, numbered, read_trainers
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.objectives.base import PRIORITY, SPEEDUP, THROUGHPUT
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TrainerSet:
     name
         As given by the user.
     trainers
-        `Trainer.submitted` and `Trainer.deadline` are seconds after the log's start.
+        `PlannedJob.submitted` and `PlannedJob.deadline` are seconds after the log's start.
     objective
         Name of the suitable objective: one of `_WORTH`.
     sweeps
@@ -49,9 +49,9 @@ class TrainerSet:
     """
 
     name: str
-    trainers: tuple[Trainer, ...]
+    trainers: tuple[PlannedJob, ...]
     objective: str
-    sweeps: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
+    sweeps: Mapping[str, tuple[PlannedJob, ...]] = field(default_factory=dict)
 
     @property
     def worth(self) -> Objective:
@@ -103,7 +103,7 @@ def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:
     return TrainerSet(path.name, trainers, objective)
 
 
-def _of_other_kinds(kinds: Collection[str], trainer: Trainer) -> str | None:
+def _of_other_kinds(kinds: Collection[str], trainer: PlannedJob) -> str | None:
     unknown = [kind for kind in trainer.curves if kind not in kinds]
     if unknown and not kinds:
         given = ", ".join(unknown)
@@ -114,7 +114,7 @@ def _of_other_kinds(kinds: Collection[str], trainer: Trainer) -> str | None:
 def with_costs(trainers: TrainerSet, up: float, down: float) -> TrainerSet:
     """Set the seconds that all trainers lose when they grow or shrink; the cost of a start is kept."""
 
-    def changed(items: Iterable[Trainer]) -> tuple[Trainer, ...]:
+    def changed(items: Iterable[PlannedJob]) -> tuple[PlannedJob, ...]:
         return tuple(replace(item, costs=replace(item.costs, up=up, down=down)) for item in items)
 
     sweeps = {name: changed(members) for name, members in trainers.sweeps.items()}
@@ -144,9 +144,9 @@ def _sweeps(spec: str) -> TrainerSet:
     return TrainerSet(name, members, "throughput", sweeps)
 
 
-def _endless(models: Mapping[str, Model], count: int) -> tuple[Trainer, ...]:
+def _endless(models: Mapping[str, Model], count: int) -> tuple[PlannedJob, ...]:
     turns = islice(cycle(models.items()), count)
     return tuple(
-        Trainer(numbered(name, index, count), 1, _MAX_NODES, model.curve, model.costs)
+        PlannedJob(numbered(name, index, count), 1, _MAX_NODES, model.curve, model.costs)
         for index, (name, model) in enumerate(turns)
     )

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.planning.solvers.multiple_choice import fits
 
 __all__ = [
@@ -122,7 +122,7 @@ class ResourceJob:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         No name, negative demands or limits, or not one for each of the same resources.
     """
 
@@ -136,11 +136,11 @@ class ResourceJob:
     def __post_init__(self) -> None:
         who = f"job {self.name!r}"
         if not self.name:
-            raise InvalidTrainer("a job needs a name")
+            raise InvalidApp("a job needs a name")
         for name in ("worker", "server", "limit"):
             values = getattr(self, name)
             if len(values) != len(self.limit) or not all(math.isfinite(value) and value >= 0 for value in values):
-                raise InvalidTrainer(f"{who}: {name} must have zero or more of each resource, got {values!r}")
+                raise InvalidApp(f"{who}: {name} must have zero or more of each resource, got {values!r}")
 
     @cached_property
     def combinations(self) -> Combinations:
@@ -148,7 +148,7 @@ class ResourceJob:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             A completion time that is missing or not positive, or a utility that is not finite.
         """
         each = np.arange(1, MOST_OF_EACH + 1)
@@ -158,10 +158,10 @@ class ResourceJob:
         workers, servers, demands = workers[allowed], servers[allowed], demands[allowed]
         seconds = np.asarray(self.completion(workers, servers), dtype=np.float64)
         if seconds.shape != workers.shape or not np.all(np.isfinite(seconds) & (seconds > 0)):
-            raise InvalidTrainer(f"job {self.name!r}: needs one completion time for each combination, positive seconds")
+            raise InvalidApp(f"job {self.name!r}: needs one completion time for each combination, positive seconds")
         utilities = np.array([self.utility(value) for value in seconds.tolist()], dtype=np.float64)
         if not np.isfinite(utilities).all():
-            raise InvalidTrainer(f"job {self.name!r}: the utility of a completion time must be finite")
+            raise InvalidApp(f"job {self.name!r}: the utility of a completion time must be finite")
         return Combinations(workers, servers, seconds, utilities, demands)
 
 
@@ -180,7 +180,7 @@ class ResourceProblem:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         Negative capacities, not one for each resource, jobs of other resources, or two jobs of the same name.
     """
 
@@ -190,15 +190,15 @@ class ResourceProblem:
 
     def __post_init__(self) -> None:
         if len(self.capacity) != len(self.resources) or len(set(self.resources)) != len(self.resources):
-            raise InvalidTrainer(f"resources need different names and one capacity each, got {self.resources!r}")
+            raise InvalidApp(f"resources need different names and one capacity each, got {self.resources!r}")
         if not all(math.isfinite(value) and value >= 0 for value in self.capacity):
-            raise InvalidTrainer(f"capacities must be zero or more, got {self.capacity!r}")
+            raise InvalidApp(f"capacities must be zero or more, got {self.capacity!r}")
         seen: set[str] = set()
         for job in self.jobs:
             if len(job.limit) != len(self.resources):
-                raise InvalidTrainer(f"job {job.name!r}: needs one limit for each of {', '.join(self.resources)}")
+                raise InvalidApp(f"job {job.name!r}: needs one limit for each of {', '.join(self.resources)}")
             if job.name in seen:
-                raise InvalidTrainer(f"two jobs are named {job.name!r}")
+                raise InvalidApp(f"two jobs are named {job.name!r}")
             seen.add(job.name)
 
     def used(self, chosen: Iterable[Combination]) -> tuple[float, ...]:
@@ -237,7 +237,7 @@ class SigmoidUtility:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         A value is negative or not finite.
     """
 
@@ -248,7 +248,7 @@ class SigmoidUtility:
     def __post_init__(self) -> None:
         for name in ("top", "steepness", "critical"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise InvalidTrainer(f"sigmoid: {name} must be zero or more, got {getattr(self, name)!r}")
+                raise InvalidApp(f"sigmoid: {name} must be zero or more, got {getattr(self, name)!r}")
 
     def __call__(self, seconds: float) -> float:
         """Return the value of a completion after so many seconds."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer, UsageError, did_you_mean
+from freetrain_parsl.errors import InvalidApp, InvalidInput, UsageError, did_you_mean
 from freetrain_parsl.extensions.resources.demands import ResourceJob, ResourceProblem, SigmoidUtility
 from freetrain_parsl.planning.solvers.multiple_choice import fits
 from freetrain_parsl.strict_yaml import read_text, shown
@@ -71,7 +71,7 @@ class LayeredTraining:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         Not the same number of layers in each list, or none; negative values; or a batch or rate that is not positive.
     """
 
@@ -85,13 +85,13 @@ class LayeredTraining:
     def __post_init__(self) -> None:
         if not self.forward or not len(self.forward) == len(self.backward) == len(self.sizes):
             layers = f"{len(self.forward)}, {len(self.backward)} and {len(self.sizes)}"
-            raise InvalidTrainer(f"layers: forward, backward and sizes need one value for each layer, got {layers}")
+            raise InvalidApp(f"layers: forward, backward and sizes need one value for each layer, got {layers}")
         for name in ("forward", "backward", "sizes"):
             if not all(math.isfinite(value) and value >= 0 for value in getattr(self, name)):
-                raise InvalidTrainer(f"layers: {name} must be zero or more, got {getattr(self, name)!r}")
+                raise InvalidApp(f"layers: {name} must be zero or more, got {getattr(self, name)!r}")
         for name in ("batch", "worker_rate", "server_rate"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise InvalidTrainer(f"layers: {name} must be positive, got {getattr(self, name)!r}")
+                raise InvalidApp(f"layers: {name} must be positive, got {getattr(self, name)!r}")
 
     def step_seconds(self, workers: Counts, servers: Counts) -> Table:
         """Return the seconds of a step for each pair of numbers of workers and servers, which are positive."""

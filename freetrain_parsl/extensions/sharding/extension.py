@@ -1,4 +1,4 @@
-"""Models that are sharded over the processes of a training (FSDP2), as an extension of its session."""
+"""Models that are sharded over the processes of a training job (FSDP2), as an extension of its session."""
 
 from __future__ import annotations
 

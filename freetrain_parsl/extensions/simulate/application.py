@@ -21,7 +21,7 @@ Table = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:
-    """Statistical efficiency, measured in trainings at fixed batches.
+    """Statistical efficiency, measured in training jobs at fixed batches.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Application:
         return step + (plan.passes - 1) * (step - sync)
 
     def noise(self, batch: float, epoch: int) -> GradientNoise:
-        """Return the statistics of the gradient in an epoch, counted from zero, of a training at this batch."""
+        """Return the statistics of the gradient in an epoch, counted from zero, of a training job at this batch."""
         square, variance = self._noise(np.array([batch]), epoch)[:, 0]
         return GradientNoise(float(square), float(variance))
 

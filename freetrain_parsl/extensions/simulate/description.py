@@ -13,7 +13,7 @@ from freetrain_parsl.extensions.goodput.curve import GoodputProfile
 from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
 from freetrain_parsl.extensions.simulate.jobs.step_times import packed
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, EpochCount, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, EpochCount, PlannedJob, PoolNode
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.simulate.application import Application
@@ -113,7 +113,7 @@ class JobDescription:
         profile = GoodputProfile() if self.elastic_batch and not self.curves_known else None
         return SimulatedJob(request, self.elastic_batch, profile)
 
-    def trainer(self, job: SimulatedJob) -> Trainer:
+    def trainer(self, job: SimulatedJob) -> PlannedJob:
         """Return the job as it is known now."""
         request, application = job.request, job.request.application
         placed, least = None, request.least
@@ -140,7 +140,7 @@ class JobDescription:
             curve = _throughput(application, request.batch, (least, max(most, least)), self.cluster.gpus_per_node)
             work = request.batch * application.iterations_after(job.epoch, request.batch)
             costs = CostsInSeconds()
-        return Trainer(
+        return PlannedJob(
             job.name,
             request.gpus if self.sizing is Sizing.RIGID else min(least, max(most, 1)),
             max(most, 1),

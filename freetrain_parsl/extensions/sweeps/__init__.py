@@ -1,1 +1,1 @@
-"""Sweeps: many trainings of one function with different arguments, and searches among them."""
+"""Sweeps: many training jobs of one function with different arguments, and searches among them."""

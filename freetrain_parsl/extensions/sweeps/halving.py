@@ -1,4 +1,4 @@
-"""Successive halving: all configurations train for a few epochs, and only the best of them go on.
+"""Successive halving: all configurations train for a few epochs, and only the best of them continue.
 
 K. Jamieson and A. Talwalkar: Non-stochastic best arm identification and hyperparameter optimization. AISTATS 2016.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from freetrain_parsl.errors import (
     BatchSystemError,
     CheckpointError,
+    InvalidApp,
     InvalidSettings,
-    InvalidTrainer,
     PeerFailed,
     TrainingInterrupted,
 )
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.app import TrainingApp
 
-__all__ = ["Evaluation", "HalvingResult", "Mode", "Rung", "halving", "is_usable", "promoted", "ranked"]
+__all__ = ["Evaluation", "HalvingResult", "Mode", "Rung", "is_usable", "promoted", "ranked", "successive_halving"]
 
 Mode: TypeAlias = Literal["min", "max"]
 """Whether the best value is the smallest or the largest."""
@@ -81,7 +81,7 @@ class Evaluation:
     Parameters
     ----------
     configuration
-        The arguments of its training.
+        The arguments of its training job.
     value
         Its metric after the rung's epochs; ``None`` or NaN: it has failed.
     result
@@ -103,7 +103,7 @@ class Rung:
     Parameters
     ----------
     epochs
-        The number of epochs, of the whole training.
+        The number of epochs, of the whole training job.
     evaluations
         The configurations, best first; those that failed are last.
     """
@@ -119,14 +119,14 @@ class HalvingResult:
     Parameters
     ----------
     rungs
-        The rungs, in the order in which they were trained. The search ends early if all trainings of a rung fail.
+        The rungs, in the order in which they were trained. The search ends early if all training jobs of a rung fail.
     """
 
     rungs: tuple[Rung, ...]
 
     @property
     def best_evaluation(self) -> Evaluation:
-        """The best configuration of the last rung in which a training succeeded."""
+        """The best configuration of the last rung in which a training job succeeded."""
         firsts = [rung.evaluations[0] for rung in self.rungs]
         return next(first for first in reversed(firsts) if is_usable(first.value))
 
@@ -143,7 +143,7 @@ class HalvingResult:
         return value
 
 
-def halving(
+def successive_halving(
     train: TrainingApp,
     configurations: Iterable[Mapping[str, Any]],
     *,
@@ -156,7 +156,7 @@ def halving(
     """Search the best configuration by successive halving, and wait for the result.
 
     All configurations train for ``epochs[0]`` epochs, the best ``1 / eta`` of them up to ``epochs[1]``, and so on. A
-    configuration goes on from its checkpoint. If the search is interrupted, the same call later trains only what is
+    configuration continues from its checkpoint. If the search is interrupted, the same call later trains only what is
     missing, provided that `checkpoint_dir` is the same.
 
     Parameters
@@ -165,9 +165,9 @@ def halving(
         The training app. Its function calls ``session.epochs()`` without a number, or has a parameter ``epochs``, which
         this function sets. What it does in an epoch must not depend on the number of epochs.
     configurations
-        The arguments of each training.
+        The arguments of each training job.
     epochs
-        Number of epochs, of the whole training, that each rung reaches; increasing.
+        Number of epochs, of the whole training job, that each rung reaches; increasing.
     eta
         Each rung but the last passes on the best ``1 / eta`` of its configurations, rounded down, but at least one.
     metric
@@ -182,22 +182,22 @@ def halving(
     Returns
     -------
     HalvingResult
-        All rungs and the best configuration. A configuration whose training fails, or whose value is missing or NaN, is
-        ranked last in its rung, and not trained further.
+        All rungs and the best configuration. A configuration whose training job fails, or whose value is missing or
+        NaN, is ranked last in its rung, and not trained further.
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         The configurations or epochs are invalid; nothing is submitted.
     TypeError
         The function does not accept the arguments of a configuration.
     Exception
-        All trainings of the first rung have failed: the error of the first of them. Or a training has failed for a
-        reason other than its configuration: the batch system, the checkpoints, or the end of the run.
+        All training jobs of the first rung have failed: the error of the first of them. Or a training job has failed
+        for a reason other than its configuration: the batch system, the checkpoints, or the end of the run.
 
     Examples
     --------
-    >>> result = halving(train, [{"lr": 10**-x} for x in range(1, 10)])  # doctest: +SKIP
+    >>> result = successive_halving(train, [{"lr": 10**-x} for x in range(1, 10)])  # doctest: +SKIP
     >>> result.best, result.value  # doctest: +SKIP
     """
     counts = tuple(epochs)
@@ -221,7 +221,7 @@ def halving(
 
 @dataclass(frozen=True)
 class _Run:
-    """The training of one configuration, under one name in all rungs."""
+    """The training job of one configuration, under one name in all rungs."""
 
     app: TrainingApp
     configuration: Mapping[str, Any]
@@ -234,30 +234,33 @@ class _Run:
 
 def _check(epochs: Sequence[int], eta: int, mode: str) -> None:
     if mode not in get_args(Mode):
-        raise InvalidTrainer(f"halving: mode must be 'min' or 'max', got {mode!r}")
+        raise InvalidApp(f"successive_halving: mode must be 'min' or 'max', got {mode!r}")
     try:
-        check_count("halving: eta", eta, least=2)
+        check_count("successive_halving: eta", eta, least=2)
         for count in epochs:
-            check_count("halving: each of epochs", count)
+            check_count("successive_halving: each of epochs", count)
     except InvalidSettings as error:
-        raise InvalidTrainer(str(error)) from None
+        raise InvalidApp(str(error)) from None
     if not epochs or any(later <= earlier for earlier, later in itertools.pairwise(epochs)):
-        raise InvalidTrainer(f"halving: epochs must be increasing numbers such as (1, 3, 9), got {epochs!r}")
+        raise InvalidApp(f"successive_halving: epochs must be increasing numbers such as (1, 3, 9), got {epochs!r}")
 
 
 def _runs(train: TrainingApp, configurations: Sequence[dict[str, Any]], last: int) -> list[_Run]:
-    """Return the trainings, each with a name that does not depend on the rung; `last` is the last one's epochs."""
+    """Return the training jobs, each with a name that does not depend on the rung; `last` is the last one's epochs."""
     if not configurations:
-        raise InvalidTrainer("halving: there are no configurations; give the arguments of at least one training")
+        raise InvalidApp(
+            "successive_halving: there are no configurations; give the arguments of at least one training job"
+        )
     for number, configuration in enumerate(configurations, start=1):
         if _EPOCHS in configuration:
-            raise InvalidTrainer(
-                f"halving: configuration {number} has 'epochs', which the rungs set; give halving(…, epochs=…) instead"
+            raise InvalidApp(
+                f"successive_halving: configuration {number} has 'epochs', which the rungs set; give "
+                "successive_halving(…, epochs=…) instead"
             )
     takes_epochs = _EPOCHS in inspect.signature(train.training_function).parameters
     own = {_EPOCHS: last} if takes_epochs else {}
     points = [SweepPoint(kwargs={**configuration, **own}) for configuration in configurations]
-    apps = train.at_points(points, "halving")
+    apps = train.at_points(points, "successive_halving")
     if takes_epochs:  # the name may depend on this argument: in all rungs it is that of the last one
         apps = [
             app.options(name=app.call_request((), point.kwargs).name) for app, point in zip(apps, points, strict=True)
@@ -266,7 +269,7 @@ def _runs(train: TrainingApp, configurations: Sequence[dict[str, Any]], last: in
 
 
 def _evaluated(run: _Run, future: AppFuture, epochs: int, metric: str | Callable[[Any], float]) -> Evaluation:
-    """Wait for a training and return its value.
+    """Wait for a training job and return its value.
 
     Raises
     ------
@@ -284,17 +287,19 @@ def _evaluated(run: _Run, future: AppFuture, epochs: int, metric: str | Callable
     except Exception as problem:  # noqa: BLE001 - the user's callable may raise anything
         return Evaluation(run.configuration, None, result, problem)
     if not is_usable(value):
-        return Evaluation(run.configuration, value, result, InvalidTrainer(f"halving: the metric {metric!r} is NaN"))
+        return Evaluation(
+            run.configuration, value, result, InvalidApp(f"successive_halving: the metric {metric!r} is NaN")
+        )
     return Evaluation(run.configuration, value, result)
 
 
 def _value_of(result: Any, epochs: int, metric: str | Callable[[Any], float]) -> float:
-    """Return the metric after this many epochs; of a training that is ahead, from its history."""
+    """Return the metric after this many epochs; of a training job that is ahead, from its history."""
     if callable(metric):
         return float(metric(result))
     if not isinstance(result, Mapping):
-        raise InvalidTrainer(
-            f"halving: the function returned {type(result).__name__}, in which there is no {metric!r}; "
+        raise InvalidApp(
+            f"successive_halving: the function returned {type(result).__name__}, in which there is no {metric!r}; "
             "return session.metrics, or give metric= a callable"
         )
     rows: list[Mapping[str, Any]] = result.get("history") or []
@@ -302,5 +307,5 @@ def _value_of(result: Any, epochs: int, metric: str | Callable[[Any], float]) ->
     value = row.get(metric, result.get(metric))
     if value is None:
         known = ", ".join(dict.fromkeys([*result, *row]))
-        raise InvalidTrainer(f"halving: the result has no {metric!r}; it has: {known or 'nothing'}")
+        raise InvalidApp(f"successive_halving: the result has no {metric!r}; it has: {known or 'nothing'}")
     return float(value)

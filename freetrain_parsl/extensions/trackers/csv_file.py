@@ -1,4 +1,4 @@
-"""The values of a training in a CSV file: one line for each value."""
+"""The values of a training job in a CSV file: one line for each value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEADER = ["step", "time", "name", "value"]
 
 
 def name_in(directory: Path, training: TrackedTraining) -> str:
-    """Return a training's name in a directory, with its id if the name belongs to another training there.
+    """Return a training job's name in a directory, with its id if the name belongs to another training job there.
 
     This other one may be of another campaign, or the same one before it started over with other code.
     """
@@ -40,8 +40,8 @@ class CsvTracker:
     Parameters
     ----------
     directory
-        Where, as ``NAME-ID.csv`` if another training of this name has been there; ``None``: in the training's own
-        directory.
+        Where, as ``NAME-ID.csv`` if another training job of this name has been there; ``None``: in the training job's
+        own directory.
     """
 
     options: ClassVar = ("directory",)

@@ -1,4 +1,4 @@
-"""The values of a training in MLflow: a tracking server, or a directory."""
+"""The values of a training job in MLflow: a tracking server, or a directory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MOST_METRICS = 1000  # in one request, MLflow's limit
 
 @dataclass
 class MlflowTracker:
-    """Logs to an MLflow run that is named after the training: numbers as metrics, strings as tags.
+    """Logs to an MLflow run that is named after the training job: numbers as metrics, strings as tags.
 
     Parameters
     ----------
     tracking_uri
-        Server, or directory; ``None``: ``MLFLOW_TRACKING_URI``, or a directory of the training's own.
+        Server, or directory; ``None``: ``MLFLOW_TRACKING_URI``, or a directory of the training job's own.
     experiment
         Name of the experiment, which is created if needed.
     """
@@ -79,7 +79,7 @@ class MlflowTracker:
         """See `Tracker.close`."""
         if outcome in _ENDED:
             self._client.set_terminated(self._run, _ENDED[outcome])
-        else:  # it has not ended: MLflow's status of a run that is to go on later, without an end time
+        else:  # it has not ended: MLflow's status of a run that is to continue later, without an end time
             self._client.update_run(self._run, status="SCHEDULED")
 
 

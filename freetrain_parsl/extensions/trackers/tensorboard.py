@@ -1,4 +1,4 @@
-"""The values of a training in TensorBoard's event files."""
+"""The values of a training job in TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class TensorBoardTracker:
     Parameters
     ----------
     directory
-        Where, with a directory for each training, named as by `CsvTracker`; ``None``: in the training's own directory.
+        Where, with a directory for each training job, named as by `CsvTracker`; ``None``: in the training job's own
+        directory.
     """
 
     options: ClassVar = ("directory",)

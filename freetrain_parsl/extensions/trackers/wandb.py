@@ -1,4 +1,4 @@
-"""The values of a training in Weights & Biases, by default offline: ``wandb sync`` uploads them."""
+"""The values of a training job in Weights & Biases, by default offline: ``wandb sync`` uploads them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXIT_CODES = {"finished": 0, "failed": 1, "cancelled": 255, "interrupted": 1}
 
 @dataclass
 class WandbTracker:
-    """Logs to a run of Weights & Biases with the training's name and id.
+    """Logs to a run of Weights & Biases with the training job's name and id.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class WandbTracker:
             raise InvalidSettings(f"mode must be 'offline' or 'online', got {self.mode!r}")
 
     def open(self, training: TrackedTraining) -> Mapping[str, int]:
-        """See `Tracker.open`; each call begins another directory of the same run, in the training's own directory."""
+        """See `Tracker.open`; each call begins another directory of the same run, in the job's own directory."""
         import wandb
 
         steps: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Elastic batches: the best batch size for each number of nodes, from measured step times and gradient noise. Pure.
 
 The goodput of a batch of b samples on n nodes is its throughput, ``b / t(n, b)``, times its efficiency relative to the
-user's batch b0: with the gradient noise scale B, b0 samples in one step advance the training as far as
+user's batch b0: with the gradient noise scale B, b0 samples in one step advance the training job as far as
 ``b0 (B + b) / (B + b0)`` samples in steps of b, so the efficiency is ``(B + b0) / (B + b)`` (McCandlish et al., 2018;
 Qiao et al., Pollux, 2021). The best goodput for each number of nodes is a scaling curve in samples of the initial batch
 per second, so the planner decides about nodes and batches at once.
@@ -33,7 +33,7 @@ _MOST_POINTS = 64  # of a curve with a point for every number of nodes
 
 @dataclass(frozen=True)
 class BatchRange:
-    """Batch sizes that a training may have.
+    """Batch sizes that a training job may have.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class NoiseEstimate:
             raise PlanningError(f"not an estimate of a gradient's noise: {self}")
 
     def efficiency(self, batch: int, initial: int) -> float:
-        """Return how far a sample in a batch advances the training, relative to one in the initial batch."""
+        """Return how far a sample in a batch advances the training job, relative to one in the initial batch."""
         denominator = self.variance + batch * self.square
         return (self.variance + initial * self.square) / denominator if denominator > 0 else 1.0
 
@@ -175,7 +175,7 @@ def _non_negative_least_squares(
 
 
 class ElasticProfile:
-    """What is known of a training with elastic batches."""
+    """What is known of a training job with elastic batches."""
 
     def __init__(self, limits: BatchRange) -> None:
         self.limits = limits
@@ -184,7 +184,7 @@ class ElasticProfile:
         self._candidates = limits.candidates()
 
     def efficiency(self, batch: int) -> float:
-        """Return how far a sample in a batch advances the training, relative to one in the initial batch."""
+        """Return how far a sample in a batch advances the training job, relative to one in the initial batch."""
         return 1.0 if self.noise is None else self.noise.efficiency(batch, self.limits.initial)
 
     def goodput(self, nodes: int, batch: int) -> float:
@@ -199,7 +199,8 @@ class ElasticProfile:
         """Return the batch size to continue with on so many nodes; the same one unless another is clearly better."""
         if self.noise is None or self.times.steps(nodes, batch) < _LEAST_STEPS:
             return batch
-        # A gradient that is lost in its noise may be small, or that of a training that has diverged: no reason to grow.
+        # A gradient that is lost in its noise may be small, or that of a training job that has diverged: no reason to
+        # grow.
         most = batch * _LARGEST_CHANGE if self.noise.square > 0 else batch
         near = [size for size in self._candidates if batch / _LARGEST_CHANGE <= size <= most]
         size, goodput = self._best(nodes, near)

@@ -28,7 +28,7 @@ from freetrain_parsl.planning.curves.scaling import ScalingCurve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 __all__ = ["Profile", "as_learned", "best_rate_per_node", "learned", "learned_on_kinds", "relative_speeds"]
 
@@ -137,7 +137,7 @@ def best_rate_per_node(curves: Iterable[ScalingCurve]) -> float:
     return max((rate / n for curve in curves if not curve.relative for n, rate in curve.points), default=1.0)
 
 
-def as_learned(trainer: Trainer, profile: Profile, rate_per_node: float) -> Trainer:
+def as_learned(trainer: PlannedJob, profile: Profile, rate_per_node: float) -> PlannedJob:
     """Return a trainer with the curve learned so far, and with ``max_nodes`` limited to sizes worth trying.
 
     Parameters
@@ -159,7 +159,7 @@ def as_learned(trainer: Trainer, profile: Profile, rate_per_node: float) -> Trai
     return replace(trainer, curve=start, max_nodes=trainer.min_nodes)
 
 
-def learned(trainers: Iterable[Trainer], profiles: Mapping[str, Profile]) -> list[Trainer]:
+def learned(trainers: Iterable[PlannedJob], profiles: Mapping[str, Profile]) -> list[PlannedJob]:
     """Return the trainers as `as_learned` does, the unknown ones relative to the fastest.
 
     Several trainers may share a profile; those without one are returned unchanged.
@@ -191,8 +191,8 @@ def relative_speeds(
 
 
 def learned_on_kinds(
-    trainer: Trainer, profiles: Mapping[str, Profile], speeds: Mapping[tuple[str, str], float], rate_per_node: float
-) -> Trainer:
+    trainer: PlannedJob, profiles: Mapping[str, Profile], speeds: Mapping[tuple[str, str], float], rate_per_node: float
+) -> PlannedJob:
     """Return a trainer with its curves on all kinds, as far as known; see `learning.as_learned`.
 
     From its measurements on each kind, at least one, and `relative_speeds`; the assumed rate is that on the fastest

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 
 __all__ = ["LEARN", "CurveLike", "ScalingCurve", "read_points"]
 
@@ -75,7 +75,7 @@ class ScalingCurve:
 
     Raises
     ------
-    InvalidTrainer
+    InvalidApp
         No points, a count that is not an integer of at least 1 or does not increase, or a rate that is negative or not
         finite.
 
@@ -95,9 +95,9 @@ class ScalingCurve:
             checked = [_point(pair) for pair in points]
         for (before, _), (nodes, _) in pairwise(checked):
             if nodes <= before:
-                raise InvalidTrainer(f"scaling curve: numbers of nodes must increase, got {nodes} after {before}")
+                raise InvalidApp(f"scaling curve: numbers of nodes must increase, got {nodes} after {before}")
         if not checked:
-            raise InvalidTrainer("scaling curve: needs at least one point, such as {1: 100.0}")
+            raise InvalidApp("scaling curve: needs at least one point, such as {1: 100.0}")
         self._points = tuple(checked)
         self._relative = relative
 
@@ -111,7 +111,7 @@ class ScalingCurve:
 
     @classmethod
     def to_be_learned(cls) -> ScalingCurve:
-        """Return the curve of a training whose larger sizes are searched, beginning with its smallest."""
+        """Return the curve of a training job whose larger sizes are searched, beginning with its smallest."""
         return cls([(1, 1.0)], relative=True)
 
     @classmethod
@@ -137,7 +137,7 @@ class ScalingCurve:
             try:
                 _rate(rate)
                 count = _node_count(nodes)
-            except InvalidTrainer as error:
+            except InvalidApp as error:
                 raise InvalidInput(f"{file}:{line}: {error}") from error
             if count <= previous:
                 raise InvalidInput(f"{file}:{line}: numbers of nodes must increase, got {count} after {previous}")
@@ -162,7 +162,7 @@ class ScalingCurve:
             return cls(value)
         if isinstance(value, Iterable):
             return cls(value)
-        raise InvalidTrainer(f"scaling curve: expected a mapping, pairs, or a file path, got {value!r}")
+        raise InvalidApp(f"scaling curve: expected a mapping, pairs, or a file path, got {value!r}")
 
     @property
     def points(self) -> tuple[tuple[int, float], ...]:
@@ -194,13 +194,13 @@ class ScalingCurve:
 
         Raises
         ------
-        InvalidTrainer
+        InvalidApp
             A number of nodes below the first point, other than zero.
         """
         if nodes == 0:
             return 0.0
         if nodes < self.first_nodes:
-            raise InvalidTrainer(f"scaling curve: starts at {self.first_nodes} nodes; add a point at or below {nodes}")
+            raise InvalidApp(f"scaling curve: starts at {self.first_nodes} nodes; add a point at or below {nodes}")
         counts, rates = zip(*self._points, strict=True)
         return float(np.interp(nodes, counts, rates))
 
@@ -245,7 +245,7 @@ def _restore(points: tuple[tuple[int, float], ...], relative: bool) -> ScalingCu
 
 def _point(pair: Any) -> tuple[int, float]:
     if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise InvalidTrainer(f"scaling curve: a point is a pair (nodes, samples per second), got {pair!r}")
+        raise InvalidApp(f"scaling curve: a point is a pair (nodes, samples per second), got {pair!r}")
     return _node_count(pair[0]), _rate(pair[1])
 
 
@@ -255,7 +255,7 @@ def _node_count(value: Any) -> int:
     except TypeError:
         count = 0
     if count < 1 or isinstance(value, bool):
-        raise InvalidTrainer(f"scaling curve: a number of nodes must be a whole number of at least 1, got {value!r}")
+        raise InvalidApp(f"scaling curve: a number of nodes must be a whole number of at least 1, got {value!r}")
     return count
 
 
@@ -265,7 +265,7 @@ def _rate(value: Any) -> float:
     except (TypeError, ValueError):
         rate = math.nan
     if not (math.isfinite(rate) and rate >= 0):
-        raise InvalidTrainer(f"scaling curve: a rate must be zero or more samples per second, got {value!r}")
+        raise InvalidApp(f"scaling curve: a rate must be zero or more samples per second, got {value!r}")
     return rate
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from freetrain_parsl.entry_points import EntryPoints
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.model import PlannedJob
 from freetrain_parsl.planning.objectives.deadlines import DueWork, rates_now
 from freetrain_parsl.planning.objectives.fairness import Claim, fair_levels, seated
 
@@ -45,7 +45,7 @@ __all__ = [
     "without_own_costs",
 ]
 
-Objective = Callable[[Trainer, int], float]
+Objective = Callable[[PlannedJob, int], float]
 """(trainer, nodes) -> value per second, finite and not negative; called only within the trainer's bounds."""
 
 Table = npt.NDArray[np.float64]
@@ -60,14 +60,14 @@ class Moment:
     trainers
         All trainers in the decision.
     held
-        Trainer -> number of its current nodes that are still in the pool; absent trainers have none.
+        PlannedJob -> number of its current nodes that are still in the pool; absent trainers have none.
     nodes
         Size of the pool.
     now
         Seconds, on the same clock as the trainers' times.
     """
 
-    trainers: Sequence[Trainer]
+    trainers: Sequence[PlannedJob]
     held: Mapping[str, int]
     nodes: int
     now: float
@@ -88,10 +88,10 @@ class Tabulated(ABC):
     """An objective that computes a trainer's values on all numbers of nodes at once."""
 
     @abstractmethod
-    def table(self, trainer: Trainer, last: int) -> Table:
+    def table(self, trainer: PlannedJob, last: int) -> Table:
         """Tabulate values per second on 0, 1, …, `last` nodes, shape (last + 1,); undefined outside the bounds."""
 
-    def __call__(self, trainer: Trainer, nodes: int) -> float:
+    def __call__(self, trainer: PlannedJob, nodes: int) -> float:
         """Return the value per second of a trainer on `nodes` nodes."""
         return float(self.table(trainer, nodes)[nodes])
 
@@ -100,9 +100,9 @@ class Tabulated(ABC):
 class WeightedRate(Tabulated):
     """Throughput times a weight of the trainer."""
 
-    weight: Callable[[Trainer], float]
+    weight: Callable[[PlannedJob], float]
 
-    def table(self, trainer: Trainer, last: int) -> Table:
+    def table(self, trainer: PlannedJob, last: int) -> Table:
         """Tabulate; see `Tabulated.table`."""
         return _checked(self.weight(trainer), trainer, None) * trainer.curve.rates(last)
 
@@ -119,13 +119,14 @@ class WithBonus(Tabulated):
     base
         The objective.
     bonus
-        Trainer -> value per second on 0, 1, …, N nodes, shape (N + 1,), zero on zero nodes; absent trainers have none.
+        PlannedJob -> value per second on 0, 1, …, N nodes, shape (N + 1,), zero on zero nodes; absent trainers have
+        none.
     """
 
     base: Objective
     bonus: Mapping[str, Table]
 
-    def table(self, trainer: Trainer, last: int) -> Table:
+    def table(self, trainer: PlannedJob, last: int) -> Table:
         """Tabulate; see `Tabulated.table`."""
         table = objective_table(self.base, trainer, last)
         bonus = self.bonus.get(trainer.name)
@@ -148,16 +149,16 @@ class NetOfChanges(Tabulated):
     gross: Objective
     net: Tabulated
 
-    def table(self, trainer: Trainer, last: int) -> Table:
+    def table(self, trainer: PlannedJob, last: int) -> Table:
         """Tabulate; see `Tabulated.table`."""
         return self.net.table(trainer, last)
 
 
-def _one(trainer: Trainer) -> float:  # noqa: ARG001 - signature of a weight
+def _one(trainer: PlannedJob) -> float:  # noqa: ARG001 - signature of a weight
     return 1.0
 
 
-def _per_smallest_rate(trainer: Trainer) -> float:
+def _per_smallest_rate(trainer: PlannedJob) -> float:
     if trainer.unit is not None:
         return 1.0 / trainer.unit
     rate = trainer.rate(trainer.min_nodes)
@@ -169,7 +170,7 @@ def _per_smallest_rate(trainer: Trainer) -> float:
     return 1.0 / unit if unit else 0.0
 
 
-def _priority(trainer: Trainer) -> float:
+def _priority(trainer: PlannedJob) -> float:
     return trainer.priority * _per_smallest_rate(trainer)
 
 
@@ -238,7 +239,7 @@ class Deadline(Contextual):
         return WithBonus(base, bonus)
 
 
-def _allowed_rates(trainer: Trainer, nodes: int) -> Table:
+def _allowed_rates(trainer: PlannedJob, nodes: int) -> Table:
     """Tabulate samples per second on 0, 1, …, `nodes` nodes; zero where the count is not allowed."""
     rates = trainer.curve.rates(nodes)
     rates[: trainer.min_nodes] = 0.0
@@ -246,7 +247,7 @@ def _allowed_rates(trainer: Trainer, nodes: int) -> Table:
     return rates
 
 
-def _training_time(trainer: Trainer, moment: Moment) -> float:
+def _training_time(trainer: PlannedJob, moment: Moment) -> float:
     """Return the seconds until the deadline, less those of a change unless the current nodes are sufficient."""
     assert trainer.deadline is not None, "called only for trainers that have one"
     left = trainer.deadline - moment.now
@@ -257,7 +258,7 @@ def _training_time(trainer: Trainer, moment: Moment) -> float:
     return left if enough else left - trainer.costs.up
 
 
-def _pressure(trainer: Trainer, moment: Moment) -> Table | None:
+def _pressure(trainer: PlannedJob, moment: Moment) -> Table | None:
     """Tabulate the share of the work left that is done by the deadline on a constant 0, 1, …, N nodes.
 
     ``None`` if there is no deadline, no work left, no rate in samples per second, no allowed count in the pool, or no
@@ -281,7 +282,7 @@ class _FairShare(Tabulated):
 
     levels: Mapping[str, float]
 
-    def table(self, trainer: Trainer, last: int) -> Table:
+    def table(self, trainer: PlannedJob, last: int) -> Table:
         """Tabulate; see `Tabulated.table`."""
         level = self.levels.get(trainer.name, 0.0)
         speedups = SPEEDUP.table(trainer, last)
@@ -372,7 +373,7 @@ def without_own_costs(objective: Objective) -> Objective:
     return objective.gross if isinstance(objective, NetOfChanges) else objective
 
 
-def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> Table:
+def objective_table(objective: Objective, trainer: PlannedJob, max_nodes: int) -> Table:
     """Tabulate O_j(0), …, O_j(max_nodes), shape (max_nodes + 1,), value per second.
 
     Zero on zero nodes; NaN outside the trainer's bounds, where an objective is never called.
@@ -393,7 +394,7 @@ def objective_table(objective: Objective, trainer: Trainer, max_nodes: int) -> T
     return table
 
 
-def value_table(objective: Objective, trainer: Trainer, current: int, max_nodes: int, horizon: float) -> Table:
+def value_table(objective: Objective, trainer: PlannedJob, current: int, max_nodes: int, horizon: float) -> Table:
     """Tabulate v_j(0), …, v_j(max_nodes): the value of counts over the horizon, less the cost of the change.
 
     ::
@@ -437,7 +438,7 @@ def value_table(objective: Objective, trainer: Trainer, current: int, max_nodes:
     return np.where(np.isnan(values), -np.inf, values)
 
 
-def _checked(value: Any, trainer: Trainer, nodes: int | None) -> float:
+def _checked(value: Any, trainer: PlannedJob, nodes: int | None) -> float:
     try:
         number = math.nan if isinstance(value, (str, bool)) else float(value)
     except (TypeError, ValueError):

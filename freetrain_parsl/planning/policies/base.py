@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool
 from freetrain_parsl.planning.objectives.base import (
     SPEEDUP,
     Contextual,
@@ -55,7 +55,7 @@ class Policy(ABC):
         return pool.horizon
 
     @abstractmethod
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide which trainer gets which nodes from `now` on.
 
         `current` may contain nodes that have left the pool; these are no longer available.
@@ -108,7 +108,7 @@ class BaselinePolicy(Policy):
         self._horizon = None if horizon is None else horizon.total_seconds()
 
     @abstractmethod
-    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:
+    def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:
         """Decide the number of nodes of each trainer; absent ones get none.
 
         Parameters
@@ -123,7 +123,7 @@ class BaselinePolicy(Policy):
         """Choose the nodes, in the order of `counts` where the order matters."""
         return (place_emptiest_first if self.emptiest_first else place)(counts, pool, current)
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))

@@ -9,7 +9,7 @@ from freetrain_parsl.planning.policies.base import BaselinePolicy
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from freetrain_parsl.planning.model import Allocation, Pool, Trainer
+    from freetrain_parsl.planning.model import Allocation, PlannedJob, Pool
 
 __all__ = ["EqualSharePolicy", "FirstComeFirstServedPolicy"]
 
@@ -24,7 +24,7 @@ class EqualSharePolicy(BaselinePolicy):
 
     name = "equal-share"
 
-    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the rule ignores what trainers have
+    def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the rule ignores what trainers have
         """Decide the counts; see `BaselinePolicy.counts`."""
         nodes = len(pool)
         share = nodes // len(ranked) if ranked else 0
@@ -44,7 +44,7 @@ class FirstComeFirstServedPolicy(BaselinePolicy):
     name = "fcfs"
     emptiest_first = True
 
-    def counts(self, ranked: Sequence[Trainer], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the order of submission decides
+    def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the order of submission decides
         """Decide the counts; see `BaselinePolicy.counts`."""
         counts, left = {}, len(pool)
         for trainer in ranked:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, Trainer
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool
 from freetrain_parsl.planning.objectives.base import (
     Moment,
     ObjectiveLike,
@@ -67,7 +67,7 @@ class MilpPolicy(ObjectivePolicy):
         super().__init__(objective, horizon, time_limit, gap)
         self._solved: deque[tuple[bytes, Solution]] = deque(maxlen=_REMEMBERED)
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
@@ -100,7 +100,7 @@ class MilpPolicy(ObjectivePolicy):
         return solution
 
 
-def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[Trainer]) -> Counts:
+def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[PlannedJob]) -> Counts:
     """Return the current counts, or zero for a trainer that cannot continue on its remaining nodes."""
     counts = np.array([held[trainer.name] for trainer in ranked], dtype=np.int64)
     allowed = np.isfinite(values[np.arange(len(ranked)), counts])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.errors import InvalidSettings
-from freetrain_parsl.planning.model import Allocation, Decision, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.objectives.base import (
     Moment,
     Objective,
@@ -88,7 +88,7 @@ class WindowPolicy(ObjectivePolicy):
         seconds = (last if last < horizon else horizon * (1.0 - share) for last, share in closings)
         return fmean(seconds)
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
@@ -187,7 +187,7 @@ def _closing(node: PoolNode, now: float, horizon: float) -> tuple[float, float]:
 
 def _instance(
     classes: Sequence[_Class],
-    ranked: Sequence[Trainer],
+    ranked: Sequence[PlannedJob],
     held: dict[str, int],
     current: Allocation,
     objective: Objective,
@@ -216,7 +216,7 @@ def _instance(
 
 
 def _charged_share(
-    rates: Table, ranked: Sequence[Trainer], held: dict[str, int], objective: Objective, widest: int
+    rates: Table, ranked: Sequence[PlannedJob], held: dict[str, int], objective: Objective, widest: int
 ) -> Table:
     """Return the share of a trainer's value at which changes are charged: less than one if it has a bonus."""
     plain = charged(objective)
@@ -231,7 +231,7 @@ def _charged_share(
     return shares
 
 
-def _in_classes(classes: Sequence[_Class], ranked: Sequence[Trainer], allocation: Allocation) -> Counts:
+def _in_classes(classes: Sequence[_Class], ranked: Sequence[PlannedJob], allocation: Allocation) -> Counts:
     """Count the trainers' nodes of each class, shape (J, K)."""
     kind = {node: index for index, item in enumerate(classes) for node in item.nodes}
     counts = np.zeros((len(ranked), len(classes)), dtype=np.int64)
@@ -243,7 +243,7 @@ def _in_classes(classes: Sequence[_Class], ranked: Sequence[Trainer], allocation
 
 
 def _nodes(
-    counts: Counts, classes: Sequence[_Class], ranked: Sequence[Trainer], current: Allocation
+    counts: Counts, classes: Sequence[_Class], ranked: Sequence[PlannedJob], current: Allocation
 ) -> dict[str, frozenset[str]]:
     """Choose nodes of the classes: trainers keep their own nodes, longest-lasting first."""
     given: dict[str, set[str]] = {trainer.name: set() for trainer in ranked}

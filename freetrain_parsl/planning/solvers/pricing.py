@@ -105,7 +105,7 @@ class Pricing:
         Parameters
         ----------
         rows
-            Trainer of each choice, shape (R,).
+            PlannedJob of each choice, shape (R,).
         prices
             Price of a node of each class, shape (R, K).
         capacities

@@ -240,7 +240,7 @@ def trainer_values(instance: WindowInstance, rows: Counts, counts: Counts) -> Ta
     instance
         The problem.
     rows
-        Trainer of each choice, shape (R,).
+        PlannedJob of each choice, shape (R,).
     counts
         Nodes of each class, shape (R, K).
     """

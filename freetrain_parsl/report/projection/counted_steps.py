@@ -1,9 +1,9 @@
 """The time in steps that count, over all drivers of a run: what of it lies in the node time that their journals show.
 
-A training reports the slot-seconds of all steps that have made its state: its position. The position goes back when a
-training resumes from an older checkpoint, and it includes what no journal of this run shows: the steps of an earlier
-run, and those that its processes made after their driver was killed. So the steps of each driver are kept as parts of
-the positions, from where a group began to the last report of it.
+A training job reports the slot-seconds of all steps that have made its state: its position. The position goes back when
+a training job resumes from an older checkpoint, and it includes what no journal of this run shows: the steps of an
+earlier run, and those that its processes made after their driver was killed. So the steps of each driver are kept as
+parts of the positions, from where a group began to the last report of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["CountedSteps"]
 
 @dataclass
 class _Part:
-    """The steps of a training from one position to another, in slot-seconds, made with one driver."""
+    """The steps of a training job from one position to another, in slot-seconds, made with one driver."""
 
     driver: int
     begin: float
@@ -30,7 +30,7 @@ class _Part:
 
 @dataclass
 class _Steps:
-    """The steps of one training."""
+    """The steps of one training job."""
 
     parts: list[_Part]
     is_open: bool = False
@@ -84,11 +84,11 @@ class CountedSteps:
                     steps.reach(len(self._most), position)
 
     def take_progress(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the last report of each training to the present driver."""
+        """Take the last report of each training job to the present driver."""
         self._reports = {name: float(report.get("slot_seconds", 0.0)) for name, report in reports.items()}
 
     def end_driver(self, slot_seconds: float) -> None:
-        """Note that the present driver has ended, with this much slot time in which trainings ran."""
+        """Note that the present driver has ended, with this much slot time in which training jobs ran."""
         for name, position in self._reports.items():
             if name in self._steps and self._steps[name].is_open:
                 self._steps[name].reach(len(self._most), position)
@@ -106,6 +106,6 @@ class CountedSteps:
                 now.reach(len(self._most), self._reports[name])
             for part in now.parts:
                 sums[part.driver] += part.end - part.begin
-        # A driver that was suspended learns late that a group trains: until then its nodes count as between trainings.
-        # The rest is not in its node time.
+        # A driver that was suspended learns late that a group trains: until then its nodes count as between training
+        # jobs. The rest is not in its node time.
         return sum(min(sums_of) for sums_of in zip(sums, [*self._most, slot_seconds], strict=True))

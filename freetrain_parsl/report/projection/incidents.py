@@ -38,7 +38,7 @@ class Incidents:
     Attributes
     ----------
     failures
-        Number of failures so far: a process, a node, a group, the storage, a start or a training has failed.
+        Number of failures so far: a process, a node, a group, the storage, a start or a training job has failed.
     notices
         Number of notices so far: waits, nodes that the batch system reclaims, nodes that are left early, and the like.
     """
@@ -46,8 +46,8 @@ class Incidents:
     def __init__(self) -> None:
         self.failures = 0
         self.notices = 0
-        self._interrupted: set[str] = set()  # trainings whose last group was ended by a failure
-        self._waiting: set[str] = set()  # trainings and cohorts that only wait
+        self._interrupted: set[str] = set()  # training jobs whose last group was ended by a failure
+        self._waiting: set[str] = set()  # training jobs and cohorts that only wait
 
     def take(self, entry: record.Record | None) -> tuple[IncidentLevel, str] | None:
         """Take the next record; return its level and what it says, ``None``: nothing of the kind."""
@@ -58,11 +58,11 @@ class Incidents:
         return incident
 
     def driver_was_killed(self, running: Iterable[str]) -> None:
-        """Note that a driver was killed: trainings that ran are repaired when they resume."""
+        """Note that a driver was killed: training jobs that ran are repaired when they resume."""
         self._interrupted.update(running)
 
     def _is_unplanned(self, entry: record.Record) -> bool:
-        """Return whether something was repaired, if a training resumes or goes on: it also does by plan."""
+        """Return whether something was repaired, if a training job resumes or continues: it also does by plan."""
         match entry:
             case record.FragmentEnded():
                 self._interrupted -= {entry.subject}

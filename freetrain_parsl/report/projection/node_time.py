@@ -27,9 +27,9 @@ class NodePhase(Enum):
     STARTING = "starting"
     """From the start of its block until its slots are ready."""
     TRAINING = "training"
-    """In a fragment of at least one training."""
+    """In a fragment of at least one training job."""
     BETWEEN = "between"
-    """Its slots are ready, and no training runs."""
+    """Its slots are ready, and no training job runs."""
     LEAVING = "leaving"
     """It has left the pool, but its block has not ended."""
 
@@ -64,7 +64,7 @@ class NodeTime:
         Number of blocks whose end is not recorded; they are counted until now or, if their driver was killed, until its
         last entry.
     slot_seconds
-        Slot-seconds of nodes on which trainings ran.
+        Slot-seconds of nodes on which training jobs ran.
     useful_slot_seconds
         Slot-seconds in steps that count, of all drivers together; see `CountedSteps`.
     requests
@@ -94,7 +94,7 @@ class NodeTime:
 
     @property
     def slots_per_node(self) -> float:
-        """Mean number of slots of the nodes on which trainings ran, which may be of several kinds."""
+        """Mean number of slots of the nodes on which training jobs ran, which may be of several kinds."""
         training = self.phases[NodePhase.TRAINING]
         return self.slot_seconds / training if training else 1.0
 
@@ -133,7 +133,7 @@ class _Node:
     since: float
     """Time up to which it is accounted for."""
     phase: NodePhase = NodePhase.STARTING
-    """Its phase while no training runs on it."""
+    """Its phase while no training job runs on it."""
 
 
 class NodeTimeFold:

@@ -1,4 +1,4 @@
-"""What keeps a driver's trainings from nodes: refused blocks, nodes that cannot be used, windows that are not used."""
+"""What keeps a driver's jobs from nodes: refused blocks, nodes that cannot be used, windows that are not used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Obstacles:
         self._refusals = 0
         self._refusal = ""
         self._set_aside: dict[str, tuple[float, str]] = {}  # node -> when it rejoins, and why it was set aside
-        self._different: dict[str, str] = {}  # node -> why no training can run there
+        self._different: dict[str, str] = {}  # node -> why no training job can run there
 
     def take(self, time: float, entry: record.Record) -> None:
         """Take the next record."""
@@ -55,7 +55,7 @@ class Obstacles:
             lines.append(f"{last} refused by the batch system: {self._refusal}")
         aside = {node: why for node, (until, why) in self._set_aside.items() if until > now}
         lines += [f"set aside: {nodes}: {why}" for why, nodes in _by_reason(aside)]
-        lines += [f"no training can run on {nodes}: {why}" for why, nodes in _by_reason(self._different)]
+        lines += [f"no training job can run on {nodes}: {why}" for why, nodes in _by_reason(self._different)]
         return lines
 
 

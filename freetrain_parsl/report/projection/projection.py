@@ -39,11 +39,11 @@ class Projection:
     Attributes
     ----------
     state
-        Trainings, fragments, windows and blocks.
+        Training jobs, fragments, windows and blocks.
     incidents
         Counts failures and notices.
     progress
-        The last report of each training to the last driver that ran it.
+        The last report of each training job to the last driver that ran it.
     origin
         Time of the first record; ``None``: there is none.
     now
@@ -100,7 +100,7 @@ class Projection:
         self.on_taken()
 
     def take_progress(self, reports: Mapping[str, dict[str, Any]], time: float = 0.0) -> None:
-        """Take the last progress report of each training to the present driver, the newest one of `time`."""
+        """Take the last progress report of each training job to the present driver, the newest one of `time`."""
         self.on_change()
         if self.origin is not None and time > self._last_record:  # the driver still ran then, if it was killed
             self._last_record = time

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_NODES_YET", "FailedStarts", "Fragment", "RunState", "TrainingState"]
 
 NO_NODES_YET = "its driver has found no nodes for it yet"
-"""Why a training waits of which nothing is recorded; after less than a minute there is."""
+"""Why a training job waits of which nothing is recorded; after less than a minute there is."""
 
 _KINDS_WITH_REASONS = (
     record.PlannerStarted,
@@ -54,7 +54,7 @@ _KINDS_WITH_REASONS = (
 
 @dataclass
 class Fragment:
-    """The time that a training spends in one group; times in seconds since the epoch."""
+    """The time that a training job spends in one group; times in seconds since the epoch."""
 
     training: str
     nodes: tuple[str, ...]
@@ -76,7 +76,7 @@ class Fragment:
 
 @dataclass
 class TrainingState:
-    """The state of a training.
+    """The state of a training job.
 
     Parameters
     ----------
@@ -114,9 +114,9 @@ class TrainingState:
     array: str = ""
     """The array in which it trains now, fused with others."""
     fused_with: int = 0
-    """Number of other trainings in this array."""
+    """Number of other training jobs in this array."""
     cohort: str = ""
-    """The trainings with which it may run fused."""
+    """The training jobs with which it may run fused."""
     waits_with_cohort: str = ""
     """Why it is in no array of its cohort."""
     nodes_come: str = ""
@@ -140,7 +140,7 @@ class TrainingState:
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
 
-        Of a training that has ended: how its result came about; it waits for nothing.
+        Of a training job that has ended: how its result came about; it waits for nothing.
 
         Parameters
         ----------
@@ -175,7 +175,7 @@ class TrainingState:
         return f"on {self.node_kind} nodes" if self.state == "running" and self.node_kind else ""
 
     def batch_remark(self) -> str:
-        """Describe the batch of a training that runs, if the driver chooses its size."""
+        """Describe the batch of a training job that runs, if the driver chooses its size."""
         batch = self.progress.get("batch")
         if self.state != "running" or not batch:
             return ""
@@ -255,7 +255,7 @@ class RunState:
         self.gains: dict[str, tuple[int, float]] = {}
         """Cohort -> size of an array, and its speed relative to one by one."""
         self.stalled_cohorts: dict[str, str] = {}
-        """Cohort -> why none of its trainings runs."""
+        """Cohort -> why none of its training jobs runs."""
         self.node_kinds: dict[str, str] = {}
         """Node -> its kind, where there are several kinds."""
         self.blocks = BlockFold()
@@ -304,14 +304,14 @@ class RunState:
             self._on_other_record(time, entry)
 
     def take_progress(self, reports: Mapping[str, dict[str, Any]]) -> None:
-        """Take the last progress report of each training."""
+        """Take the last progress report of each training job."""
         for name, progress in reports.items():
             if name in self.trainings:
                 self.trainings[name].progress = progress
         self._count_members()
 
     def last_fragment(self, training: str) -> int | None:
-        """Return the index in `fragments` of a training's last fragment."""
+        """Return the index in `fragments` of a training job's last fragment."""
         return self._last_fragments.get(training)
 
     def end_driver(self, time: float) -> None:
@@ -328,7 +328,7 @@ class RunState:
                 self.fragments[index].end = time
 
     def reasons(self, now: float) -> list[str]:
-        """Return what keeps waiting trainings from nodes, one line for each reason: failed starts, and `obstacles`.
+        """Return what keeps waiting training jobs from nodes, one line for each reason: failed starts, and `obstacles`.
 
         Parameters
         ----------
@@ -341,7 +341,7 @@ class RunState:
     def obstacles(self, now: float) -> list[str]:
         """Return blocks that are refused, nodes that cannot be used, and why idle nodes are not used.
 
-        One line for each reason; none while no training waits for nodes. `now` is in seconds since the epoch.
+        One line for each reason; none while no training job waits for nodes. `now` is in seconds since the epoch.
         """
         if not any(training.state == "waiting" and not training.waits_for for training in self.trainings.values()):
             return []
@@ -374,12 +374,12 @@ class RunState:
 
     @property
     def completed(self) -> int:
-        """Number of finished trainings."""
+        """Number of finished training jobs."""
         return sum(training.state == "finished" for training in self.trainings.values())
 
     @property
     def training_nodes(self) -> int:
-        """Number of nodes on which trainings run."""
+        """Number of nodes on which training jobs run."""
         return len({node for training in self.trainings.values() for node in training.nodes})
 
     @property

@@ -1,1 +1,1 @@
-"""The state of a training on disk."""
+"""The state of a training job on disk."""

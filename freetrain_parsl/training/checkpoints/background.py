@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, which the training does not change, and the thread that writes them."""
+"""Copies of a state in host memory, which the training job does not change, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -161,6 +161,6 @@ def _run(work: Callable[[], T], outcome: Future[Done[T]]) -> None:
     value, problem = None, None
     try:
         value = work()
-    except Exception as error:  # noqa: BLE001 - it is reported to the training
+    except Exception as error:  # noqa: BLE001 - it is reported to the training job
         problem = error
     outcome.set_result(Done(value, problem, time.thread_time() - begun))

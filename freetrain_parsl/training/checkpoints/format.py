@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a training: torch's file format on top of durable checkpoint directories."""
+"""Saving and restoring the state of a training job: torch's file format on top of durable checkpoint directories."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Facts:
     Parameters
     ----------
     step, epoch
-        Progress of the training.
+        Progress of the training job.
     reason
         Why it was saved.
     world_size, generation
         Of the group that saved it.
     code
-        The training's code, if known.
+        The training job's code, if known.
     blocked_seconds
-        Time for which the save blocked the training.
+        Time for which the save blocked the training job.
     """
 
     step: int
@@ -79,7 +79,7 @@ class Restored:
     Parameters
     ----------
     state
-        The saved state, tensors on the CPU; of a sharded training, without the sharded tensors.
+        The saved state, tensors on the CPU; of a sharded training job, without the sharded tensors.
     entry
         Its location.
     refused
@@ -95,7 +95,7 @@ class Restored:
 
     @property
     def code(self) -> Code | None:
-        """The code of the training that wrote it, if its manifest has it."""
+        """The code of the training job that wrote it, if its manifest has it."""
         parts, python = self.manifest.get("code_parts"), self.manifest.get("code_python")
         if not isinstance(parts, dict) or not isinstance(python, str):
             return None
@@ -202,7 +202,7 @@ class Checkpoints:
     def newest(self) -> Restored | None:
         """Restore the newest intact checkpoint; return ``None`` if there are no checkpoints.
 
-        Damaged checkpoints of a training that has made no steps count as none: it begins anew with the same result.
+        Damaged checkpoints of a training job that has made no steps count as none: it begins anew with the same result.
 
         Raises
         ------
@@ -314,7 +314,7 @@ def _read(path: Path, entry: Entry) -> State:
             raise storage_error(f"cannot read {path}", entry.path.parent.parent, error) from error
         raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_first_line(error)}") from error
     if not isinstance(state, dict) or not isinstance(state.get("objects"), dict):
-        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not contain a training's state")
+        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not contain a training job's state")
     return state
 
 

@@ -1,4 +1,4 @@
-"""When a training is saved and from what it resumes; how failed saves are handled."""
+"""When a training job is saved and from what it resumes; how failed saves are handled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between attempts to save the last state of a training
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between attempts to save the last state of a training job
 
 
 class CheckpointManager:
@@ -42,7 +42,7 @@ class CheckpointManager:
     options
         Directory, number and interval of the checkpoints.
     group_of
-        Returns the current group, which changes when the training is rescaled in place.
+        Returns the current group, which changes when the training job is rescaled in place.
     clock
         Monotonic time in seconds.
     """
@@ -62,7 +62,7 @@ class CheckpointManager:
         self.storage_problem = ""
         """Why the last save failed, if its directory was unavailable; empty once a save has succeeded."""
         self.code_note = ""
-        """A note for the user about a change of the training's code; set on the first member at its start."""
+        """A note for the user about a change of the training job's code; set on the first member at its start."""
         self.newest: Entry | None = None
         """The newest durable checkpoint that this member knows of; only the first member sees later writes."""
 
@@ -180,8 +180,8 @@ class CheckpointManager:
     def save_last(self, make_state: Callable[[], State], *, patiently: bool, **facts: Any) -> None:
         """Save the state with which this fragment ends, on all members; log a warning if it could not be saved.
 
-        An unavailable directory is not the training's fault: the fragment ends normally, and the previous checkpoint
-        remains.
+        An unavailable directory is not the training job's fault: the fragment ends normally, and the previous
+        checkpoint remains.
 
         Parameters
         ----------
@@ -338,7 +338,7 @@ class CheckpointManager:
         return found
 
     def _find(self) -> Restored | None:
-        """Read the newest intact checkpoint, if the training may resume from it."""
+        """Read the newest intact checkpoint, if the training job may resume from it."""
         found = self._checkpoints.newest()
         if found is None:
             self.code_note = other_code_of_this_call(self._options, self._directory)

@@ -23,7 +23,7 @@ LONGEST = timedelta(minutes=30)
 _WRITES = 2  # minimum interval, in multiples of the write time
 
 TRIES = 5
-"""Failed periodic saves after which a training without any checkpoint ends."""
+"""Failed periodic saves after which a training job without any checkpoint ends."""
 
 _ASSUMED_COPY_BYTES_PER_SECOND = 2e9  # before the first copy to host memory is measured
 _MOST_DOUBLINGS = 6
@@ -35,7 +35,7 @@ class Schedule:
     Parameters
     ----------
     options
-        Options of the training: the interval, or the quantities that determine it.
+        Options of the training job: the interval, or the quantities that determine it.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -59,9 +59,9 @@ class Schedule:
         Parameters
         ----------
         blocked
-            Seconds for which the training was blocked.
+            Seconds for which the training job was blocked.
         slowdown
-            Seconds by which the background write has slowed the training.
+            Seconds by which the background write has slowed the training job.
         """
         self._blocked = self._blocked if blocked is None else blocked
         self._slowdown = self._slowdown if slowdown is None else slowdown
@@ -125,7 +125,7 @@ def best_work_between(cost: float, mean_time_between_failures: float) -> float:
     Parameters
     ----------
     cost
-        Seconds that a checkpoint costs the training.
+        Seconds that a checkpoint costs the training job.
     mean_time_between_failures
         Seconds.
     """
@@ -142,11 +142,11 @@ def checkpoint_interval(cost: float, write: float, mean_time_between_failures: t
     Parameters
     ----------
     cost
-        Seconds that a checkpoint costs the training: time blocked, and slowdown.
+        Seconds that a checkpoint costs the training job: time blocked, and slowdown.
     write
         Seconds from the start of a checkpoint until it is durable; writes never overlap.
     mean_time_between_failures
-        Mean time between the failures after which a training has to resume from a checkpoint.
+        Mean time between the failures after which a training job has to resume from a checkpoint.
     """
     best = cost + best_work_between(cost, mean_time_between_failures.total_seconds())
     clamped = min(max(best, SHORTEST.total_seconds()), LONGEST.total_seconds())

@@ -32,7 +32,7 @@ class SaverParts(NamedTuple):
     Parameters
     ----------
     directory
-        The training's directory.
+        The training job's directory.
     checkpoints
         Writes and publishes checkpoints.
     claim
@@ -120,7 +120,7 @@ class WholeSaver:
         return group.is_first
 
     def start(self, make_state: Callable[[], State], facts: Facts) -> None:
-        """Copy a state, for which the training is blocked, and start to write it."""
+        """Copy a state, for which the training job is blocked, and start to write it."""
         begun = time.monotonic()
         state = self._buffers.copy(make_state())
         blocked = time.monotonic() - begun

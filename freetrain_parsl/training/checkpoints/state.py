@@ -1,4 +1,4 @@
-"""The state of a training: the contents of a checkpoint, which newcomers receive from other members."""
+"""The state of a training job: the contents of a checkpoint, which newcomers receive from other members."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.step.learning_rate import LrScaling
 
-_MAY_CHANGE = ("micro_batch", "batch_range", "least")  # of an order, without changing the training
+_MAY_CHANGE = ("micro_batch", "batch_range", "least")  # of an order, without changing the training job
 
 
 class Stateful(Protocol):
@@ -44,12 +44,12 @@ class Stateful(Protocol):
 
 
 class SessionState:
-    """A training's position in its data, its metrics, and the user's objects.
+    """A training job's position in its data, its metrics, and the user's objects.
 
     Parameters
     ----------
     seed
-        The training's seed.
+        The training job's seed.
     source
         Returns the path of the checkpoint that states come from, for messages.
     """
@@ -178,6 +178,6 @@ class SessionState:
 
     def _mismatch(self, difference: str) -> NoReturn:
         raise CheckpointMismatch(
-            f"checkpoint {self._source()} belongs to another training: {difference}; "
+            f"checkpoint {self._source()} belongs to another training job: {difference}; "
             "undo the change, or use another trainer name or checkpoint directory"
         )

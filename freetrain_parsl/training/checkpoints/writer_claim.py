@@ -1,4 +1,4 @@
-"""Which process may write to a training's checkpoint directory."""
+"""Which process may write to a training job's checkpoint directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WriterClaim:
     options
         Contains the directory's root, and its identity if known.
     directory
-        The training's directory.
+        The training job's directory.
     group_of
         Returns the current group.
     """

@@ -1,1 +1,1 @@
-"""The data of a training: the order of the samples, each exactly once per epoch."""
+"""The data of a training job: the order of the samples, each exactly once per epoch."""

@@ -23,7 +23,7 @@ _MODULUS = 1 << 20  # so that the sums of billions of samples are exact in float
 
 @dataclass(frozen=True)
 class Audit:
-    """Totals over the finished epochs of a training.
+    """Totals over the finished epochs of a training job.
 
     Parameters
     ----------

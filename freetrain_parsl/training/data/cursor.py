@@ -1,4 +1,4 @@
-"""The position of a training in its data."""
+"""The position of a training job in its data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Place = tuple[int, bool, int, int]
 
 
 class Position(NamedTuple):
-    """How far a training is in its data; the same on all its processes.
+    """How far a training job is in its data; the same on all its processes.
 
     Parameters
     ----------

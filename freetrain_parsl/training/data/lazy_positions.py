@@ -1,7 +1,7 @@
 """The positions of an epoch that is too long to be in memory, such as ten billion samples drawn with replacement.
 
 They are drawn in chunks, when they are needed. A chunk of the session's own order is seeded by its number, so that a
-training resumes at any position at once; torch's order is one sequence, which is drawn again from its start.
+training job resumes at any position at once; torch's order is one sequence, which is drawn again from its start.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Order:
     batch_size
         Samples in a global batch; per member if `scaled`.
     seed
-        The training's seed.
+        The training job's seed.
     shuffle
         Whether each epoch has its own permutation; otherwise the order of the dataset is used.
     drop_last

@@ -1,7 +1,7 @@
-"""Random numbers of a training: every stream is seeded by the position in the training, never saved.
+"""Random numbers of a training job: every stream is seeded by the position in the training job, never saved.
 
 Random numbers depend on the seed, the epoch, the position in it and the shard of the batch; so a repeated batch draws
-the same numbers, and newcomers and restored trainings need no generator state.
+the same numbers, and newcomers and restored training jobs need no generator state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 64) - 1
 _WORDS = 624  # of a Mersenne Twister
-_KEPT_SEEDS = 64  # at least one for each training of an array
+_KEPT_SEEDS = 64  # at least one for each training job of an array
 
 
 def mix(*parts: int) -> int:
@@ -39,7 +39,7 @@ def mix(*parts: int) -> int:
     return state >> 1
 
 
-_mixed = lru_cache(maxsize=32)(mix)  # trainings of an array come to one place after another
+_mixed = lru_cache(maxsize=32)(mix)  # training jobs of an array come to one place after another
 
 
 def seed_all(*parts: int) -> None:
@@ -92,8 +92,8 @@ class HostDraws(NamedTuple):
 class _Seeding:
     """The last seeding of both generators: whether numbers were drawn since, without reading whole states.
 
-    It keeps the states of the last few seeds, as trainings that take turns come back to them: copying takes a tenth of
-    the time of seeding.
+    It keeps the states of the last few seeds, as training jobs that take turns come back to them: copying takes a tenth
+    of the time of seeding.
     """
 
     def __init__(self) -> None:

@@ -118,7 +118,7 @@ class TorchOrder:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Keep the global generators as they are; the loader's own goes on, as in a plain script."""
+        """Keep the global generators as they are; the loader's own continues, as in a plain script."""
         python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the same
         with torch.random.fork_rng(devices=[]):
             try:

@@ -1,1 +1,1 @@
-"""The process group of a training, and how it changes."""
+"""The process group of a training job, and how it changes."""

@@ -1,4 +1,4 @@
-"""The session's verbs for exchange between the processes of a training."""
+"""The session's verbs for exchange between the processes of a training job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExchangeVerbs:
 
     _runtime: Runtime
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes, the same on each; `tensor` is not changed.
 
         In the loop over the batches it can be part of a loss: gradients reach the parts of all processes. A process
@@ -36,10 +36,10 @@ class ExchangeVerbs:
                 for x, y in data:
                     session.step(cross_entropy(model(x), y))
                 mine = torch.tensor(count_hits(model, validation[session.rank :: session.world_size]))
-                session.log(accuracy=session.sum(mine) / len(validation))
+                session.log(accuracy=session.all_reduce(mine) / len(validation))
 
         If a process fails meanwhile, its part is lost: before the step of a batch, the batch is repeated; otherwise the
-        training resumes from its last checkpoint.
+        training job resumes from its last checkpoint.
 
         Parameters
         ----------
@@ -52,9 +52,11 @@ class ExchangeVerbs:
             It is no tensor, or the call is where a process that joins later would be alone with it.
         """
         if not isinstance(tensor, torch.Tensor):
-            raise UsageError(f"session.sum needs a tensor, got {type(tensor).__name__}: session.sum(torch.tensor(…))")
+            raise UsageError(
+                f"session.all_reduce needs a tensor, got {type(tensor).__name__}: session.all_reduce(torch.tensor(…))"
+            )
         part = self._own_part(tensor.long() if tensor.dtype == torch.bool else tensor, rows=False)
-        result = self._runtime.together(lambda group: total(group, part), name="sum", of_parts=True)
+        result = self._runtime.together(lambda group: total(group, part), name="all_reduce", of_parts=True)
         result = result.to(tensor.device, copy=True)
         link = self._runtime.gradient_link(part, gathers=False)
         return result if link is None else link.sum(part, result)
@@ -104,10 +106,11 @@ class ExchangeVerbs:
         batch_runner = self._runtime.batch_runner
         return own_part(tensor, counts=batch_runner is None or batch_runner.has_samples, rows=rows)
 
-    def agree(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return the first process's value, on all processes, so that they decide alike.
 
-        All processes call it, in the loop over the batches or after this loop: ``if session.agree(is_late()): break``.
+        All processes call it, in the loop over the batches or after this loop: ``if session.broadcast(is_late()):
+        break``.
 
         Parameters
         ----------
@@ -120,5 +123,5 @@ class ExchangeVerbs:
             It contains something else, or the call is where a process that joins later would be alone with it.
         """
         check_plain(value)
-        result = self._runtime.together(lambda group: first_value(group, value), name="agree", of_parts=False)
+        result = self._runtime.together(lambda group: first_value(group, value), name="broadcast", of_parts=False)
         return copy.deepcopy(result)  # type: ignore[no-any-return]

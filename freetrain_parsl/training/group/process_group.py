@@ -1,4 +1,4 @@
-"""Process groups: how the members of a training form a group and leave it.
+"""Process groups: how the members of a training job form a group and leave it.
 
 The members of a group meet under the prefix ``<trainer>/<generation>`` of a store and leave the group when nodes join
 or leave; the processes stay. Collectives for decisions run on CPU tensors over gloo; gradients use NCCL on GPUs. A
@@ -140,7 +140,7 @@ class Group:
     mailbox
         Is notified while this process only waits for other members.
     trainer
-        Name of the training.
+        Name of the training job.
     """
 
     def __init__(

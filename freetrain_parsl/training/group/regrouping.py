@@ -1,4 +1,4 @@
-"""Changes of a training's group: taking commands, leaving and forming groups, transferring states."""
+"""Changes of a training job's group: taking commands, leaving and forming groups, transferring states."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class GroupMember:
             if command.abort or self.is_newcomer:  # otherwise the command is older than the failure
                 return command
 
-    def _next_command(self, reason: str = "the training has ended") -> Regroup:
+    def _next_command(self, reason: str = "the training job has ended") -> Regroup:
         command = self._mailbox.take_command(None)
         if command is None:
             raise PeerFailed(reason)

@@ -69,7 +69,7 @@ class SharedCalls:
         UsageError
             The other members might not call it, too.
         PeerFailed
-            A member has failed, and its part is lost: the training resumes from a checkpoint.
+            A member has failed, and its part is lost: the training job resumes from a checkpoint.
         """
         batch_runner, results = self._checked(name), self._state.results
         number = results.number + 1

@@ -1,4 +1,4 @@
-"""Gradients of sums and concatenations over the members: ``session.sum`` and ``session.gather`` in a loss.
+"""Gradients of sums and concatenations over the members: ``session.all_reduce`` and ``session.gather`` in a loss.
 
 Every member has the same result and computes a loss from it. Its gradient with respect to one member's part is the sum,
 over the members, of the gradients of their losses. The weights of these losses sum to 1, so a loss that is the same on

@@ -85,6 +85,6 @@ def check_plain(value: Any) -> None:
             check_plain(each)
     else:
         raise UsageError(
-            f"session.agree takes numbers, strings, None, and lists, tuples and dictionaries of these, "
+            f"session.broadcast takes numbers, strings, None, and lists, tuples and dictionaries of these, "
             f"got {type(value).__name__}"
         )

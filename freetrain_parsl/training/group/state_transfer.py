@@ -1,4 +1,4 @@
-"""Transfer of a training's state from members that have it to members that need it, over their process group."""
+"""Transfer of a training job's state from members that have it to members that need it, over their process group."""
 
 from __future__ import annotations
 

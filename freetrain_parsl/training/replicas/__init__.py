@@ -1,1 +1,1 @@
-"""Comparing the replicas of a training: every member has the whole state, and all have the same."""
+"""Comparing the replicas of a training job: every member has the whole state, and all have the same."""

@@ -25,25 +25,26 @@ _LOCAL = "session.rank, the loss of its own share of the batch, the clock"
 _CAUSES = {
     "position": (
         "a loop was left or a batch was skipped on some processes only: decide by a value that all have, such as "
-        "session.agree(value)"
+        "session.broadcast(value)"
     ),
     "structure": f"the model or the optimizer was changed on some processes only, by what differs there ({_LOCAL})",
     "hyperparameter": (
         f"it was set from something that differs between processes ({_LOCAL}): compute it from session.metrics or "
-        "session.agree(value)"
+        "session.broadcast(value)"
     ),
     "trainable": f"parameters were frozen by something that differs between processes ({_LOCAL})",
     "loop": (
-        f"it was computed from something that differs between processes ({_LOCAL}): use session.agree(value), or "
+        f"it was computed from something that differs between processes ({_LOCAL}): use session.broadcast(value), or "
         "session.state(per_process=True)"
     ),
     "buffer": (
-        "it was computed from a process's own share of the batch: add up the shares first, session.sum(x.sum(0)), or "
+        "it was computed from a process's own share of the batch: add up the shares first, "
+        "session.all_reduce(x.sum(0)), or "
         "register it with persistent=False if it is no part of the state"
     ),
     "parameter": (
         "random numbers or a process's own values were added to parameters or to .grad after session.backward: use the "
-        "same on all processes, from a generator seeded with session.metrics['steps'], or session.sum(tensor)"
+        "same on all processes, from a generator seeded with session.metrics['steps'], or session.all_reduce(tensor)"
     ),
     "optimizer": "the optimizer was used on some processes only, or its step draws random numbers",
 }

@@ -1,4 +1,4 @@
-"""What user code computes from the parts of all members in a batch: `session.sum` and `session.gather`."""
+"""What user code computes from the parts of all members in a batch: `session.all_reduce` and `session.gather`."""
 
 from __future__ import annotations
 
@@ -73,17 +73,21 @@ class BatchParts:
         def check() -> bool:
             if not one_piece:
                 raise UsageError(
-                    "session.sum and session.gather cannot be part of a loss with micro_batch or deterministic=True, "
+                    "session.all_reduce and session.gather cannot be part of a loss with micro_batch or "
+                    "deterministic=True, "
                     "where no process has the whole batch at a time; for a value that is only read, use "
-                    "session.sum(tensor.detach())"
+                    "session.all_reduce(tensor.detach())"
                 )
             if not bypass.is_in_session:
                 raise UsageError(
-                    "torch.autograd.grad or backward was called on a result of session.sum or session.gather: outside "
+                    "torch.autograd.grad or backward was called on a result of session.all_reduce or "
+                    "session.gather: outside "
                     "session.step and session.backward, the values of all processes would be added"
                 )
             if not is_current():
-                raise UsageError("a result of session.sum or session.gather can be part of a loss of its batch only")
+                raise UsageError(
+                    "a result of session.all_reduce or session.gather can be part of a loss of its batch only"
+                )
             return not self.is_interrupted
 
         return check

@@ -3,7 +3,7 @@
 A plain ``loss.backward(); optimizer.step()`` runs without an error in each process, but every process then trains its
 own model, and nothing is counted or saved. An optimizer that steps a prepared parameter outside `session.step` raises
 an error at that call. What may be correct (a backward pass for adversarial examples, an optimizer for a linear probe)
-is counted, and raises an error if the training ends without a step of the session.
+is counted, and raises an error if the training job ends without a step of the session.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _REPLACEMENT = "replace loss.backward(), optimizer.step() and optimizer.zero_grad() with session.step(loss)"
-_OTHER_LOOPS = "the training loop of a library, such as Trainer.train(), cannot run in a session"
+_OTHER_LOOPS = "the training loop of a library, such as PlannedJob.train(), cannot run in a session"
 _UNPREPARED_STEPS = 100  # maximum before `session.prepare`, so that a loop that never calls it does not run for hours
 
 
@@ -38,7 +38,7 @@ class BypassCheck:
     Parameters
     ----------
     applies
-        Returns whether the code that runs is that of the session's function: trainings may take turns in a process.
+        Returns whether the code that runs is that of the session's function: training jobs may take turns in a process.
     """
 
     def __init__(self, applies: Callable[[], bool]) -> None:
@@ -165,7 +165,7 @@ class BypassCheck:
         self._passes_before, self._passes = self._passes_before + self._passes, 0
 
     def end_training(self, steps: int) -> None:
-        """Check a training whose function has returned.
+        """Check a training job whose function has returned.
 
         Raises
         ------

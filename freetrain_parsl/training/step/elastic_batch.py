@@ -1,4 +1,4 @@
-"""The batch size of a training that lets the driver choose it within a range; without a driver, `BatchChooser` does."""
+"""The batch size of a job that lets the driver choose it within a range; without a driver, `BatchChooser` does."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ElasticBatch:
 
 
 class BatchChooser:
-    """Chooses the batch size of a training in a single process, from its progress reports.
+    """Chooses the batch size of a training job in a single process, from its progress reports.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class BatchChooser:
         self._last: Progress | None = None
 
     def continued(self, mailbox: ControlMailbox) -> BatchChooser:
-        """Return one for the next fragment of the training, with what is known."""
+        """Return one for the next fragment of the training job, with what is known."""
         other = BatchChooser(mailbox)
         other._profile = self._profile
         return other

@@ -46,7 +46,10 @@ def test_names_are_those_of_the_grid(tmp_path):
         ),
         ("{app: 'net.py:train', arguments: {lr: 1}, max_nods: 2}", "unknown key .*max_nods.*did you mean 'max_nodes'"),
         ("{app: 'net.py:train', arguments: {lr: 1}, priority: high}", "priority: must be a number, got 'high'"),
-        ("{app: 'net.py:train', arguments: {lr: 1}}, {app: 'net.py:train', arguments: {lr: 2}}", "two trainings are"),
+        (
+            "{app: 'net.py:train', arguments: {lr: 1}}, {app: 'net.py:train', arguments: {lr: 2}}",
+            "two training jobs are",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_line(tmp_path, training, message):
@@ -71,7 +74,7 @@ def test_a_decorator_of_this_package_is_known(tmp_path, imported):
     [
         ("class train: ...", "is not a training app"),
         ("async def train(session): ...", "is not a training app"),
-        (f"{IMPORT}@training_app\ndef train(): ...", "failed: InvalidTrainer: .* has no parameter for the session"),
+        (f"{IMPORT}@training_app\ndef train(): ...", "failed: InvalidApp: .* has no parameter for the session"),
         (f"{IMPORT}@training_app\ndef train(session=None): ...", "has no parameter for the session"),
         (f"{IMPORT}@training_app\ndef train(session, lr, lr): ...", "SyntaxError: duplicate argument 'lr'"),
         ("@training_app\ndef train(session): ...\nreturn 1", "SyntaxError: 'return' outside function"),

@@ -181,7 +181,7 @@ MANY = ", ".join(map(str, range(150)))
             "'lr' is already an argument",
         ),
         (f"trainings: [{{app: '{APP}', name: 'x{{width}}', grid: {{lr: [1]}}}}]", r"a name may use \{lr\}, \{repeat\}"),
-        (f"trainings: [{{app: '{APP}', name: same, grid: {{lr: [1, 2]}}}}]", "two trainings are named 'same'"),
+        (f"trainings: [{{app: '{APP}', name: same, grid: {{lr: [1, 2]}}}}]", "two training jobs are named 'same'"),
         (f"trainings: [{{app: '{APP}', fuse: 1}}]", r"\[1\].fuse: fuse must be auto, false or a whole number"),
         (f"trainings: [{{app: '{APP}', fuse: true}}]", "of at least 2, got true"),
         (f"trainings: [{{app: '{APP}', fuse: all}}]", "of at least 2, got 'all'"),
@@ -189,8 +189,8 @@ MANY = ", ".join(map(str, range(150)))
         (f"trainings: [{{app: '{APP}', name: '-x'}}]", "training name '-x' must be 1 to 128 letters"),
         pytest.param(
             f"trainings: [{{app: '{APP}', grid: {{lr: [{MANY}], slow: [{MANY}]}}}}]",
-            "more than 10000 trainings",
-            id="22500 trainings",
+            "more than 10000 training jobs",
+            id="22500 training jobs",
         ),
     ],
 )

@@ -79,7 +79,7 @@ def site(text: str) -> Site:
         ("    arguments: {lr: {a: 1, a: 2}}", "the key 'a' is duplicated"),
         (f"    scaling: {'a' * 5000}.csv", "cannot read the scaling curve: File name too long"),
         ("    scaling: ~no-such-user/x.csv", "there is no user 'no-such-user'"),
-        ("    repeat: 100000", "more than 10000 trainings"),
+        ("    repeat: 100000", "more than 10000 training jobs"),
         (f"    arguments: {{lr: {'[' * 200}{']' * 200}}}", "f.yaml:3: not YAML: it is nested more than 20 levels deep"),
         ("    arguments: &x {lr: *x}", "f.yaml:3: not YAML: the anchor 'x' is not there, or contains itself"),
         (BOMB, "its aliases expand to more than 100,000 values"),

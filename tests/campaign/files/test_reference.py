@@ -57,4 +57,4 @@ def test_the_sites_page_is_complete(system, read_keys) -> None:
 def test_the_campaigns_page_is_complete(read_keys) -> None:
     Campaign.parse("trainings: [{app: 'slow_app.py:train'}]", "c.yaml", HERE, Variables({}, {}))
     assert documented("campaign.md", "Top level") == read_keys[""]
-    assert documented("campaign.md", "A training") == read_keys["trainings[1]"]
+    assert documented("campaign.md", "A training job") == read_keys["trainings[1]"]

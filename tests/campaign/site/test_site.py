@@ -9,7 +9,7 @@ import pytest
 from parsl.launchers import MpiExecLauncher, SingleNodeLauncher, SrunLauncher
 from parsl.providers import PBSProProvider, SlurmProvider
 
-from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, Manners, RescaleCosts, TrainingSettings
+from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, RateLimits, RescaleCosts, TrainingSettings
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.site.providers import make_executor, make_provider, make_window_source
 from freetrain_parsl.campaign.site.site import Site, shipped_sites
@@ -88,7 +88,7 @@ block:
   command_timeout: 90 s
 node: {cores: 64, gpus: 4, memory: 256 GB, exclusive: false}
 planner: {startup: 40 s, max_walltime: "02:00:00", max_nodes_per_block: 8}
-manners: {poll_interval: 20 s, submissions_per_minute: 3, max_pending_blocks: 2, max_refusals: 4}
+rate_limits: {poll_interval: 20 s, submissions_per_minute: 3, max_pending_blocks: 2, max_refusals: 4}
 trainings:
   {policy: window, threads_per_slot: 2, grace: 10 s, heartbeat_timeout: 20 s, peer_timeout: 15 s, max_restarts: 0,
    rescale_costs: {up: 3 s, start: 5 s}}
@@ -132,7 +132,7 @@ def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
             max_restarts=0,
             threads_per_slot=2,
         ),
-        "manners": Manners(poll_interval=timedelta(seconds=20), submissions_per_minute=3, max_refusals=4),
+        "rate_limits": RateLimits(poll_interval=timedelta(seconds=20), submissions_per_minute=3, max_refusals=4),
         "checkpoints": CheckpointSettings(interval=timedelta(minutes=5)),
     }
 
@@ -141,7 +141,7 @@ def test_an_executor_is_made_of_it(no_commands: list[str], tmp_path: Path) -> No
     executor = make_executor(site(SLURM.replace("/scratch/me", str(tmp_path))), run_dir=tmp_path / "run", run_id="r1")
     assert executor.job_prefix == "freetrain.freetrain.r1."
     assert executor.checkpoint_dir == tmp_path
-    assert (executor.slots_per_node, executor.available_accelerators, executor.manners.max_refusals) == (
+    assert (executor.slots_per_node, executor.available_accelerators, executor.rate_limits.max_refusals) == (
         4,
         ["0", "1", "2", "3"],
         4,
@@ -206,8 +206,8 @@ def test_accelerators_may_have_names(no_commands: list[str]) -> None:
             "planner: PlannerSettings: max_walltime must be at least 1 s, got 0 s",
         ),
         ("system: slurm\nplanner: {max_pending_blocks: 1}", "unknown key 'planner.max_pending_blocks'"),
-        ("system: slurm\nmanners: {poll_interval: 0 s}", "manners.poll_interval: must be longer than zero"),
-        ("system: slurm\nmanners: {max_pending_blocks: 0}", "must be a whole number of at least 1"),
+        ("system: slurm\nrate_limits: {poll_interval: 0 s}", "rate_limits.poll_interval: must be longer than zero"),
+        ("system: slurm\nrate_limits: {max_pending_blocks: 0}", "must be a whole number of at least 1"),
         (
             "system: slurm\ntrainings: {objective: x}",
             "site.yaml:2: trainings.objective: .*unknown objective 'x'; available",

@@ -146,7 +146,9 @@ def test_a_wrong_campaign_is_refused(options: str, message: str) -> None:
 
 
 def test_a_campaign_that_needs_unknown_nodes_is_refused_before_a_run_is_created(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"c.yaml:3: training 'slow_app' needs nodes of kind 'gpu'; .* fast, slow"):
+    with pytest.raises(
+        InvalidInput, match=r"c.yaml:3: training job 'slow_app' needs nodes of kind 'gpu'; .* fast, slow"
+    ):
         CampaignRun.create(campaign("node_kinds: [gpu]"), site(LOCAL), tmp_path / "run")
     with pytest.raises(InvalidInput, match=r"kind 'gpu'; site.yaml has none"):
         CampaignRun.create(campaign("node_kinds: [gpu]"), site("system: local\n"), tmp_path / "run")
@@ -176,7 +178,7 @@ def test_a_training_larger_than_the_nodes_of_the_site_file_is_refused_before_a_r
     options = options.strip("{}").replace(", ", "\n    ")
     with pytest.raises(InvalidInput) as error:
         CampaignRun.create(campaign(f"max_nodes: 8\n    {options}"), site(site_text), tmp_path / "run")
-    assert str(error.value).startswith("c.yaml:4: training 'slow_app' needs min_nodes=")
+    assert str(error.value).startswith("c.yaml:4: training job 'slow_app' needs min_nodes=")
     assert message in str(error.value)
     assert not (tmp_path / "run").exists()
 
@@ -219,6 +221,6 @@ def test_a_training_larger_than_the_batch_system_is_refused_before_it_starts(
     if not message:
         refuse_too_large(large, site(SLURM))
         return
-    with pytest.raises(InvalidInput, match=r"c.yaml:3: training 'slow_app' needs min_nodes=3 nodes") as error:
+    with pytest.raises(InvalidInput, match=r"c.yaml:3: training job 'slow_app' needs min_nodes=3 nodes") as error:
         refuse_too_large(large, site(SLURM))
     assert message in str(error.value)

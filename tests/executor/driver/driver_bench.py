@@ -128,7 +128,7 @@ class FakeSlot:
         self.channel.send(RunReport(self.training, self.run, report))
 
     def progress(self, step: int, **changes: Any) -> None:
-        """Report progress of its training."""
+        """Report progress of its training job."""
         self.report(Progress(**{"step": step, "samples": 16 * step, "samples_total": 1000, **changes}))
 
     def finish(self, value: object) -> None:
@@ -238,7 +238,7 @@ class DriverBench:
             slot.channel.close()
 
     def train(self, name: str, *, min_nodes: int = 1, max_nodes: int = 1) -> Future[Any]:
-        """Submit a training; its function does not matter here."""
+        """Submit a training job; its function does not matter here."""
         future: Future[Any] = Future()
         self.futures.append(future)
         request = TrainingRequest(SessionOptions(name), min_nodes, max_nodes, ScalingCurve.of(None))

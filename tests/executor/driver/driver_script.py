@@ -1,4 +1,4 @@
-"""Run by test_exit.py in a separate process: one training on a cluster that outlives the driver."""
+"""Run by test_exit.py in a separate process: one training job on a cluster that outlives the driver."""
 
 import json
 import sys
@@ -12,26 +12,26 @@ from parsl.config import Config
 
 from freetrain_parsl import CheckpointSettings, EmbeddedClusterProvider, FreeTrainExecutor
 from freetrain_parsl.report.projection.run import RunState
-from tests.executor.scenario import MANNERS, PLANNER, TRAININGS, make_app
+from tests.executor.scenario import PLANNER, RATE_LIMITS, TRAININGS, make_app
 
 
-def main(cluster: str, directory: str, slow: str, manners: str) -> None:
-    """Train, and print when the training has a checkpoint and when it is done.
+def main(cluster: str, directory: str, slow: str, rate_limits: str) -> None:
+    """Train, and print when the training job has a checkpoint and when it is done.
 
-    With ``manners`` ``none``, the script ends once there is a checkpoint, without cleanup.
+    With ``rate_limits`` ``none``, the script ends once there is a checkpoint, without cleanup.
     """
     executor = FreeTrainExecutor(
         provider=EmbeddedClusterProvider(cluster),
         planner=PLANNER,
         trainings=replace(TRAININGS, heartbeat_timeout=timedelta(seconds=4)),
-        manners=MANNERS,
+        rate_limits=RATE_LIMITS,
         checkpoint_dir=f"{directory}/checkpoints",
         checkpoints=CheckpointSettings(interval=timedelta(seconds=1)),
     )
     kernel = parsl.load(
         Config(executors=[executor], run_dir=f"{directory}/runinfo", strategy="none", initialize_logging=False)
     )
-    with kernel if manners == "good" else nullcontext():
+    with kernel if rate_limits == "good" else nullcontext():
         future = make_app(max_nodes=2).options(name="t")(epochs=10, slow=slow)
         run = RunState(executor.journal_path)
         told = False
@@ -40,7 +40,7 @@ def main(cluster: str, directory: str, slow: str, manners: str) -> None:
             if not told and any(t.progress.get("checkpoint_step") for t in run.refresh().trainings.values()):
                 print("checkpoint", flush=True)
                 told = True
-                if manners == "none":
+                if rate_limits == "none":
                     return
         fragments = [fragment.resumed_from for fragment in run.refresh().fragments]
         progress = run.trainings["t"].progress

@@ -1,6 +1,6 @@
 """The control loop on a simulated site: its clock, batch system and slots obey a list of holes.
 
-Everything but the trainings' speed is the executor's; their progress is that of a replay.
+Everything but the training jobs' speed is the executor's; their progress is that of a replay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.planning.settings import SettingsInSeconds
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
     from freetrain_parsl.windows.system import BlockSpec
@@ -65,7 +65,7 @@ class SimulatedSite:
         self,
         directory: Path,
         holes: Sequence[tuple[str, float, float]],
-        trainers: Sequence[Trainer],
+        trainers: Sequence[PlannedJob],
         settings: SettingsInSeconds,
         start_delay: float,
     ) -> None:
@@ -79,7 +79,7 @@ class SimulatedSite:
         self.tokens: list[str] = []
         self.token_of: dict[str, str] = {}
         self.runs: dict[str, tuple[str, int]] = {}
-        """Slot -> its training and run."""
+        """Slot -> its training job and run."""
         self.first: dict[str, str] = {}
         """Training -> its member of rank 0."""
         self.slots = 0

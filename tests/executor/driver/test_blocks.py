@@ -144,7 +144,7 @@ def test_repeated_refusals_end_with_a_clear_message() -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "as a cause"])
 def test_a_host_without_descriptors_memory_or_space_is_no_refusal(wrapped: bool) -> None:
-    """Blocks are submitted less and less often until resources are available again; the trainings continue."""
+    """Blocks are submitted less and less often until resources are available again; the training jobs continue."""
     bench = SubmitterBench()
     lack = OSError(errno.EMFILE, "Too many open files")
     bench.batch.refusal = lack

@@ -149,7 +149,7 @@ class _Site:
 
 
 class _HonestSlot:
-    """Finishes every training that is assigned to it, after one progress report."""
+    """Finishes every training job that is assigned to it, after one progress report."""
 
     def __init__(self, site: _Site, node: str, *, forgets: bool = False) -> None:
         self._site = site
@@ -338,7 +338,7 @@ def until(condition: Any, seconds: float = 60.0) -> None:
 def test_whatever_peers_send_the_driver_lives_and_the_next_training_finishes(
     site: _Site, said: list[tuple[str, list[bytes]]]
 ) -> None:
-    """A training and tasks run on the hostile slots; these leave, and regular ones take their place."""
+    """A training job and tasks run on the hostile slots; these leave, and regular ones take their place."""
     futures = [site.train("bad"), site.compute(), site.compute()]
     until(lambda: hasattr(site.source, "blocks"))
     peers = {

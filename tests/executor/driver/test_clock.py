@@ -238,7 +238,7 @@ def test_heartbeats_are_no_reason_to_decide_again_and_the_end_of_a_node_is(stopp
 
 
 def test_slots_that_were_cut_off_together_are_lost_together(stopped) -> None:
-    """Their last heartbeats are up to a beat apart; each on its own would be a failure of their training."""
+    """Their last heartbeats are up to a beat apart; each on its own would be a failure of their training job."""
     driver, server, hands = stopped
     server.batches.append([("a", SlotHeartbeat())])
     driver._turn()

@@ -23,7 +23,7 @@ def driver() -> SlotBench:
 
 
 def test_a_slot_that_is_replaced_soon_leaves_its_node_in_the_pool(driver: SlotBench) -> None:
-    """The node left and joined within 0.2 s, and a training that needs both was stopped after it had recovered."""
+    """The node left and joined within 0.2 s, and a training job that needs both was stopped after it had recovered."""
     driver.cycle.on_task_ended(SlotTaskEnded("slot-1", KILLED))
     assert driver.lost == [("n0/slot-1", True)]
     assert driver.registry.complete_slots(["n0"]) is None

@@ -1,4 +1,4 @@
-"""One training can be cancelled, and every future is resolved, however the run ends."""
+"""One training job can be cancelled, and every future is resolved, however the run ends."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_reason_that_cannot_be_copied_is_shared() -> None:
 
 
 def test_the_drivers_own_failure_is_told_apart_from_a_trainings(tmp_path: Path) -> None:
-    """Callers that rerun trainings must know which of them were not at fault."""
+    """Callers that rerun training jobs must know which of them were not at fault."""
     with DriverBench(tmp_path) as bench:
         future = bench.train("t")
         bench.driver._planner.advance = None  # a bug
@@ -127,7 +127,7 @@ def test_cancelling_keeps_the_checkpoint_and_neither_retries_nor_shutdown_bring_
         future.result(timeout=240)
     assert site.run.trainings["t"].state == "cancelled"
     assert not site.executor.cancel(future), "it is over"
-    assert not site.executor.cancel(Future()), "not a training of this executor"
+    assert not site.executor.cancel(Future()), "not a training job of this executor"
     step = site.run.trainings["t"].progress["step"]
     (tmp_path / "slow").unlink()
     again = train.options(name="t")(epochs=2, slow=str(tmp_path / "slow"))

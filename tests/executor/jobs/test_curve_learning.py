@@ -8,17 +8,17 @@ from freetrain_parsl.executor.jobs import curve_learning
 from freetrain_parsl.executor.jobs.curve_learning import CurveLearning
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.protocol.reports import BatchReport, Progress
 
 
-def trainer(name: str = "t", curve: ScalingCurve | None = None, **changes) -> Trainer:
+def trainer(name: str = "t", curve: ScalingCurve | None = None, **changes) -> PlannedJob:
     values = {"min_nodes": 1, "max_nodes": 8, "costs": CostsInSeconds(), "work_left": 1000.0, **changes}
-    return Trainer(name=name, curve=curve or ScalingCurve.default(), **values)
+    return PlannedJob(name=name, curve=curve or ScalingCurve.default(), **values)
 
 
 class Run:
-    """A training that reports at a given rate."""
+    """A training job that reports at a given rate."""
 
     def __init__(self, curve: ScalingCurve | None = None, **changes) -> None:
         self.learning = CurveLearning()
@@ -27,7 +27,7 @@ class Run:
 
     def trains(
         self, nodes: int, rate: float, seconds: float = 10.0, *, slots_per_node: int = 1, reports: int = 2
-    ) -> Trainer | None:
+    ) -> PlannedJob | None:
         """Return what the planner receives last."""
         self.group += 1
         slots, last = nodes * slots_per_node, None
@@ -40,7 +40,7 @@ class Run:
         return last
 
 
-def rates(found: Trainer | None, *nodes: int) -> list[float]:
+def rates(found: PlannedJob | None, *nodes: int) -> list[float]:
     assert found is not None
     assert not found.curve.relative
     return [found.curve(count) for count in nodes]
@@ -183,7 +183,7 @@ def test_rates_of_an_elastic_batch_are_not_kept() -> None:
 
 
 class ElasticRun:
-    """A training with elastic batches: a step takes 10 ms, and 0.1 ms for each sample on a node."""
+    """A training job with elastic batches: a step takes 10 ms, and 0.1 ms for each sample on a node."""
 
     def __init__(self, noise_scale: float = 1000.0, **changes) -> None:
         self.learning = CurveLearning()
@@ -224,7 +224,7 @@ def test_a_batch_without_noise_stays_as_it_is() -> None:
 
 
 def test_the_work_left_is_counted_in_the_samples_of_the_curve() -> None:
-    """Otherwise a training of fixed epochs would seem to take longer in larger batches, which are less efficient."""
+    """Otherwise a job of fixed epochs would seem to take longer in larger batches, which are less efficient."""
     run = ElasticRun()
     found = run.settle(1)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Real trainings that lose and gain nodes: planned, preempted, killed, stopped."""
+"""Real training jobs that lose and gain nodes: planned, preempted, killed, stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from freetrain_parsl import training_app
 from freetrain_parsl.cluster.workload import MainJob
 from freetrain_parsl.errors import TooManyRestarts
 from freetrain_parsl.executor.journal import read_journal
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 from tests.executor.scenario import TRAININGS, ScriptedPolicy, Site, make_app
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """Create a file; while it exists, trainings are slow."""
+    """Create a file; while it exists, training jobs are slow."""
     file = tmp_path / "slow"
     file.touch()
     return file
@@ -72,7 +72,7 @@ def test_a_training_through_rescales_a_killed_worker_and_a_killed_block_ends_as_
     slow.unlink()
 
     result = future.result(timeout=60)
-    alone = run_alone(train.func, epochs=40)
+    alone = run_local(train.func, epochs=40)
     assert result["metrics"]["samples"] == alone["metrics"]["samples"] == 40 * 200
     assert result["metrics"]["steps"] == alone["metrics"]["steps"]
     assert result["lr"] == alone["lr"]

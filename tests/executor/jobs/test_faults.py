@@ -1,4 +1,4 @@
-"""Injected faults in a running executor: trainings lose only time, or end with the user's own error."""
+"""Injected faults in a running executor: training jobs lose only time, or end with the user's own error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from freetrain_parsl.testing.faults import (
     slots_on_this_machine,
     stopped,
 )
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 from tests.executor.scenario import TRAININGS, ScriptedPolicy, make_app
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ EPOCHS = 12
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """Create a file; while it exists, trainings are slow."""
+    """Create a file; while it exists, training jobs are slow."""
     file = tmp_path / "slow"
     file.touch()
     return file
@@ -162,9 +162,9 @@ def _slots(site: Site) -> dict[str, int]:
 
 
 def _ends_as_if_alone(site: Site, future):
-    """Check the training's result and its metrics; return its last progress."""
+    """Check the training job's result and its metrics; return its last progress."""
     result = future.result(timeout=60)
-    alone = run_alone(make_app().func, epochs=EPOCHS)
+    alone = run_local(make_app().func, epochs=EPOCHS)
     assert result["metrics"]["samples"] == alone["metrics"]["samples"] == EPOCHS * 200
     assert result["metrics"]["steps"] == alone["metrics"]["steps"]
     assert torch.allclose(torch.tensor(result["parameters"]), torch.tensor(alone["parameters"]), atol=1e-4)

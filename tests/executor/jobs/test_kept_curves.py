@@ -1,4 +1,4 @@
-"""Learned scaling curves are kept for later trainings of the same code and shapes."""
+"""Learned scaling curves are kept for later training jobs of the same code and shapes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_app() -> TrainingApp:
 
 
 def first_curve(site: Site) -> ScalingCurve:
-    """Return the curve with which the first training was submitted to the planner."""
+    """Return the curve with which the first training job was submitted to the planner."""
     events = (event for step in read_run(site.executor.journal_path).steps for event in step.events)
     return next(event.trainer.curve for event in events if isinstance(event, planner.TrainerSubmitted))
 

@@ -1,4 +1,4 @@
-"""Trainings that are alike: those of the same code with equal shapes."""
+"""Training jobs that are alike: those of the same code with equal shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned changes of a training's nodes, in place; slots are only names, and time is a number."""
+"""Planned changes of a training job's nodes, in place; slots are only names, and time is a number."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_training_moves_to_other_nodes_through_a_group_of_both(stage: Stage) -
 
 
 def test_a_training_whose_new_nodes_are_not_free_is_paused_rather_than_kept_waiting(stage: Stage) -> None:
-    """Two trainings that exchange their nodes would otherwise wait for each other forever."""
+    """Two training jobs that exchange their nodes would otherwise wait for each other forever."""
     stage.running("n0")
     stage.submit("u")
     stage.on("n1", name="u")

@@ -1,4 +1,4 @@
-"""A training without progress reports the reason, and a newcomer that hangs is dropped; slots are only names."""
+"""A training job without progress reports the reason, and a newcomer that hangs is dropped; slots are only names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import CodeChanged, InvalidTrainer, TooManyRestarts, TrainingInterrupted
+from freetrain_parsl.errors import CodeChanged, InvalidApp, TooManyRestarts, TrainingInterrupted
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFailed, RunFinished, RunPaused
 
@@ -19,13 +19,13 @@ def reasons(stage: Stage) -> list[str]:
     return [entry.detail["reason"] for _, entry in stage.history() if entry.kind == "training_stalled"]
 
 
-# Trainings that are too large.
+# Training jobs that are too large.
 
 
 def test_a_training_that_needs_more_nodes_than_there_are_is_refused_when_it_is_submitted(stage: Stage) -> None:
     stage.manager.machine_has(4)
     future = stage.submit(min_nodes=5, max_nodes=8)
-    with pytest.raises(InvalidTrainer, match=r"'t' needs min_nodes=5 nodes at the same time, .* only 4 .* lower min_"):
+    with pytest.raises(InvalidApp, match=r"'t' needs min_nodes=5 nodes at the same time, .* only 4 .* lower min_"):
         future.result(0)
     assert not stage.submit("fits", min_nodes=4).done()
 
@@ -35,7 +35,7 @@ def test_a_training_that_was_submitted_before_the_size_of_the_machine_was_known_
     stage.manager.machine_has(None)
     assert not future.done()
     stage.manager.machine_has(4)
-    assert isinstance(future.exception(0), InvalidTrainer)
+    assert isinstance(future.exception(0), InvalidApp)
 
 
 def test_a_training_that_runs_is_not_ended_by_a_machine_that_shrinks(stage: Stage) -> None:
@@ -98,7 +98,7 @@ def test_a_newcomer_that_does_not_get_ready_is_named_while_the_others_train(stag
 
 
 def stepping(stage: Stage, *nodes: str, seconds: float, until: int) -> None:
-    """Let a training run on `nodes` and make steps that take `seconds`."""
+    """Let a training job run on `nodes` and make steps that take `seconds`."""
     stage.running(*nodes, step=0)
     for step in range(1, until + 1):
         stage.now += seconds

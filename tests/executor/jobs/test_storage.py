@@ -1,4 +1,4 @@
-"""A checkpoint directory that is temporarily unusable ends neither trainings nor the driver."""
+"""A checkpoint directory that is temporarily unusable ends neither training jobs nor the driver."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_attempts_become_rare_while_the_disk_stays_full(stage: Stage, disk: Disk
 
 
 def test_a_training_that_fails_to_start_again_waits_longer(stage: Stage, disk: Disk) -> None:
-    """The disk had space for the probe, but not for the training."""
+    """The disk had space for the probe, but not for the training job."""
     stage.submit()
     stage.on("n0")
     refuse_to_start(stage, "s0")
@@ -215,7 +215,7 @@ def test_a_training_that_cannot_save_goes_on_and_says_so(stage: Stage, caplog: p
         "running",
         f"cannot save: {FULL}, next attempt in 19 s",
     )
-    assert caplog.text.count("training t cannot save") == 1
+    assert caplog.text.count("training job t cannot save") == 1
     stage.progress("s0", step=4)
     assert [len(told(stage, kind)) for kind in ("saving_fails", "saving_works")] == [1, 1]
 

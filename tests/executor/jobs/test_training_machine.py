@@ -1,6 +1,6 @@
-"""The state machine of trainings under any order of events, tested against a model of the real processes.
+"""The state machine of training jobs under any order of events, tested against a model of the real processes.
 
-After any number of faults, both trainings must reach their nodes in bounded time, end, and leave nothing behind.
+After any number of faults, both training jobs must reach their nodes in bounded time, end, and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Walk(World, RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """Both trainings train."""
+        """Both training jobs train."""
         self.assign_and_settle("0/23")
 
     def teardown(self) -> None:
-        """Without further faults, every training reaches its nodes, ends, and leaves nothing behind."""
+        """Without further faults, every training job reaches its nodes, ends, and leaves nothing behind."""
         self.stop_faults()
         self.reach_assignment(LAST_LAYOUTS[next(self.names) % len(LAST_LAYOUTS)])
         self.end()
@@ -56,7 +56,7 @@ class Walk(World, RuleBasedStateMachine):
 
     @rule(layout=st.sampled_from(LAYOUTS))
     def assign(self, layout: str) -> None:
-        """Assign the nodes as the planner does, never one node to two trainings."""
+        """Assign the nodes as the planner does, never one node to two training jobs."""
         self._assign(layout)
 
     @rule(layout=st.sampled_from(LAYOUTS))
@@ -173,7 +173,7 @@ class Walk(World, RuleBasedStateMachine):
     @precondition(lambda self: self._all_train())
     @rule(rare=st.integers(0, 8), name=st.sampled_from("ab"))
     def crash_without_progress(self, rare: int, name: str) -> None:
-        """Rarely, let all processes of a training crash as soon as they are started, until it is given up."""
+        """Rarely, let all processes of a training job crash as soon as they are started, until it is given up."""
         for _ in range(LIMITS.max_restarts + 1 if rare == 0 else 0):
             self._pass_time(1.0)
             slots = list(self.machines[name].participants)
@@ -198,7 +198,7 @@ class Walk(World, RuleBasedStateMachine):
     @precondition(lambda self: not any(future.done() for future in self.futures.values()))
     @rule(data=st.data(), rare=st.integers(0, 3))
     def cancel_or_raise(self, data: st.DataObject, rare: int) -> None:
-        """Now and then, let the user cancel a training, or its code raise an exception."""
+        """Now and then, let the user cancel a training job, or its code raise an exception."""
         if rare == 0:
             self.manager.cancel(self.futures["b"])
         elif rare == 1 and any(process.run for process in self.processes.values()):
@@ -256,7 +256,7 @@ class Walk(World, RuleBasedStateMachine):
 
     @invariant()
     def no_work_is_given_up_while_a_process_has_it(self) -> None:
-        """Check that no live process is ahead of the checkpoint to which its training falls back."""
+        """Check that no live process is ahead of the checkpoint to which its training job falls back."""
         before, self.restarts = self.restarts, self.manager._failure_rate.failures
         if self.restarts == before:
             return
@@ -286,7 +286,7 @@ class Walk(World, RuleBasedStateMachine):
             self._lose(self.dead.pop(0).slot, crash=False)
 
     def reach_assignment(self, layout: str) -> None:
-        """Check that both trainings reach their nodes."""
+        """Check that both training jobs reach their nodes."""
 
         def reached() -> bool:
             return all(
@@ -299,7 +299,7 @@ class Walk(World, RuleBasedStateMachine):
         self._go_on_until(reached, layout, REACHED_WITHIN)
 
     def end(self) -> None:
-        """Check that both trainings end, with their result unless there was a cause of another end."""
+        """Check that both training jobs end, with their result unless there was a cause of another end."""
         self.ending = True
         self._go_on_until(lambda: all(future.done() for future in self.futures.values()), None, ENDED_WITHIN)
         for name, future in self.futures.items():

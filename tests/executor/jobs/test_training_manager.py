@@ -298,7 +298,7 @@ def test_slots_are_told_how_often_trainings_fall_back_on_their_checkpoint(stage:
 
 
 def test_a_member_that_others_do_not_reach_is_left_out_and_its_node_set_aside(stage) -> None:
-    """The node reaches the driver: neither its process nor the training has crashed."""
+    """The node reaches the driver: neither its process nor the training job has crashed."""
     stage.running("n0", "n1", "n2")
     generation = stage.generation
     for slot in ("s0", "s1", "s2"):
@@ -376,7 +376,7 @@ def test_a_change_of_code_is_told_once_and_kept_in_the_journal(stage: Stage, cap
     stage.on("n0")
     for step in (1, 2):
         stage.progress("s0", step=step, code_note="starting over: its code has changed")
-    assert caplog.text.count("training t: starting over") == 1
+    assert caplog.text.count("training job t: starting over") == 1
     assert [entry.detail for _, entry in stage.history() if entry.kind == "code_changed"] == [
         {"note": "starting over: its code has changed"}
     ]

@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 NODES = ("n0", "n1", "n2", "n3")
 LIMITS = Limits(peer_timeout=5.0, meeting_timeout=20.0, max_restarts=3)
 LEAST_NODES = {"a": 1, "b": 2}
-LAST_STEPS = 5  # that a training still runs before it ends
+LAST_STEPS = 5  # that a training job still runs before it ends
 
 
 def progress_at(step: int) -> Progress:
-    """Return the report of a training whose steps take as long with any batch, so that it should be larger."""
+    """Return the report of a training job whose steps take as long with any batch, so that it should be larger."""
     batch = BatchReport(32, 32, 16, 1024, square=1.0, variance=5000.0)
     return Progress(step=step, samples=32 * step, slot_seconds=0.01 * step, batch=batch)
 
 
 class UserError(Exception):
-    """An error of a training's own code."""
+    """An error of a training job's own code."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class StorageModel:
 
 
 class World:
-    """Trainings `a` and `b` on four nodes, their processes, and the messages in transit."""
+    """Training jobs `a` and `b` on four nodes, their processes, and the messages in transit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class World:
         """Slot -> time of the first command to which it has not responded."""
         self.excluded: set[str] = set()
         self.planned: set[str] = set()
-        """Trainings that the planner knows."""
+        """Training jobs that the planner knows."""
         self.faults: Counter[str] = Counter()
         """Training -> faults since its furthest step."""
         self.furthest: Counter[str] = Counter()

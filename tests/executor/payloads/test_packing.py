@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.executor.payloads.payloads import pack_or_refuse
 
 SCRIPT = """
@@ -60,7 +60,7 @@ def script() -> dict[str, Any]:
     ],
 )
 def test_a_global_that_cannot_be_pickled_is_named_with_the_function_that_uses_it(script, function, user) -> None:
-    with pytest.raises(InvalidTrainer) as caught:
+    with pytest.raises(InvalidApp) as caught:
         pack_or_refuse(script[function], (), {})
     message = str(caught.value)
     assert f"training function {function}() cannot be sent to the nodes" in message
@@ -70,9 +70,9 @@ def test_a_global_that_cannot_be_pickled_is_named_with_the_function_that_uses_it
 
 def test_an_argument_that_cannot_be_pickled_is_named(script) -> None:
     with socket.socket() as connection:
-        with pytest.raises(InvalidTrainer, match=r"argument 1 is of type socket\.socket and cannot be pickled"):
+        with pytest.raises(InvalidApp, match=r"argument 1 is of type socket\.socket and cannot be pickled"):
             pack_or_refuse(script["uses_none"], (connection,), {})
-        with pytest.raises(InvalidTrainer, match=r"argument 'value' is of type socket\.socket"):
+        with pytest.raises(InvalidApp, match=r"argument 'value' is of type socket\.socket"):
             pack_or_refuse(script["uses_none"], (), {"value": connection})
 
 
@@ -85,9 +85,9 @@ def test_a_variable_of_an_enclosing_function_and_a_default_are_named() -> None:
     def has_default(session: Any, guard: Any = stream) -> Any:
         return guard
 
-    with pytest.raises(InvalidTrainer, match=r"the variable 'stream', used in .*closes_over\(\),"):
+    with pytest.raises(InvalidApp, match=r"the variable 'stream', used in .*closes_over\(\),"):
         pack_or_refuse(closes_over, (), {})
-    with pytest.raises(InvalidTrainer, match=r"the default of parameter 'guard', used in .*has_default\(\),"):
+    with pytest.raises(InvalidApp, match=r"the default of parameter 'guard', used in .*has_default\(\),"):
         pack_or_refuse(has_default, (), {})
 
 

@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 
 def start_run(directory: Path, *, run: int, place: Place | None, **options: Any) -> StartRun:
-    """Start run `run` of a training that keeps its checkpoints in `directory`."""
+    """Start run `run` of a training job that keeps its checkpoints in `directory`."""
     return StartRun("t", run, SessionOptions("t", directory, **options), pack_training(print, (), {}), place, 60.0)

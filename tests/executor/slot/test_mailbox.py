@@ -59,7 +59,7 @@ class _Stage:
         self._main.start()
 
     def _work(self) -> None:
-        while not self.slot._leaving:  # each of its processes runs one training
+        while not self.slot._leaving:  # each of its processes runs one training job
             self.slot._work()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class _Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stage]:
-    """Its trainings only wait for a pause; they return the command to regroup that they had received by then."""
+    """Its training jobs only wait for a pause; they return the command to regroup that they had received by then."""
 
     def run_fragment(*_: object, mailbox: Any, **__: object) -> Finished | Paused:
         if not mailbox.pause_requested.wait(10):

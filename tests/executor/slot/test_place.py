@@ -262,7 +262,7 @@ def _train(driver: _Driver, directory: Path, run: int, function: Callable[..., A
 
 
 def _leaves_everything(session: Any) -> list[Any]:
-    """Return what a training finds in its process, and change it."""
+    """Return what a training job finds in its process, and change it."""
     before = os.umask(0o7)
     found = [
         os.getpid(),
@@ -366,11 +366,11 @@ def work(before):
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
-    tell("went on")
+    tell("continued")
 """
     )
     output, _ = place.communicate(timeout=60)
-    assert json.loads(output) == ["went on"]
+    assert json.loads(output) == ["continued"]
     assert place.returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""A result that cannot be pickled: the error names the training, the part and its type."""
+"""A result that cannot be pickled: the error names the training job, the part and its type."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def generator():
     ids=["itself", "nested", "attribute", "cycle", "socket"],
 )
 def test_the_part_that_cannot_be_pickled_is_named(value, part):
-    with pytest.raises(TrainingError, match=rf"^training 'a' is done, but cannot return its result: {part}") as caught:
+    with pytest.raises(
+        TrainingError, match=rf"^training job 'a' is done, but cannot return its result: {part}"
+    ) as caught:
         serialize_result("a", value)
     assert "cannot be pickled" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -92,7 +94,7 @@ class _Unpickles:
 def test_a_result_that_cannot_be_unpickled_in_time_ends_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the driver, all results that follow would wait for it."""
     monkeypatch.setattr(run_end, "_LONGEST_TRIAL", 0.2)
-    with pytest.raises(TrainingError, match=r"^training 't' is done, .*: to unpickle it takes"):
+    with pytest.raises(TrainingError, match=r"^training job 't' is done, .*: to unpickle it takes"):
         serialize_result("t", {"best": _Unpickles(time.sleep, 30)})
 
 

@@ -1,4 +1,4 @@
-"""A training's run in a slot, between the driver's messages and a simulated training."""
+"""A training job's run in a slot, between the driver's messages and a simulated training job."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class _Slot:
-    """A run whose training is a function of the test, executed in a thread."""
+    """A run whose training job is a function of the test, executed in a thread."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[ToDriver] = []
@@ -70,7 +70,7 @@ class _Slot:
         return self.run
 
     def plays(self, play: Play) -> RunEnded:
-        """Execute the run with `play` as the training; return the report of its end."""
+        """Execute the run with `play` as the training job; return the report of its end."""
 
         def run_fragment(_function: object, _args: object, _kwargs: object, **given: Any) -> Finished | Paused:
             return play(given)
@@ -256,7 +256,7 @@ def test_sys_exit_is_an_error_of_the_user_that_does_not_end_the_driver(slot: _Sl
 
 
 def test_an_exception_that_is_no_error_fails_the_training_and_does_not_end_the_driver(slot: _Slot) -> None:
-    """It ended the slot: the training was repeated as after a crash, and its future had another error."""
+    """It ended the slot: the training job was repeated as after a crash, and its future had another error."""
     slot.started()
 
     def leave(_given: dict[str, Any]) -> Finished:
@@ -309,7 +309,7 @@ def test_a_module_that_only_the_driver_finds_is_explained() -> None:
 def test_an_error_arrives_although_the_training_cannot_print_it(
     slot: _Slot, stream: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A slot that failed instead would count as a crash, and the training would be repeated."""
+    """A slot that failed instead would count as a crash, and the training job would be repeated."""
     stderr = io.StringIO() if stream == "closed" else None
     monkeypatch.setattr(sys, "stderr", stderr)
     if stderr is not None:

@@ -186,7 +186,7 @@ class _StageSlot:
 
 
 class _ModelSlot:
-    """A process of the model with which the state machines of trainings are tested; it acts by itself."""
+    """A process of the model with which the state machines of training jobs are tested; it acts by itself."""
 
     def __init__(self) -> None:
         self._world = World()

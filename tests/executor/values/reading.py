@@ -1,4 +1,4 @@
-"""What trackers have of a training, read with the packages that their users have."""
+"""What trackers have of a training job, read with the packages that their users have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the values of a training to its trackers, once each, whatever fails on the way."""
+"""From the values of a training job to its trackers, once each, whatever fails on the way."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_tracker_that_fails_gets_each_value_once_in_the_end(training, tmp_path
 def test_a_tracker_that_calls_exit_or_is_away_for_days_gets_the_values_in_the_end(
     training, tmp_path, monkeypatch
 ) -> None:
-    """It ended the thread, and with it what other trainings send to this tracker."""
+    """It ended the thread, and with it what other training jobs send to this tracker."""
     path = tmp_path / "values"
     _write(path, [1])
     follower = _follower(training, path)
@@ -440,7 +440,7 @@ def test_assignments_that_do_not_exist_are_named(tmp_path) -> None:
 
 @pytest.mark.parametrize("option", [date(2026, 1, 1), Path("runs"), {"a": {1, 2}}])
 def test_options_of_a_tracker_are_json(option: object) -> None:
-    """They are passed to another process; before, the values of all trainings were lost."""
+    """They are passed to another process; before, the values of all training jobs were lost."""
     with pytest.raises(InvalidSettings, match=r"tracker 'builtins:dict': option 'since' is of type \w+; options are"):
         parse_trackers({"builtins:dict": {"since": option}})
     assert parse_trackers({"builtins:dict": {"since": ["2026", 1, None]}})
@@ -453,7 +453,7 @@ def _damage_id(place: Path) -> None:
 
 @pytest.mark.parametrize("damage", [lambda place: place.write_text("no directory"), _damage_id])
 def test_values_that_cannot_be_kept_do_not_hold_up_those_of_other_trainings(tmp_path: Path, damage: Any) -> None:
-    """The thread ended, or tried the first training's values again for ever."""
+    """The thread ended, or tried the first training job's values again for ever."""
     (tmp_path / "logs").mkdir()
     root = tmp_path / "checkpoints"
     root.mkdir()

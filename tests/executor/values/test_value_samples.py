@@ -1,4 +1,4 @@
-"""The values that the journal keeps for curves are few, however many a training reports."""
+"""The values that the journal keeps for curves are few, however many a training job reports."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def attribute_of_the_model_mended(session: Any) -> None:
             session.step(cross_entropy(model(x), y))
 
 
-class Trainer:
+class PlannedJob:
     """A loop in a class, which counts its steps."""
 
     def __init__(self, session: Any) -> None:
@@ -209,7 +209,7 @@ class Trainer:
 
 
 def attribute_of_a_trainer(session: Any) -> None:
-    Trainer(session).fit()
+    PlannedJob(session).fit()
 
 
 def closure(session: Any) -> None:
@@ -293,7 +293,7 @@ def hidden(session: Any) -> None:
         for x, y in loader:
             new = model["cell"](x, h.expand(len(x), 8))
             session.step(cross_entropy(model["out"](new), y))
-            h = session.sum(new.detach().sum(0, keepdim=True)) / 16  # the cause
+            h = session.all_reduce(new.detach().sum(0, keepdim=True)) / 16  # the cause
 
 
 def hidden_mended(session: Any) -> None:
@@ -304,7 +304,7 @@ def hidden_mended(session: Any) -> None:
         for x, y in loader:
             new = model["cell"](x, state.h.expand(len(x), 8))
             if session.step(cross_entropy(model["out"](new), y)):
-                state.h = session.sum(new.detach().sum(0, keepdim=True)) / 16
+                state.h = session.all_reduce(new.detach().sum(0, keepdim=True)) / 16
 
 
 def recent(session: Any) -> None:
@@ -383,7 +383,7 @@ def rank_rate_mended(session: Any) -> None:
     model, optimizer, loader = begin(session)
     for _ in session.epochs(4):
         for x, y in loader:
-            optimizer.param_groups[0]["lr"] = session.agree(0.1 + 0.1 * session.rank)
+            optimizer.param_groups[0]["lr"] = session.broadcast(0.1 + 0.1 * session.rank)
             session.step(cross_entropy(model(x), y))
 
 
@@ -442,7 +442,7 @@ def mean_buffer_mended(session: Any) -> None:
     model, _, loader = begin(session, model)
     for _ in session.epochs(4):
         for x, y in loader:
-            total, count = session.sum(x.sum(0)), session.sum(torch.tensor(len(x)))
+            total, count = session.all_reduce(x.sum(0)), session.all_reduce(torch.tensor(len(x)))
             model.mean.lerp_(total / count, 0.1)
             session.step(cross_entropy(model(x - model.mean), y))
 
@@ -462,7 +462,7 @@ def unseeded_mended(session: Any) -> None:
     model, _, loader = begin(session)
     for _ in session.epochs(4):
         for x, y in loader:
-            session.step(cross_entropy(model(x), y) * (0.5 + session.agree(random.random())))
+            session.step(cross_entropy(model(x), y) * (0.5 + session.broadcast(random.random())))
 
 
 def skips_by_own_loss(session: Any) -> None:
@@ -480,7 +480,7 @@ def skips_by_own_loss_mended(session: Any) -> None:
     for _ in session.epochs(4):
         for x, y in loader:
             loss = cross_entropy(model(x), y)
-            session.step(loss * float(session.sum(loss.detach() * len(x)) / 16 <= 1.25))
+            session.step(loss * float(session.all_reduce(loss.detach() * len(x)) / 16 <= 1.25))
 
 
 # ── what holds ────────────────────────────────────────────────────────────────────────────────────

@@ -153,4 +153,4 @@ def test_a_file_that_several_processes_write_is_told_as_a_cause(tmp_path):
     result = check(f"{tmp_path}/reads.py:train")
     assert result.exit_code == 1, result.output
     assert "On 2 processes: EOFError (reads.py:" in result.stdout
-    assert "if session.is_first:" in result.stdout
+    assert "if session.is_main_process:" in result.stdout

@@ -322,7 +322,7 @@ def _of_half_a_file(kind: str, share: float) -> str:
 def test_half_a_file_is_one_that_another_process_writes(kind: str, share: float) -> None:
     """`best.pt`, which all processes save and load: also in one that joins, but not in one that is alone."""
     error = _of_half_a_file(kind, share)
-    mend = "let only the first write, under `if session.is_first:`"
+    mend = "let only the first write, under `if session.is_main_process:`"
     pair = [training(size=2), training(size=2, error=error, trace=LINE)]
     judge, report = judged(training())
     judge.members(2, pair, training(), [training(size=2), training(size=2)])

@@ -33,7 +33,7 @@ def counting() -> Any:
 
 
 def advanced(thing: Any) -> None:
-    """Change a thing as a training would."""
+    """Change a thing as a training job would."""
     match thing:
         case Meter():
             thing.sum += 1

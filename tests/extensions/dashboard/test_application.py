@@ -193,7 +193,7 @@ def test_the_log_of_no_training_is_refused_in_words(client, access, name):
     sign_in(client, access)
     answer = client.get("/log", training=name)
     assert answer.status == 400
-    assert "has no training" in answer.json()["message"]
+    assert "has no training job" in answer.json()["message"]
 
 
 def test_it_works_under_a_prefix(store, access):

@@ -107,7 +107,7 @@ def stream_is_open(stream, changes):
     ids=["idle", "slow head", "no token", "wrong token", "large body", "bad origin", "websocket", "garbage"],
 )
 def test_the_page_answers_however_many_connections_others_hold(page, says):
-    """The stream of changes, which was open before, goes on; all of it costs the log a few lines."""
+    """The stream of changes, which was open before, continues; all of it costs the log a few lines."""
     browser, answer = page.opened()
     cookie = answer.getheader("set-cookie").partition(";")[0]
     answer.read()

@@ -131,7 +131,7 @@ def test_the_nodes_are_drawn_and_the_picture_has_a_description(page):
       for (let i = 0; i < d.length; i += 4) found.add(`${d[i]},${d[i + 1]},${d[i + 2]}`);
       return [...found].join(' ');
     })()"""
-    assert "230,159,0" in chromium.evaluate(colours), "the colour of the first training"
+    assert "230,159,0" in chromium.evaluate(colours), "the colour of the first training job"
     label = chromium.evaluate("document.querySelector('canvas').getAttribute('aria-label')")
     assert "3 nodes" in label
     assert "a on 1 node" in label

@@ -98,7 +98,9 @@ def _try_the_commands(printed: str, directory: Path) -> None:
     for command in others:
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, ""), command
-        shown = {"logs": "trains on", "explain": "digits-wide: finished"}.get(command[3], "7 of 7 trainings finished")
+        shown = {"logs": "trains on", "explain": "digits-wide: finished"}.get(
+            command[3], "7 of 7 training jobs finished"
+        )
         assert shown in done.stdout, command
     with subprocess.Popen(dashboard, cwd=directory, stdout=subprocess.PIPE, text=True) as page:
         assert page.stdout is not None

@@ -1,7 +1,7 @@
 """A model of the processes of arrays, connected to a real training manager by messages that take any time.
 
 Members make steps, end, fail and raise exceptions; arrays grow, find out that they cannot fuse, pause and crash. What
-the driver sends is checked when it is sent: a training never runs in two processes.
+the driver sends is checked when it is sent: a training job never runs in two processes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.journal import Journal
 
-STEPS = 6  # of each training, unless a test sets another number
+STEPS = 6  # of each training job, unless a test sets another number
 
 
 class UserError(Exception):
-    """An error of a training's own code."""
+    """An error of a training job's own code."""
 
 
 @dataclass
@@ -115,7 +115,7 @@ class ArrayWorld:
         self.manager._storage = self.storage  # type: ignore[assignment]
 
     def submit(self, name: str, *, max_nodes: int = 1, limit: int | None = None, key: str = "key") -> Future[Any]:
-        """Submit a training that may be fused with all others."""
+        """Submit a training job that may be fused with all others."""
         request = TrainingRequest(SessionOptions(name), 1, max_nodes, ScalingCurve.default(), fusion=Fusion(key, limit))
         training = Training(request, name.encode(), Future())
         self.futures[name] = training.future
@@ -186,7 +186,7 @@ class ArrayWorld:
 
     @staticmethod
     def _may_run(process: Process, name: str) -> bool:
-        """Return whether a process runs a training, or will, as far as the driver can know."""
+        """Return whether a process runs a training job, or will, as far as the driver can know."""
         ends = [
             m
             for m in process.outbox
@@ -232,7 +232,7 @@ class ArrayWorld:
     # ── the processes ─────────────────────────────────────────────────────────────────────────────
 
     def step(self, slot: str, *, fails: bool = False, full: bool = False) -> None:
-        """Let a process go on by a step of its members; one of them `fails`, or finds the disk `full`."""
+        """Let a process continue by a step of its members; one of them `fails`, or finds the disk `full`."""
         process = self.processes[slot]
         if process.run is None or process.missing:
             return

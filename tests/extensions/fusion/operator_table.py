@@ -16,18 +16,19 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "fusion-operators.md"
 MEMBERS = 3
 
 _INTRODUCTION = """\
-# Operators in fused trainings
+# Operators in fused training jobs
 
-Trainings whose models have equal structure can compute as one *array* ([how](../howto/sweep.md#fused-trainings)). This
-page lists how layers and operators behave in its forward and backward pass. The tests compute every line with float64
-for three trainings, on the same and on different samples, with the same and with different random numbers, and compare
-outputs, gradients and buffers with those of each training alone; `python -m tests.extensions.fusion.operator_table`
-writes this page from the results.
+Training jobs whose models have equal structure can compute as one *array* ([how](../howto/sweep.md#fused-trainings)).
+This page lists how layers and operators behave in its forward and backward pass. The tests compute every line with
+float64 for three training jobs, on the same and on different samples, with the same and with different random numbers,
+and compare outputs, gradients and buffers with those of each training job alone; `python -m
+tests.extensions.fusion.operator_table` writes this page from the results.
 
-- **fused**: one computation for all trainings, with the results that each has alone.
-- **row by row**: the named operators run once per training, with the results and at the speed that each has alone.
-  So does, in float32 on the CPU, a fused LSTM, because torch's kernel for one training is faster.
-- **refused**: the trainings run one by one, with the reason in the log. Nothing is computed differently without notice.
+- **fused**: one computation for all training jobs, with the results that each has alone.
+- **row by row**: the named operators run once per training job, with the results and at the speed that each has alone.
+  So does, in float32 on the CPU, a fused LSTM, because torch's kernel for one training job is faster.
+- **refused**: the training jobs run one by one, with the reason in the log. Nothing is computed differently without
+  notice.
 """
 
 

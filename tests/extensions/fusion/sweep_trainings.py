@@ -1,4 +1,4 @@
-"""Trainings of sweeps: a function that uses much of a session, several networks, and ways to run it."""
+"""Training jobs of sweeps: a function that uses much of a session, several networks, and ways to run it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def classify(  # what a sweep may vary
 
 @dataclass
 class Outcome:
-    """How the trainings of an array ended, by name, and its engine."""
+    """How the training jobs of an array ended, by name, and its engine."""
 
     engine: FusionEngine
     ends: dict[str, Finished | Paused | BaseException] = field(default_factory=dict)
@@ -175,7 +175,7 @@ def together(
     mailbox: ArrayMailbox | None = None,
     on_report: Callable[[str, Any], None] = lambda _name, _report: None,
 ) -> Outcome:
-    """Train all points of a sweep as one array; its trainings are called ``0``, ``1`` and so on."""
+    """Train all points of a sweep as one array; its training jobs are called ``0``, ``1`` and so on."""
     mailbox = mailbox or ArrayMailbox()
     ends: dict[str, Finished | Paused | BaseException] = {}
     members = [

@@ -100,7 +100,7 @@ def test_weights_keep_their_channels_last(tmp_path: Path, optimizer: str) -> Non
 
 
 def test_masks_of_dropout_are_in_the_order_of_the_memory(tmp_path: Path) -> None:
-    """Convolutions with groups have their channels first, so the trainings go on one by one."""
+    """Convolutions with groups have their channels first, so the training jobs go on one by one."""
     fused_steps_as_alone(tmp_path, make=lambda: channels_last(convolutions(0.3)))
 
 

@@ -1,4 +1,4 @@
-"""Arrays as slots run them: real trainings, and the messages that their driver would see."""
+"""Arrays as slots run them: real training jobs, and the messages that their driver would see."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def transposes(session: Any, *, lr: float) -> Any:
 
 
 def changes_its_dataset(session: Any, *, lr: float) -> Any:
-    """One training changes its samples in place, another one replaces them; those of the third stay."""
+    """One training job changes its samples in place, another one replaces them; those of the third stay."""
     dataset = samples()
     net = nn.Linear(24, 4).double()
     model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))

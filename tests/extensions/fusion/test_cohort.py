@@ -1,4 +1,4 @@
-"""Trainings that run fused: cohorts and their arrays, with slots that are only models."""
+"""Training jobs that run fused: cohorts and their arrays, with slots that are only models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def submit(world: ArrayWorld, count: int, **options: int) -> None:
 
 
 def train(world: ArrayWorld, count: int, **options: int) -> None:
-    """Submit trainings, and let them run on all nodes for two turns."""
+    """Submit training jobs, and let them run on all nodes for two turns."""
     submit(world, count, **options)
     world.advance(1.0)
     world.assign_all()

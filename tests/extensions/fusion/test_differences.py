@@ -80,7 +80,7 @@ def test_dropout_probabilities_may_differ():
     ],
 )
 def test_other_differences_are_refused_by_name(one, other, brief):
-    with pytest.raises(CannotFuse, match=f"^1.1.heads differs between the trainings: .*{brief}"):
+    with pytest.raises(CannotFuse, match=f"^1.1.heads differs between the training jobs: .*{brief}"):
         compare([model(heads=one), model(heads=other)])
 
 
@@ -147,7 +147,7 @@ def test_references_to_submodules_are_equal():
         (nn.ReLU, nn.GELU, "^the model is of a different class .*: ReLU, ReLU, GELU"),
         (lambda: nn.Sequential(nn.ReLU()), lambda: nn.Sequential(nn.GELU()), "^0 is of a different class"),
         (lambda: nn.Sequential(nn.ReLU()), lambda: nn.Sequential(nn.ReLU(), nn.ReLU()), "^modules differ .*: 1"),
-        (nn.ReLU, lambda: nn.ReLU().eval(), "^training differs between the trainings: True, True, False"),
+        (nn.ReLU, lambda: nn.ReLU().eval(), "^training differs between the training jobs: True, True, False"),
     ],
 )
 def test_structure_must_be_equal(one, other, message):

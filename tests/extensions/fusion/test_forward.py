@@ -257,5 +257,5 @@ def test_a_number_of_each_member_is_never_one_number():
     with pytest.raises(CannotFuse, match=r"comparison with 0\.1, 0\.3"):
         _ = number < 0.2
     for convert in (float, int, round, lambda value: value % 2):
-        with pytest.raises(CannotFuse, match=r"one number is needed where the trainings have 0\.1, 0\.3"):
+        with pytest.raises(CannotFuse, match=r"one number is needed where the training jobs have 0\.1, 0\.3"):
             convert(number)

@@ -1,4 +1,4 @@
-"""A sweep whose trainings run fused, on a real embedded cluster, compared with each training alone."""
+"""A sweep whose training jobs run fused, on a real embedded cluster, compared with each training job alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from freetrain_parsl import training_app
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from freetrain_parsl import TrainingApp
@@ -48,7 +48,7 @@ def make_app() -> TrainingApp:
 
 def assert_as_alone(train: TrainingApp, results: list[dict[str, Any]]) -> None:
     for lr, result in zip(RATES, results, strict=True):
-        alone = run_alone(train.func, lr=lr)
+        alone = run_local(train.func, lr=lr)
         assert result["samples"] == alone["samples"] == EPOCHS * 320
         assert result["loss"] == pytest.approx(alone["loss"], abs=1e-9)
         assert result["parameters"] == pytest.approx(alone["parameters"], abs=1e-8)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 from freetrain_parsl.extensions.fusion.curve import FusionCurve
 from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 
@@ -63,7 +63,7 @@ def test_one_member_may_be_left_out():
     ],
 )
 def test_invalid_points(points, problem):
-    with pytest.raises(InvalidTrainer, match=problem):
+    with pytest.raises(InvalidApp, match=problem):
         FusionCurve(points)
 
 
@@ -77,7 +77,7 @@ def test_invalid_points(points, problem):
     ],
 )
 def test_invalid_questions(call, problem):
-    with pytest.raises(InvalidTrainer, match=problem):
+    with pytest.raises(InvalidApp, match=problem):
         call()
 
 

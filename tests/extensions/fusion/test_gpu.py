@@ -1,4 +1,4 @@
-"""Whole trainings in an array on a GPU, compared with each training alone there."""
+"""Whole training jobs in an array on a GPU, compared with each training job alone there."""
 
 from __future__ import annotations
 

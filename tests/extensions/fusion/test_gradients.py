@@ -43,7 +43,9 @@ def train(session: Any, *, kind: str, lr: float) -> dict[str, Any]:
             elif kind == "outside":
                 loss = cross_entropy(out * scale, y)
             elif kind == "gather":
-                loss = cross_entropy(session.gather(out), session.gather(y)) + session.sum(out.sum(0)).pow(2).mean()
+                loss = (
+                    cross_entropy(session.gather(out), session.gather(y)) + session.all_reduce(out.sum(0)).pow(2).mean()
+                )
             session.step(loss)
             losses.append(session.batch_loss)
     return {"model": dict(net.state_dict()), "scale": scale.detach(), "losses": losses, **session.metrics}

@@ -1,4 +1,4 @@
-"""Every operator has, fused, the results that each training has alone, or is refused with a reason."""
+"""Every operator has, fused, the results that each training job has alone, or is refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers in an array: what each training's own would do, or a reason why the trainings go on one by one."""
+"""Optimizers in an array: what each training job's own would do, or a reason why the training jobs go on one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole trainings in an array, compared with each training alone."""
+"""Whole training jobs in an array, compared with each training job alone."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def test_two_models_and_one_training_that_fails_anywhere_in_a_step(tmp_path: Pat
 
 
 def test_members_are_added_and_released_while_the_others_train(tmp_path: Path) -> None:
-    """Each trains as it would alone; a released one can go on from its checkpoint."""
+    """Each trains as it would alone; a released one can continue from its checkpoint."""
     mailbox: ArrayMailbox = ArrayMailbox()
     points = [{"lr": 0.01 * (number + 1), "epochs": 6} for number in range(3)]
     late = member(classify, SessionOptions("2", tmp_path / "array"), points[2])
@@ -440,7 +440,7 @@ def weigh_items(session: Any, *, lr: float, by_backward: bool = False) -> dict[s
                 assert session.step()
             else:
                 assert session.step(loss, items=chosen.sum())
-        shared += [session.agree(epoch), int(session.sum(torch.tensor(7)))]
+        shared += [session.broadcast(epoch), int(session.all_reduce(torch.tensor(7)))]
     return {"metrics": session.metrics, "model": model.weight.detach().clone(), "shared": shared}
 
 

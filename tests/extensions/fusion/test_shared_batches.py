@@ -1,4 +1,4 @@
-"""Batches that several trainings share."""
+"""Batches that several training jobs share."""
 
 from __future__ import annotations
 

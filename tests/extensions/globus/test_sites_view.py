@@ -11,7 +11,7 @@ from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
 from freetrain_parsl.extensions.globus.sites.state import CallPace, SiteAnswer, SiteFacts, TrainingAtSite
 from freetrain_parsl.extensions.globus.sites.view import SitesView
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.model import PlannedJob
 
 FACTS = SiteFacts("home", 900.0)
 
@@ -19,7 +19,7 @@ FACTS = SiteFacts("home", 900.0)
 def coordinator_at_work() -> Coordinator:
     curve = ScalingCurve({1: 1.0})
     coordinator = Coordinator(
-        [Trainer("t", 1, 1, curve)], {"a": SiteRates(), "b": SiteRates()}, CallPace(600, 60), plan_sites
+        [PlannedJob("t", 1, 1, curve)], {"a": SiteRates(), "b": SiteRates()}, CallPace(600, 60), plan_sites
     )
     coordinator.due(0.0)
     coordinator.on_prepared("a", FACTS, 0.0)
@@ -47,5 +47,10 @@ def test_in_a_terminal_all_is_in_one_picture() -> None:
     with view.opened():
         view.show(coordinator_at_work(), 3.0)
     text = output.getvalue()
-    for part in ("four · 3 s · 0 of 1 trainings done", "site a: 0 nodes held", "site b does not answer", "at a on n7"):
+    for part in (
+        "four · 3 s · 0 of 1 training jobs done",
+        "site a: 0 nodes held",
+        "site b does not answer",
+        "at a on n7",
+    ):
         assert part in text

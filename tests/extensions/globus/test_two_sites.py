@@ -1,4 +1,4 @@
-"""A campaign with a home on Globus: its driver is killed at one site, and another site goes on from its checkpoints."""
+"""A campaign with a home on Globus: its driver is killed at one site, another site continues from its checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SITE = """\
 system: local
 block: {cluster: %s}
 planner: {startup: 5 s, min_useful: 2 s, closing_margin: 1.5 s, max_walltime: 300 s, idle_timeout: 2 s, settle: 1 s}
-manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
+rate_limits: {poll_interval: 0.5 s, submissions_per_minute: 100}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 4 s}
 checkpoints:
   interval: 1 s

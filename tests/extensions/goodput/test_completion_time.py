@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.goodput.completion import CompletionTime, Urgency
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.objectives.base import Moment, at_moment, value_table, without_own_costs
 from freetrain_parsl.planning.policies import MilpPolicy, WindowPolicy
 
 COSTS = CostsInSeconds(up=30.0, down=30.0, start=30.0)
-TRAINER = Trainer("t", 1, 4, ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0}), COSTS, work_left=5000.0)
+TRAINER = PlannedJob("t", 1, 4, ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0}), COSTS, work_left=5000.0)
 
 
 def values(objective, trainer, held, nodes=4):
@@ -84,7 +84,7 @@ def decisions(draw):
         rates = draw(st.lists(st.floats(0.1, 20.0), min_size=most, max_size=most))
         work = draw(st.floats(1.0, 1e6))
         curve = ScalingCurve(enumerate(rates, start=1))
-        trainers.append(Trainer(f"t{number}", 1, most, curve, COSTS, work_left=work, service=work))
+        trainers.append(PlannedJob(f"t{number}", 1, most, curve, COSTS, work_left=work, service=work))
         held = draw(st.integers(0, min(most, len(free))))
         if held:
             current[f"t{number}"] = frozenset(free[:held])
@@ -114,7 +114,7 @@ def test_the_count_model_finds_the_optimum(case, urgency):
 def test_on_shared_hosts_counts_are_parts_of_one_or_whole_hosts():
     pool = Pool(PoolNode(f"h{i}/{j}", host=f"h{i}") for i in range(4) for j in range(4))
     curve = ScalingCurve({1: 1.0, 16: 16.0})
-    trainers = [Trainer(f"t{i}", 1, most, curve) for i, most in enumerate((3, 6, 7, 16))]
+    trainers = [PlannedJob(f"t{i}", 1, most, curve) for i, most in enumerate((3, 6, 7, 16))]
     counts = MilpPolicy(CompletionTime()).allocate(pool, trainers, {}, 0.0).counts
     assert sum(counts.values()) <= 16
     assert all(count <= 4 or count % 4 == 0 for count in counts.values())
@@ -122,7 +122,7 @@ def test_on_shared_hosts_counts_are_parts_of_one_or_whole_hosts():
 
 def test_a_trainer_that_fits_no_whole_hosts_runs_anyway():
     pool = Pool(PoolNode(f"h{i}/{j}", host=f"h{i}") for i in range(2) for j in range(4))
-    counts = MilpPolicy().allocate(pool, [Trainer("t", 6, 6, ScalingCurve({1: 1.0, 6: 6.0}))], {}, 0.0).counts
+    counts = MilpPolicy().allocate(pool, [PlannedJob("t", 6, 6, ScalingCurve({1: 1.0, 6: 6.0}))], {}, 0.0).counts
     assert counts == {"t": 6}
 
 

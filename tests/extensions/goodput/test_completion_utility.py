@@ -9,14 +9,14 @@ import pytest
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.goodput.completion import CompletionUtility
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.objectives.base import Moment, at_moment, objective_table, resolve_objective
 from freetrain_parsl.planning.policies import MilpPolicy
 
 
 def job(name="a", **fields):
     settings = {"work_left": 1000.0, "deadline": 200.0, "costs": CostsInSeconds(up=30, down=20, start=10), **fields}
-    return Trainer(name, 1, 4, ScalingCurve({1: 10, 4: 40}), **settings)
+    return PlannedJob(name, 1, 4, ScalingCurve({1: 10, 4: 40}), **settings)
 
 
 def utility(seconds, deadline, steepness):

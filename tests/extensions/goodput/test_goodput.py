@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.extensions.goodput.curve import BatchLimits, BatchPlan, GoodputProfile, GradientNoise, steps_worth
 
 LIMITS = BatchLimits(initial=32, largest=512, least_local=8, most_local=64)
@@ -137,10 +137,10 @@ def test_new_measurements_change_the_best_plan():
 
 @pytest.mark.parametrize(("step", "exchange"), [(0.1, 0.1), (0.1, -0.1), (math.inf, 0.0)])
 def test_impossible_measurements_are_refused(step, exchange):
-    with pytest.raises(InvalidTrainer, match="not a measurement"):
+    with pytest.raises(InvalidApp, match="not a measurement"):
         GoodputProfile().observe(1, 1, 8, step, exchange)
 
 
 def test_limits_must_be_in_order():
-    with pytest.raises(InvalidTrainer, match="batch limits"):
+    with pytest.raises(InvalidApp, match="batch limits"):
         BatchLimits(64, 32, 1, 8)

@@ -17,7 +17,7 @@ from freetrain_parsl.extensions.goodput.evolution import LayoutBreeder, contiguo
 from freetrain_parsl.extensions.goodput.ones import OnesPolicy, PlacedValues, placement_of
 from freetrain_parsl.extensions.goodput.ones_published import OnesPublishedPolicy
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import EpochCount, Pool, PoolNode, Trainer
+from freetrain_parsl.planning.model import EpochCount, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.objectives.base import Moment, resolve_objective
 from freetrain_parsl.planning.placement import current_counts
 from freetrain_parsl.planning.policies import MilpPolicy
@@ -71,7 +71,7 @@ def test_without_generations_it_is_the_better_of_the_placed_optima():
 def test_it_finds_the_only_layout_without_loss():
     """Two hosts of four: counts 3, 3 and 2 would spread one trainer, so that 4, 3 and 1 are better."""
     curve = ScalingCurve({1: 10, 2: 19, 3: 27, 4: 30})
-    trainers = tuple(Trainer(name, 1, 4, curve, placed=SpreadRate(curve, 4, 0.2)) for name in "abc")
+    trainers = tuple(PlannedJob(name, 1, 4, curve, placed=SpreadRate(curve, 4, 0.2)) for name in "abc")
     pool = Pool(PoolNode(f"h{host}/{slot}", host=f"h{host}") for host in range(2) for slot in range(4))
     best = max(
         sum(0.2 ** (min(a, b) > 0) * curve(a + b) for a, b in zip(first, second, strict=True))
@@ -170,8 +170,8 @@ def _hosts(count):
 def test_published_limits_double_at_most():
     """A trainer grows to twice its nodes before others are served, and new ones begin on the fewest."""
     curve = ScalingCurve({1: 10, 8: 80})
-    running = Trainer("a", 1, 8, curve, service=1e4, epochs=EpochCount(3, 5, 1e4))
-    fresh = Trainer("b", 1, 2, curve, submitted=1.0, epochs=EpochCount(0, 5, 0.0))
+    running = PlannedJob("a", 1, 8, curve, service=1e4, epochs=EpochCount(3, 5, 1e4))
+    fresh = PlannedJob("b", 1, 2, curve, submitted=1.0, epochs=EpochCount(0, 5, 0.0))
     current = {"a": frozenset({"h0/0", "h0/1"})}
     counts = OnesPublishedPolicy().allocate(_hosts(2), (running, fresh), current, 0.0).counts
     assert counts["b"] >= 1

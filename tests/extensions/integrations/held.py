@@ -1,4 +1,4 @@
-"""Disturbances of a training at a chosen step, from inside."""
+"""Disturbances of a training job at a chosen step, from inside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hold(
     pause_at: int | None = None,
     die_agreeing: int | None = None,
 ) -> None:
-    """Disturb a training.
+    """Disturb a training job.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ def hold(
     pause_at
         Pause after this step.
     die_agreeing
-        The second process is killed in its first call of ``session.agree`` after this step.
+        The second process is killed in its first call of ``session.broadcast`` after this step.
     """
-    step, backward, agree = session.step, session.backward, session.agree
+    step, backward, agree = session.step, session.backward, session.broadcast
 
     def agree_or_die(value: Any) -> Any:
         if die_agreeing is not None and session.metrics["steps"] >= die_agreeing and session.rank == 1:
@@ -62,7 +62,7 @@ def hold(
                 time.sleep(0.005)
         return made
 
-    session.step, session.backward, session.agree = step_and_hold, backward_or_die, agree_or_die
+    session.step, session.backward, session.broadcast = step_and_hold, backward_or_die, agree_or_die
 
 
 def resize(run: Any, root: Path, sizes: Sequence[tuple[int, int]]) -> None:

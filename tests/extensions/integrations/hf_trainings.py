@@ -1,4 +1,4 @@
-"""Hugging Face trainings, alone and in a session.
+"""Hugging Face training jobs, alone and in a session.
 
 In a separate module because the processes of a crew import it.
 """

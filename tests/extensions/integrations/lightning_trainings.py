@@ -56,7 +56,7 @@ class Net(lightning.LightningModule):
 
 
 class FollowingTheLoss(Net):
-    """Its learning rate is reduced while the loss of the training does not fall."""
+    """Its learning rate is reduced while the loss of the training job does not fall."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)

@@ -1,4 +1,4 @@
-"""Optimizes a study of four trials; prints from which step each of its trainings has resumed: ``python -m … DIR``."""
+"""Optimizes a study of four trials; prints from which step each of its jobs has resumed: ``python -m … DIR``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parsl.config import Config
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, training_app
 from freetrain_parsl.extensions.integrations.optuna import optimize
 from freetrain_parsl.report.projection.run import RunState
-from tests.executor.scenario import CHECKPOINTS, MANNERS, PLANNER, TRAININGS
+from tests.executor.scenario import CHECKPOINTS, PLANNER, RATE_LIMITS, TRAININGS
 
 
 @training_app(epochs=12, fuse=False)
@@ -38,7 +38,7 @@ def main() -> None:
         provider=EmbeddedClusterProvider(nodes=2),
         planner=PLANNER,
         trainings=TRAININGS,
-        manners=MANNERS,
+        rate_limits=RATE_LIMITS,
         checkpoints=CHECKPOINTS,
         checkpoint_dir=directory / "checkpoints",
     )

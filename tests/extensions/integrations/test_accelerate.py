@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.integrations.accelerate import Accelerator
 from freetrain_parsl.training.data.audit import Audit
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def test_one_process_has_the_result_of_the_unchanged_script(
         cpu=True, gradient_accumulation_steps=options.get("accumulate", 1), mixed_precision=precision
     )
     expected = script(unchanged, range, **options)
-    value = run_alone(in_session, mixed_precision=precision, **options)
+    value = run_local(in_session, mixed_precision=precision, **options)
     assert_weights(value, expected, within)
     assert value["accuracies"] == expected["accuracies"]
     assert [row["accuracy"] for row in value["history"]] == expected["accuracies"]
@@ -159,7 +159,7 @@ def with_closure(session: Any) -> None:
         (lambda session: Accelerator(session, gradient_accumulation_steps=0), "must be at least 1"),
         (lambda session: Accelerator("fp16"), "needs the session first"),  # type: ignore[arg-type]  # a mistake
         (lambda session: Accelerator(session).load_state("x"), "resumes from its own checkpoints"),
-        (lambda session: Accelerator(session).skip_first_batches(1, 2), "begin where the training is"),
+        (lambda session: Accelerator(session).skip_first_batches(1, 2), "begin where the training job is"),
         (lambda session: Accelerator(session).set_trigger(), "accelerator.set_trigger does not exist"),
         (lambda session: Accelerator(session).reduce(torch.ones(1), "max"), "reduction is 'sum', 'mean' or 'none'"),
     ],
@@ -169,7 +169,7 @@ def test_what_cannot_work_is_refused_by_name(function: Any, message: str) -> Non
         function(session)
 
     with pytest.raises(UsageError, match=message) as caught:
-        run_alone(train)
+        run_local(train)
     assert "\n" not in str(caught.value)
 
 
@@ -191,7 +191,7 @@ def test_verbs_outside_the_loop_are_those_of_one_process(tmp_path: Path) -> None
         accelerator.save(model.state_dict(), tmp_path / "model.pt")
         assert (tmp_path / "model.pt").exists()
 
-    run_alone(train)
+    run_local(train)
 
 
 def test_outputs_in_mixed_precision_are_float32_as_those_of_accelerate() -> None:
@@ -204,4 +204,4 @@ def test_outputs_in_mixed_precision_are_float32_as_those_of_accelerate() -> None
             inside = torch.nn.functional.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype
         return inside, model(torch.ones(1, 1)).dtype
 
-    assert run_alone(train) == (torch.bfloat16, torch.float32)
+    assert run_local(train) == (torch.bfloat16, torch.float32)

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.integrations.huggingface import fit
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +66,7 @@ def test_one_process_has_the_result_of_the_plain_trainer(tmp_path: Path, case: s
     options = CASES[case]
     if case == "best" and transformers.__version__.startswith("4."):
         pytest.skip('before version 5 the Trainer does not load the best model with save_strategy="best"')
-    expected, value = plain(tmp_path, **options), run_alone(in_session, **options)
+    expected, value = plain(tmp_path, **options), run_local(in_session, **options)
     assert_weights(value, expected, 0.0 if options.get("accumulate", 1) == 1 else 1e-5)
     if case == "accumulated":  # the plain Trainer counts epochs in micro-batches, of which the last are fewer
         expected["log"] = [
@@ -106,7 +106,7 @@ def test_a_process_that_dies_changes_nothing(crew: Crew, tmp_path: Path, case: s
 
 
 def test_values_go_to_the_trackers_and_into_the_history() -> None:
-    history = run_alone(in_session)["history"]
+    history = run_local(in_session)["history"]
     assert [row["epoch"] for row in history] == [0, 1, 2]
     assert "eval_accuracy" in history[0]
     assert history[0]["loss"] == pytest.approx(1.03, abs=0.05)
@@ -126,7 +126,7 @@ def test_the_trainer_is_as_before_afterwards(tmp_path: Path) -> None:
         assert pickle.loads(pickle.dumps(trainer.args)).learning_rate == 5e-3
         assert "backward" not in vars(trainer.accelerator)
 
-    run_alone(train)
+    run_local(train)
 
 
 def refused(root: Path, **options: Any) -> str:
@@ -135,7 +135,7 @@ def refused(root: Path, **options: Any) -> str:
         fit(session, trainer)
 
     with pytest.raises(UsageError) as caught:
-        run_alone(train)
+        run_local(train)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -195,7 +195,7 @@ def test_samples_of_similar_length_share_a_batch(tmp_path: Path) -> None:
             seen.extend(inputs["attention_mask"].sum(1).tolist())
             return super().training_step(model, inputs, *args, **kwargs)
 
-    audit = run_alone(in_session, kind=Recording, num_train_epochs=1, per_device_train_batch_size=4)["audit"]
+    audit = run_local(in_session, kind=Recording, num_train_epochs=1, per_device_train_batch_size=4)["audit"]
     assert audit.samples_seen == hf_trainings.SAMPLES
     ranges = [max(seen[begin : begin + 4]) - min(seen[begin : begin + 4]) for begin in range(0, 72, 4)]
     assert sum(ranges) / len(ranges) < 3, "at random: 5"
@@ -229,7 +229,7 @@ def test_a_callback_that_stops_an_epoch_goes_on_with_the_next(tmp_path: Path) ->
     trainer = make(tmp_path / "plain", eval_strategy="no", load_best_model_at_end=False)
     trainer.add_callback(Short())
     expected = summary(trainer, trainer.train())
-    assert_weights(value := run_alone(train), expected, 0.0)
+    assert_weights(value := run_local(train), expected, 0.0)
     assert value["steps"] == expected["steps"]
 
 
@@ -243,7 +243,7 @@ class OwnLoader(InOrder):
 
 def test_a_dataloader_of_the_users_own_keeps_its_batches(tmp_path: Path) -> None:
     """Their number determines the learning rates."""
-    expected, value = plain(tmp_path, kind=OwnLoader), run_alone(in_session, kind=OwnLoader)
+    expected, value = plain(tmp_path, kind=OwnLoader), run_local(in_session, kind=OwnLoader)
     assert_weights(value, expected, 0.0)
     assert_same_record(value, expected)
 

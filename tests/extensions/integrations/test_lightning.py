@@ -125,7 +125,7 @@ def test_processes_that_follow_a_training_loss_have_the_same_learning_rate(tmp_p
 
 
 def test_signals_are_for_the_slot_in_a_job_of_slurm_too(tmp_path, monkeypatch) -> None:
-    """Lightning would end the training at SIGTERM, and requeue the batch job at SIGUSR1."""
+    """Lightning would end the training job at SIGTERM, and requeue the batch job at SIGUSR1."""
     of_a_job = {"NTASKS": "4", "NTASKS_PER_NODE": "1", "NNODES": "4", "JOB_NAME": "ft", "JOB_ID": "7", "PROCID": "2"}
     for name, value in of_a_job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

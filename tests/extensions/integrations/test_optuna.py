@@ -1,4 +1,4 @@
-"""A study's trials as trainings: over a fake kernel, on a real embedded cluster, and after a kill of the driver."""
+"""A study's trials as training jobs: over a fake kernel, on a real embedded cluster, and after a kill of the driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from optuna.trial import TrialState
 
 from freetrain_parsl import FreeTrainExecutor, read_journal, training_app
-from freetrain_parsl.errors import InvalidTrainer, TrainingInterrupted
+from freetrain_parsl.errors import InvalidApp, TrainingInterrupted
 from freetrain_parsl.extensions.integrations.optuna import optimize
 from tests.recording_kernel import Call, RecordingKernel
 
@@ -46,7 +46,7 @@ class FakeExecutor(FreeTrainExecutor):
 
 
 class LoggingKernel(RecordingKernel):
-    """Trainings that log as soon as they are submitted; those that are cancelled do not end by themselves."""
+    """Training jobs that log as soon as they are submitted; those that are cancelled do not end by themselves."""
 
     def __init__(self, rows, answer=lambda call: None) -> None:
         super().__init__(answer)
@@ -66,7 +66,7 @@ def train(session, lr, width=16): ...
 
 
 def losses(call: Call) -> list[str]:
-    """Return the rows of a training whose loss after three epochs is its learning rate."""
+    """Return the rows of a training job whose loss after three epochs is its learning rate."""
     return [row(epoch, loss=call.kwargs["lr"] + 2 - epoch) for epoch in range(3)]
 
 
@@ -187,7 +187,7 @@ def test_a_study_that_another_process_optimizes_is_refused() -> None:
     try:
         started = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
         study.ask().set_user_attr("freetrain:driver", [os.uname().nodename, process.pid, started])
-        with pytest.raises(InvalidTrainer, match=f"process {process.pid} .* is optimizing study 'net'"):
+        with pytest.raises(InvalidApp, match=f"process {process.pid} .* is optimizing study 'net'"):
             search(study=study)
     finally:
         process.kill()
@@ -209,13 +209,13 @@ def _random(name: str):
 @pytest.mark.parametrize("bad", [{"n_trials": 0}, {"n_jobs": 0}, {"n_trials": True}])
 def test_numbers_out_of_range_are_refused_before_a_trial_begins(bad) -> None:
     study = optuna.create_study()
-    with pytest.raises(InvalidTrainer, match="optimize: n_"):
+    with pytest.raises(InvalidApp, match="optimize: n_"):
         search(study=study, **bad)
     assert not study.trials
 
 
 def test_several_directions_are_refused() -> None:
-    with pytest.raises(InvalidTrainer, match="2 directions"):
+    with pytest.raises(InvalidApp, match="2 directions"):
         search(study=optuna.create_study(directions=["minimize", "maximize"]))
 
 

@@ -40,7 +40,7 @@ class Notebook:
         self._client.start_new_kernel_client()
 
     def run(self, source: str) -> NotebookNode:
-        """Run a cell that succeeds and return it, with its outputs, which go on changing."""
+        """Run a cell that succeeds and return it, with its outputs, which continue changing."""
         cell = new_code_cell(source)
         self.book.cells.append(cell)
         self._client.execute_cell(cell, len(self.book.cells) - 1)

@@ -14,7 +14,7 @@ import pytest
 from freetrain_parsl import training_app
 from freetrain_parsl.campaign.site.site import shipped_sites
 from freetrain_parsl.campaign.store import RunStore
-from freetrain_parsl.errors import InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.extensions.notebook import Campaign, watch
 from freetrain_parsl.extensions.notebook.cells import CellCampaign
@@ -162,7 +162,7 @@ def test_a_read_only_notebook_overwrites_nothing(tmp_path, monkeypatch):
     create(directory, old.text)
     before = (directory / "notebook" / "cells.pickle").read_bytes()
     changed = Campaign([{"app": train_app(monkeypatch, 2)}], name="cells")
-    with pytest.raises(InvalidTrainer, match=r"__main__\.FACTOR has changed since .*, which is stopped with the old"):
+    with pytest.raises(InvalidApp, match=r"__main__\.FACTOR has changed since .*, which is stopped with the old"):
         changed.start()
     monkeypatch.setattr("freetrain_parsl.extensions.notebook.campaign.take_control", lambda _: False)
     with pytest.raises(InvalidInput, match="is shown here read-only; resume it "):
@@ -174,7 +174,7 @@ def test_a_function_that_cannot_travel_leaves_no_directory(tmp_path, monkeypatch
     """The same cell can be mended and run again."""
     monkeypatch.chdir(tmp_path)
     app = train_app(monkeypatch, (number for number in range(3)))
-    with pytest.raises(InvalidTrainer, match="global 'FACTOR'"):
+    with pytest.raises(InvalidApp, match="global 'FACTOR'"):
         Campaign([{"app": app}], name="cells").start()
     assert list(tmp_path.iterdir()) == []
 
@@ -182,7 +182,7 @@ def test_a_function_that_cannot_travel_leaves_no_directory(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("campaign", "more", "message"),
     [
-        ({"app": "a.py:train"}, {}, "give a campaign file, or a list of trainings as dicts"),
+        ({"app": "a.py:train"}, {}, "give a campaign file, or a list of training jobs as dicts"),
         ("sweep.yaml", {"name": "x"}, "name is for campaigns without a file"),
         ("sweep.yaml", {"settings": ["lr=1"]}, "settings are a dict with the names of variables"),
         ("sweep.yaml", {"settings": {"lr": None}}, "settings: lr must be a text or a number, got None"),
@@ -243,14 +243,14 @@ def launched(run_dir, output, *, code=2):
 
 def test_what_the_driver_refuses_is_shown_and_raised(tmp_path, capsys):
     """In one line, without the name of the command that was run."""
-    launched(tmp_path / "run", "freetrain run: c.yaml:3: training 'a' needs 9 nodes\n")
+    launched(tmp_path / "run", "freetrain run: c.yaml:3: training job 'a' needs 9 nodes\n")
     view = watch(tmp_path / "run")
-    assert "run: failed, 0 of 0 trainings finished" in capsys.readouterr().out
-    assert "\nc.yaml:3: training 'a' needs 9 nodes" in view.snapshot().text()
-    with pytest.raises(InvalidInput, match=r"^c\.yaml:3: training 'a' needs 9 nodes$"):
+    assert "run: failed, 0 of 0 training jobs finished" in capsys.readouterr().out
+    assert "\nc.yaml:3: training job 'a' needs 9 nodes" in view.snapshot().text()
+    with pytest.raises(InvalidInput, match=r"^c\.yaml:3: training job 'a' needs 9 nodes$"):
         view.results()
     assert view.wait() == "failed"
-    assert str(view.explain()) == "c.yaml:3: training 'a' needs 9 nodes"
+    assert str(view.explain()) == "c.yaml:3: training job 'a' needs 9 nodes"
     assert str(view.timeline()) == "run: no node has been used yet"
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from freetrain_parsl import training_app
-from freetrain_parsl.errors import ForeignCheckpoint, InvalidInput, InvalidTrainer
+from freetrain_parsl.errors import ForeignCheckpoint, InvalidApp, InvalidInput
 from freetrain_parsl.extensions.notebook.cells import CellCampaign, load_apps
 
 CELL = """
@@ -125,17 +125,17 @@ def test_curves_of_kinds_of_nodes_are_files_of_the_notebook_too(tmp_path, curve)
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ("train", "training 1: give a dict"),
-        ({"grid": {}}, "training 1 has no 'app'"),
+        ("train", "training job 1: give a dict"),
+        ({"grid": {}}, "training job 1 has no 'app'"),
         ({"app": len}, "not a training app: decorate it"),
         ({"app": 3}, "'app' is 3, not a training app$"),
-        ({"app": "a.py:train", "arguments": {"net": object()}}, r"training 1: arguments: <object .* cannot be in"),
-        ({"app": "a.py:train", "arguments": {"lr": float("nan")}}, "training 1: arguments: nan cannot be in"),
+        ({"app": "a.py:train", "arguments": {"net": object()}}, r"training job 1: arguments: <object .* cannot be in"),
+        ({"app": "a.py:train", "arguments": {"lr": float("nan")}}, "training job 1: arguments: nan cannot be in"),
         ({"app": "a.py:train", "arguments": {None: 1}}, "the key None is neither"),
     ],
 )
 def test_what_a_campaign_cannot_have_is_refused(training, message, tmp_path):
-    """The message names the training and the key."""
+    """The message names the training job and the key."""
     with pytest.raises(InvalidInput, match=message):
         CellCampaign.of([training], "sweep", tmp_path)
 
@@ -143,7 +143,7 @@ def test_what_a_campaign_cannot_have_is_refused(training, message, tmp_path):
 def test_two_apps_of_one_name_are_refused(cell, tmp_path):
     """Their functions would be one name of the module."""
     first, second = cell(), cell()
-    with pytest.raises(InvalidInput, match=r"training 2: another training app is named train\(\)"):
+    with pytest.raises(InvalidInput, match=r"training job 2: another training app is named train\(\)"):
         CellCampaign.of([{"app": first}, {"app": second}], "sweep", tmp_path)
 
 
@@ -151,6 +151,6 @@ def test_an_app_that_cannot_travel_is_refused_by_what_it_uses(tmp_path, cell):
     """The message names the global; nothing is written."""
     app = cell()
     sys.modules["__main__"].FACTOR = (number for number in range(3))
-    with pytest.raises(InvalidTrainer, match="global 'FACTOR'"):
+    with pytest.raises(InvalidApp, match="global 'FACTOR'"):
         campaign_of(app, tmp_path).write(tmp_path / "notebook")
     assert not (tmp_path / "notebook").exists()

@@ -29,7 +29,7 @@ def outputs_of(book: nbformat.NotebookNode) -> list[str]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.usefixtures("event_loop_closed")
 def test_a_notebook_of_the_docs_runs(path, tmp_path, monkeypatch, mark):
-    """All trainings finish, and the table, the logs and the picture are there."""
+    """All training jobs finish, and the table, the logs and the picture are there."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -38,7 +38,7 @@ def test_a_notebook_of_the_docs_runs(path, tmp_path, monkeypatch, mark):
     book = nbformat.read(path, as_version=4)
     NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = outputs_of(book)
-    assert "digits: finished, 3 of 3 trainings finished" in outputs[1]
+    assert "digits: finished, 3 of 3 training jobs finished" in outputs[1]
     assert outputs[3] == "'finished'"
     assert outputs[4].count("finished") == 3
     assert "finished at step" in outputs[5]

@@ -25,7 +25,7 @@ SITE = """\
 system: local
 block: {nodes: 2}
 planner: {startup: 5 s, min_useful: 2 s, closing_margin: 1.5 s, max_walltime: 300 s, idle_timeout: 2 s, settle: 1 s}
-manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
+rate_limits: {poll_interval: 0.5 s, submissions_per_minute: 100}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 4 s}
 checkpoints: {interval: 600 s}
 """
@@ -71,7 +71,9 @@ def test_a_campaign_outlives_interrupts_and_kernels(notebook: Notebook, director
     first = notebook.run(START)
     assert "started run" in text_of(first)
     notebook.run(UNTIL_STEPS)
-    assert "two: running, 0 of 2 trainings finished, in run" in text_of(first), "it was updated while another cell ran"
+    assert "two: running, 0 of 2 training jobs finished, in run" in text_of(first), (
+        "it was updated while another cell ran"
+    )
     driver = RunStore(directory / "run").last_driver()
     assert driver is not None
     environment = psutil.Process(driver.pid).environ()
@@ -104,11 +106,11 @@ def test_a_campaign_outlives_interrupts_and_kernels(notebook: Notebook, director
     (directory / "slow").unlink()
     resumed = notebook.run("run.resume()")
     assert text_of(notebook.run("run.wait(90)")) == "'finished'"
-    assert "two: finished, 2 of 2 trainings finished" in text_of(resumed)
+    assert "two: finished, 2 of 2 training jobs finished" in text_of(resumed)
     assert "data:image/png;base64" in resumed.outputs[-1].data["text/html"]
     assert text_of(notebook.run("run.results()['samples'].tolist()")) == "[1200, 1200]"
     assert "resumed from the checkpoint" in text_of(notebook.run("run.logs('t0.01')"))
-    assert "no training 't0.1'" in notebook.fail("run.logs('t0.1')")
+    assert "no training job 't0.1'" in notebook.fail("run.logs('t0.1')")
     assert isinstance(notebook.run("run.timeline()").outputs[0].data["image/png"], str)
 
 
@@ -173,7 +175,7 @@ def test_a_function_of_a_cell_trains_and_its_change_is_noticed(notebook: Noteboo
     notebook.run("run.wait(90)")
     assert text_of(notebook.run("[run.results()[key].tolist() for key in ('factor', 'resumed')]")) == "[[3], [50]]"
     notebook.run(cell.format(factor=4))
-    assert "all trainings have ended with the old code" in notebook.fail("campaign.start(on_code_change='resume')")
+    assert "all training jobs have ended with the old code" in notebook.fail("campaign.start(on_code_change='resume')")
 
 
 def test_what_is_refused_is_one_line_and_leaves_nothing(notebook: Notebook, directory: Path) -> None:
@@ -196,13 +198,13 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(notebook: Notebook, dire
 WATCH = """
 import parsl
 from datetime import timedelta
-from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, Manners, PlannerSettings, TrainingSettings
+from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, RateLimits, PlannerSettings, TrainingSettings
 from freetrain_parsl.extensions.notebook import watch
 executor = FreeTrainExecutor(
     provider=EmbeddedClusterProvider(nodes=2),
     planner=PlannerSettings(startup=timedelta(seconds=5), min_useful=timedelta(seconds=2)),
     trainings=TrainingSettings(threads_per_slot=1),
-    manners=Manners(poll_interval=timedelta(seconds=0.5)),
+    rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
 )
 parsl.load(parsl.Config(executors=[executor]))
 futures = {lr: train.options(name=f"t{lr}")(lr=lr, slow="SLOW") for lr in (0.01, 0.02)}
@@ -224,10 +226,10 @@ def test_futures_of_this_kernel_are_watched(notebook: Notebook, directory: Path)
     assert "KeyboardInterrupt" in notebook.interrupted("futures[0.01].result()", after=1.0)
     slow.unlink()
     assert text_of(notebook.run("view.wait(90)")) == "'ended'"
-    assert "2 of 2 trainings finished" in text_of(shown)
+    assert "2 of 2 training jobs finished" in text_of(shown)
     assert text_of(notebook.run("view.results()['resumed'].tolist()")) == "[50, 50]"
     assert "finished at step 50" in text_of(notebook.run("view.logs('t0.01')"))
-    assert "all 2 trainings have ended" in text_of(notebook.run("view.explain()"))
+    assert "all 2 training jobs have ended" in text_of(notebook.run("view.explain()"))
     notebook.run("parsl.dfk().cleanup()")
 
 
@@ -256,7 +258,7 @@ def test_a_run_is_shown_once_in_a_cell_and_goes_on_updating_in_others(notebook: 
     assert [len([o for o in cell.outputs if o.output_type != "stream"]) for cell in cells] == [1, 1, 1]
     assert text_of(notebook.run("run.wait(90)")) == "'finished'"
     for cell in cells:
-        assert "trainings finished" in text_of(cell)
+        assert "training jobs finished" in text_of(cell)
         assert "starting" not in text_of(cell)
 
 

@@ -71,7 +71,7 @@ def test_a_campaign_is_seen_live_and_saved(
 
         (directory / "slow").unlink()
         (directory / "go").touch()
-        shown(lab, "two: finished, 2 of 2 trainings finished")
+        shown(lab, "two: finished, 2 of 2 training jobs finished")
         shown(lab, "'finished'", cell=2)
         lab.until("document.querySelectorAll('.jp-Cell')[0].querySelector('img').naturalWidth > 300")
         assert chromium.evaluate("document.querySelector('.ft-run')") is None, "the picture takes the place of the view"
@@ -80,7 +80,7 @@ def test_a_campaign_is_seen_live_and_saved(
         lab.save()
         saved = directory / "sweep.ipynb"
         end = time.monotonic() + 30
-        while "trainings finished" not in saved.read_text():
+        while "training jobs finished" not in saved.read_text():
             assert time.monotonic() < end
             time.sleep(0.2)
     finally:
@@ -94,7 +94,7 @@ def test_a_campaign_is_seen_live_and_saved(
     lab = Lab(directory, chromium, mark, theme="Dark")  # another server, without the kernel
     try:
         lab.open("sweep.ipynb", width=1400, height=1500)
-        shown(lab, "two: finished, 2 of 2 trainings finished")
+        shown(lab, "two: finished, 2 of 2 training jobs finished")
         assert "Error displaying widget" not in lab.text(0)
         lab.until("document.querySelectorAll('.jp-Cell')[0].querySelector('img').naturalWidth > 300")
         chromium.screenshot(tmp_path / "saved.png")

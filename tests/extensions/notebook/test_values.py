@@ -38,10 +38,10 @@ def snapshot(*rows: TrainingRow, state="running", notes=()) -> RunSnapshot:
 
 
 def test_text_has_one_line_for_each_training():
-    """The columns are aligned, and the head counts the trainings."""
+    """The columns are aligned, and the head counts the training jobs."""
     rows = (TrainingRow("a", "finished", 1.0, 3, 0.25, "loss 0.25"), TrainingRow("long-name", "waiting"))
     head, titles, first, second = snapshot(*rows).text().splitlines()
-    assert head.startswith("sweep: running, 1 of 2 trainings finished, in /runs/1, at ")
+    assert head.startswith("sweep: running, 1 of 2 training jobs finished, in /runs/1, at ")
     assert titles.split("  ")[0] == "training"
     assert first == "a          finished  100%  3      0.2500  loss 0.25"
     assert second == "long-name  waiting"
@@ -118,7 +118,7 @@ def test_numbers_of_numpy_are_numbers_of_a_result():
 
 
 def test_results_are_a_data_frame():
-    """Rows are named by the trainings; a value that a training does not have is missing."""
+    """Rows are named by the training jobs; a value that a training job does not have is missing."""
     frame = results_table([{"training": "a", "loss": 0.5}, {"training": "b", "error": "no"}])
     assert list(frame.columns) == ["loss", "error"]
     assert frame.loc["a", "loss"] == 0.5

@@ -72,7 +72,7 @@ def test_curves_read_now_and_then_are_those_read_at_once(steps):
         if move is None:
             reader.apply_curves(curves.since(read))
             read = version
-        else:  # back: a training resumed from a checkpoint
+        else:  # back: a training job resumed from a checkpoint
             step = max(0, step + move)
             curves.add(0, "loss", step, float(version))
     reader.apply_curves(curves.since(read))

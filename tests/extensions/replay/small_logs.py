@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from freetrain_parsl.extensions.replay.holes import Change, Hole, HoleLog, HoleTable, refuse_forecasts
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -87,16 +87,16 @@ def random_logs(draw: st.DrawFn, *, nodes: int = 5, end: int = 60) -> SmallLog:
 
 
 @st.composite
-def random_trainers(draw: st.DrawFn, *, endless: bool = False, costs: bool = True) -> tuple[Trainer, ...]:
+def random_trainers(draw: st.DrawFn, *, endless: bool = False, costs: bool = True) -> tuple[PlannedJob, ...]:
     """Draw trainers with irregular curves."""
     return tuple(_trainer(draw, f"t{index}", endless, costs) for index in range(draw(st.integers(1, 3))))
 
 
-def _trainer(draw: st.DrawFn, name: str, endless: bool, costs: bool) -> Trainer:
+def _trainer(draw: st.DrawFn, name: str, endless: bool, costs: bool) -> PlannedJob:
     least = draw(st.integers(1, 2))
     rates = draw(st.lists(st.integers(0, 20), min_size=4, max_size=4))
     seconds = st.integers(0, 4).map(float) if costs else st.just(0.0)
-    return Trainer(
+    return PlannedJob(
         name,
         least,
         draw(st.integers(least, 5)),

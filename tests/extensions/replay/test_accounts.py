@@ -8,7 +8,7 @@ import pytest
 
 from freetrain_parsl.extensions.replay.accounts import Account
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 
 CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0})
 
@@ -16,7 +16,7 @@ CURVE = ScalingCurve({1: 10.0, 2: 18.0, 4: 30.0})
 @pytest.fixture
 def account() -> Account:
     """Return the account of a trainer on two of its 2 to 4 nodes, with a value of 0.5 per sample."""
-    account = Account(Trainer("t", 2, 4, CURVE, CostsInSeconds(up=5, down=3), work_left=900.0), 0.0, 0.5)
+    account = Account(PlannedJob("t", 2, 4, CURVE, CostsInSeconds(up=5, down=3), work_left=900.0), 0.0, 0.5)
     account.start(frozenset("ab"), 7.0, 0.0)
     return account
 
@@ -67,7 +67,7 @@ def test_time_brings_samples_and_ends(account: Account) -> None:
 def test_who_holds_nothing_or_has_no_end_is_never_done(account: Account) -> None:
     account.stop()
     assert account.done_at(10.0) == math.inf
-    endless = Account(Trainer("t", 1, 4, CURVE), 0.0, 1.0)
+    endless = Account(PlannedJob("t", 1, 4, CURVE), 0.0, 1.0)
     endless.start(frozenset("a"), 0.0, 0.0)
     endless.run(1e12)
     assert endless.done_at(1e12) == math.inf

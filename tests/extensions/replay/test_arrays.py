@@ -10,10 +10,10 @@ from freetrain_parsl.extensions.fusion.curve import FusionCurve
 from freetrain_parsl.extensions.replay.accounts import Account
 from freetrain_parsl.extensions.replay.sweeps.arrays import ArrayAccount, Sweep, arrange, throughput
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 
 FUSION = FusionCurve([(2, 1.6), (4, 2.0)])
-MEMBER = Trainer("m", 1, 2, ScalingCurve({1: 10.0, 2: 15.0}), CostsInSeconds(up=5, down=3), work_left=100.0)
+MEMBER = PlannedJob("m", 1, 2, ScalingCurve({1: 10.0, 2: 15.0}), CostsInSeconds(up=5, down=3), work_left=100.0)
 
 fusions = st.lists(st.tuples(st.integers(1, 3), st.integers(5, 40)), max_size=4).map(
     lambda steps: FusionCurve(

@@ -1,4 +1,4 @@
-"""The replay of several sites: equal to that of one site, and exact where trainings move."""
+"""The replay of several sites: equal to that of one site, and exact where training jobs move."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from freetrain_parsl.extensions.replay.sites.federation import FederationOutcome
 from freetrain_parsl.extensions.replay.sites.logs import SiteLog, same_length
 from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from tests.extensions.replay.small_logs import SmallLog, random_logs, random_trainers
@@ -66,7 +66,7 @@ def test_with_one_site_it_is_the_replay_of_that_site(log, trainers, knowledge):
 
 
 def _restless(question) -> SitePlan:
-    """Move every training to the other site at every look."""
+    """Move every training job to the other site at every look."""
     choices = []
     for one in question.trainings:
         site = "b" if one.site == "a" else "a"
@@ -123,8 +123,8 @@ def _always(end: float, nodes: int = 2) -> SmallLog:
     return SmallLog([(f"n{number}", 0.0, end) for number in range(nodes)])
 
 
-def _trainer(**more) -> Trainer:
-    return Trainer("t", 1, 4, ScalingCurve({1: 10.0, 4: 40.0}), CostsInSeconds(1.0, 1.0, 2.0), **more)
+def _trainer(**more) -> PlannedJob:
+    return PlannedJob("t", 1, 4, ScalingCurve({1: 10.0, 4: 40.0}), CostsInSeconds(1.0, 1.0, 2.0), **more)
 
 
 def test_a_training_follows_the_holes():
@@ -170,7 +170,7 @@ def test_moves_that_have_cost_more_than_they_have_gained_are_noted_with_the_figu
         SiteLog("a", SmallLog([("n0", 0.0, 600.0)], 0.0, 600.0)),
         SiteLog("b", SmallLog([(f"m{number}", 60.0, closes) for number in range(4)], 0.0, 600.0)),
     ]
-    trainer = Trainer("t", 1, 4, ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0}), CostsInSeconds(1.0, 1.0, 2.0))
+    trainer = PlannedJob("t", 1, 4, ScalingCurve({1: 1.0, 2: 2.0, 4: 4.0}), CostsInSeconds(1.0, 1.0, 2.0))
     terms = SiteTerms(SitesSettings(look=timedelta(seconds=60)), RATES, 200.0)
     contestant = Contestant("milp", objective="throughput")
     result = compare_sites(sites, TrainerSet("one", (trainer,), "throughput"), contestant, FULL, terms)

@@ -13,7 +13,7 @@ from freetrain_parsl.extensions.replay.accounts import Bins
 from freetrain_parsl.extensions.replay.ideal import BestRates, ideal_value
 from freetrain_parsl.extensions.replay.simulation import ReplaySettings, replay
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from tests.extensions.replay.small_logs import SmallLog, random_logs, random_trainers
@@ -22,14 +22,14 @@ THROUGHPUT = OBJECTIVES["throughput"]
 PLAIN = ("priority", "speedup", "throughput")
 
 
-def trainer(name: str, rates: dict[int, float], *, least: int = 1, most: int = 10, **more: float) -> Trainer:
-    return Trainer(name, least, most, ScalingCurve(rates), CostsInSeconds(9, 9, 9), **more)
+def trainer(name: str, rates: dict[int, float], *, least: int = 1, most: int = 10, **more: float) -> PlannedJob:
+    return PlannedJob(name, least, most, ScalingCurve(rates), CostsInSeconds(9, 9, 9), **more)
 
 
 @settings(max_examples=60, deadline=None)
 @given(trainers=random_trainers(), nodes=st.integers(0, 12), objective=st.sampled_from(PLAIN))
 def test_the_best_rate_is_that_of_the_best_of_all_counts(
-    trainers: tuple[Trainer, ...], nodes: int, objective: str
+    trainers: tuple[PlannedJob, ...], nodes: int, objective: str
 ) -> None:
     worth = OBJECTIVES[objective]
     rates = BestRates(trainers, worth)
@@ -63,7 +63,7 @@ def test_trainers_that_are_alike_but_for_their_names_can_be_worth_different_valu
     concurrent=st.sampled_from([None, 1, 2]),
 )
 def test_for_endless_trainers_the_oracle_is_the_optimal_replay_with_free_rescaling(
-    log: SmallLog, trainers: tuple[Trainer, ...], objective: str, concurrent: int | None
+    log: SmallLog, trainers: tuple[PlannedJob, ...], objective: str, concurrent: int | None
 ) -> None:
     rates = BestRates(trainers, OBJECTIVES[objective])
     bins = Bins(log.start, log.end, 7)

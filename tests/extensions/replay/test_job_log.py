@@ -52,7 +52,7 @@ def test_jobs_get_the_first_free_nodes_and_leave_the_others_idle(write_swf):
 
 @pytest.mark.parametrize("forecasts", [False, True])
 def test_a_job_of_zero_length_takes_its_nodes_for_an_instant(write_swf, forecasts):
-    """A training on them is stopped nevertheless: the hole ends, and another one begins."""
+    """A training job on them is stopped nevertheless: the hole ends, and another one begins."""
     log = open_log(write_swf((0, 0, 10, 4, 20), (0, 15, 0, 2, 20), (0, 15, 0, 2, 20), (0, 20, 8, 4, 20)))
     assert (log.zero_length, log.clipped) == (2, 0)
     (at_15,) = (change for change in log.changes(forecasts=forecasts) if change.time == 15)

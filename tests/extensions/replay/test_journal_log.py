@@ -1,7 +1,7 @@
 """The journal of a run, turned into a log and replayed, leads to the decisions of the run, event by event.
 
-The run is that of the real control loop on a simulated site. Polls, starts of blocks and the trainings' speed are the
-same in both; everything else is once the executor's and once the replay's.
+The run is that of the real control loop on a simulated site. Polls, starts of blocks and the training jobs' speed are
+the same in both; everything else is once the executor's and once the replay's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 SETTINGS = PlannerSettings(
     startup=timedelta(seconds=10),
@@ -60,9 +60,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def live(
-    directory: Path, holes: Holes, trainers: Sequence[Trainer], start_delay: float
-) -> tuple[Answers, JournalLog, tuple[Trainer, ...]]:
-    """Let the control loop run; return its planner's answers, and its journal as a log with trainings."""
+    directory: Path, holes: Holes, trainers: Sequence[PlannedJob], start_delay: float
+) -> tuple[Answers, JournalLog, tuple[PlannedJob, ...]]:
+    """Let the control loop run; return its planner's answers, and its journal as a log with training jobs."""
     site = SimulatedSite(directory, holes, trainers, SETTINGS.in_seconds(), start_delay)
     site.run(500.0)
     run = read_run(site.journal_path)
@@ -72,7 +72,7 @@ def live(
     return answers, log, trainers_of(steps, log.start)
 
 
-def replay_run(log: JournalLog, trainers: tuple[Trainer, ...], start_delay: float) -> None:
+def replay_run(log: JournalLog, trainers: tuple[PlannedJob, ...], start_delay: float) -> None:
     blocks = BlockSettings(SETTINGS, timedelta(seconds=start_delay), timedelta(seconds=POLL))
     replay(
         log,

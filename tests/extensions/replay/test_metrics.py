@@ -18,7 +18,7 @@ from freetrain_parsl.extensions.replay.simulation import Cost, Knowledge, Replay
 from freetrain_parsl.extensions.replay.terminal import heading, result_table, summary
 from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Decision, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, Decision, PlannedJob
 from freetrain_parsl.planning.policies import POLICIES, Policy
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def read(tmp_path, *lines):
 
 def trainer(name="t", least=1, most=2, work=float("inf"), submitted=0.0, rates=((1, 10), (2, 16))):
     costs = CostsInSeconds(up=2, down=1)
-    return Trainer(name, least, most, ScalingCurve(rates), costs, work, submitted=submitted)
+    return PlannedJob(name, least, most, ScalingCurve(rates), costs, work, submitted=submitted)
 
 
 def measure(log, *trainers, policy="milp", knowledge=Knowledge.NONE, objective="throughput", price=None, **options):
@@ -110,7 +110,7 @@ def test_a_worse_split_is_a_loss_of_its_own(tmp_path, monkeypatch):
 
 
 def test_times_to_finish(tmp_path):
-    """Three trainings of 100 samples on one node at 10/s, one after the other, the last submitted at 15 s."""
+    """Three training jobs of 100 samples on one node at 10/s, one after the other, the last submitted at 15 s."""
     one = [
         trainer(name, most=1, work=100.0, rates=[(1, 10)], submitted=at) for name, at in (("x", 0), ("y", 0), ("z", 15))
     ]
@@ -199,7 +199,7 @@ def test_the_terminal_is_told_what_matters(tmp_path):
     assert text == (
         "idle.csv: 2 nodes, 2 h\n"
         "idle: 1.5 nodes on average, 1 in the median, 2 changes\n"
-        "trainings: 1 (test), measured by throughput, costs paper\n"
+        "training jobs: 1 (test), measured by throughput, costs paper\n"
         "In 2 h, training in the idle nodes with milp would have done 100.0 % of what 1.5 dedicated nodes do, in 3 of "
         "3 idle node-hours (100 %), worth 6 of 6."
     )

@@ -21,7 +21,7 @@ from freetrain_parsl.extensions.replay.simulation import replay
 from freetrain_parsl.extensions.replay.terminal import kinds_table
 from freetrain_parsl.extensions.replay.trainers import TrainerSet, trainer_set
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.model import PlannedJob
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 
@@ -48,9 +48,9 @@ def opened(directory: Path, *kinds: str, text: str = LOG, name: str = "log.csv",
     return log
 
 
-def either(name: str, gpu: float, cpu: float, most: int = 2) -> Trainer:
+def either(name: str, gpu: float, cpu: float, most: int = 2) -> PlannedJob:
     curves = {kind: ScalingCurve({1: rate, 4: 4 * rate}) for kind, rate in (("gpu", gpu), ("cpu", cpu))}
-    return Trainer(name, 1, most, curves["gpu"], node_kinds=("gpu", "cpu"), curves=curves)
+    return PlannedJob(name, 1, most, curves["gpu"], node_kinds=("gpu", "cpu"), curves=curves)
 
 
 def test_nodes_have_the_kinds_that_their_names_say(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_the_line_of_a_job_log_is_named(tmp_path: Path) -> None:
 
 
 def test_each_training_runs_where_it_gains_most_at_the_speed_of_that_kind(tmp_path: Path) -> None:
-    """Of two trainings, the one that gains more by a GPU has it; the other has the two nodes without, 20/s."""
+    """Of two training jobs, the one that gains more by a GPU has it; the other has the two nodes without, 20/s."""
     log = opened(tmp_path, "gpu=g*", "cpu=c*", text="node,start,end\ng1,0,100\nc1,0,100\nc2,0,100\n")
     trainers = (either("a", 100.0, 10.0), either("b", 50.0, 10.0))
     rates = BestRates(trainers, THROUGHPUT, ["cpu", "gpu"])
@@ -114,10 +114,10 @@ def test_efficiency_and_losses_add_up_to_one(tmp_path: Path) -> None:
 
 
 def test_the_node_hours_used_of_each_kind_are_shown(tmp_path: Path) -> None:
-    """One training can use GPU nodes only, the other CPU nodes only, one at a time."""
+    """One training job can use GPU nodes only, the other CPU nodes only, one at a time."""
     log = opened(tmp_path, "gpu=g*", "cpu=c*", text="node,start,end\ng1,0,7200\nc1,0,36000\nc2,0,36000\n")
     curve = ScalingCurve({1: 1.0})
-    both = tuple(Trainer(kind, 1, 1, curve, node_kinds=(kind,)) for kind in ("gpu", "cpu"))
+    both = tuple(PlannedJob(kind, 1, 1, curve, node_kinds=(kind,)) for kind in ("gpu", "cpu"))
     trainers = TrainerSet("two", both, "throughput")
     result = compare(log, trainers, [Contestant("milp")])
     assert result["used_by_kind"] == pytest.approx({"cpu": 10.0, "gpu": 2.0})
@@ -135,7 +135,7 @@ def test_the_node_hours_used_of_each_kind_are_shown(tmp_path: Path) -> None:
 
 def test_a_curve_without_kinds_is_that_of_the_fastest() -> None:
     (trainer,) = with_kinds(
-        TrainerSet("one", (Trainer("t", 1, 2, ScalingCurve({1: 50.0})),), "throughput"), read_kinds(KINDS)
+        TrainerSet("one", (PlannedJob("t", 1, 2, ScalingCurve({1: 50.0})),), "throughput"), read_kinds(KINDS)
     ).trainers
     assert {kind: curve(1) for kind, curve in trainer.curves.items()} == {"gpu": 50.0, "cpu": 5.0}
 

@@ -149,7 +149,7 @@ def hostile_result():
 
 
 def test_words_of_users_never_become_markup(page):
-    """Names of trainings, logs and policies are plain text wherever they appear."""
+    """Names of training jobs, logs and policies are plain text wherever they appear."""
     reader = Reader(page(hostile_result()))
     assert reader.count("script") == reader.count("img") == 0
     assert reader.text.count(HOSTILE) >= 6
@@ -251,7 +251,7 @@ def test_bars_add_up_to_the_whole(page):
 def test_jobs_that_finish_have_times(page):
     """If there is work to finish, the report shows how much was done and how long it took."""
     finite = Reader(page(make_result(make_policy(finite=True)))).text
-    assert "Trainings finished" in finite
+    assert "Training jobs finished" in finite
     assert "Mean time to finish" in finite
     endless = Reader(page(make_result(make_policy()))).text
     assert "They are endless" in endless
@@ -259,7 +259,7 @@ def test_jobs_that_finish_have_times(page):
 
 
 def test_unfinished_work_shows_its_share(page):
-    """A training that did not finish shows its progress."""
+    """A training job that did not finish shows its progress."""
     entry = make_policy(finite=True)
     entry["trainers"][0] |= {"finished": None, "samples": 0.8e8}
     assert "25 %" in Reader(page(make_result(entry))).text
@@ -295,7 +295,7 @@ def test_a_log_without_idle_nodes_has_a_page(page, efficiency):
 
 
 def test_many_trainers_are_summed_up(page):
-    """Of a thousand trainings, ten have a colour and fifty a row; the rest is summed up."""
+    """Of a thousand training jobs, ten have a colour and fifty a row; the rest is summed up."""
     text = page(make_result(make_policy(trainers=1000)))
     assert "990 others" in text
     assert "the other 950 are in the JSON file" in text
@@ -303,7 +303,7 @@ def test_many_trainers_are_summed_up(page):
 
 
 def test_a_week_of_five_policies_stays_small(page):
-    """Five policies of 20 trainings and 600 bins make a page below 500 kB."""
+    """Five policies of 20 training jobs and 600 bins make a page below 500 kB."""
     entries = [make_policy(f"policy-{i}", trainers=20, bins=600, seed=i) for i in range(5)]
     assert len(page(make_result(*entries)).encode()) < 500_000
 

@@ -19,7 +19,15 @@ from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.extensions.replay.recorded_run import decide_again, read_run
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, PoolNode, Trainer, Window, WindowKind
+from freetrain_parsl.planning.model import (
+    BlockTerms,
+    CostsInSeconds,
+    Decision,
+    PlannedJob,
+    PoolNode,
+    Window,
+    WindowKind,
+)
 from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies import Policy, resolve_policy
 from freetrain_parsl.protocol import journal as record
@@ -106,7 +114,8 @@ class _Site:
         curve = ScalingCurve({1: self.random.random() * 20, 4: self.random.random() * 60})
         costs = CostsInSeconds(self.random.random() * 9, self.random.random() * 9, self.random.random() * 30)
         return ev.TrainerLearned(
-            self.now, Trainer(self.named(), 1, self.random.randint(1, 6), curve, costs, self.random.random() * 10_000)
+            self.now,
+            PlannedJob(self.named(), 1, self.random.randint(1, 6), curve, costs, self.random.random() * 10_000),
         )
 
     def finish(self) -> ev.Event:
@@ -217,7 +226,7 @@ def test_another_process_decides_the_same(tmp_path: Path) -> None:
 
 
 class _First(Policy):
-    """Gives the first training all that it can use."""
+    """Gives the first training job all that it can use."""
 
     name = "first"
 
@@ -270,10 +279,10 @@ EVERYTHING: tuple[ev.Event | ev.Action, ...] = (
     ev.NodesForecast(8.0, {"a": None, "b": 9.5}, frozenset("ab")),
     ev.TrainerSubmitted(
         9.0,
-        Trainer("t", 1, 2, ScalingCurve({1: 0.1, 2: 0.3}), CostsInSeconds(1, 2, 3), 1e9, 2.0, 5.0, 0.5, 0.75),
+        PlannedJob("t", 1, 2, ScalingCurve({1: 0.1, 2: 0.3}), CostsInSeconds(1, 2, 3), 1e9, 2.0, 5.0, 0.5, 0.75),
     ),
     ev.TrainerProgressed(10.0, "t", math.inf),
-    ev.TrainerLearned(11.0, Trainer("t", 1, 2, ScalingCurve.default())),
+    ev.TrainerLearned(11.0, PlannedJob("t", 1, 2, ScalingCurve.default())),
     ev.TrainerFinished(12.0, "t"),
     ev.TrainerFailed(13.0, "t"),
     ev.TrainerWithheld(14.0, "t"),

@@ -26,7 +26,7 @@ def freetrain(tmp_path, monkeypatch, command):
 
 
 def test_two_sites_together_and_alone(freetrain, tmp_path):
-    """The trainings go from the first to the second, the figures agree, and the page names both sites."""
+    """The training jobs go from the first to the second, the figures agree, and the page names both sites."""
     call = f"replay {SITES} --trainers trainers.yaml --cost full --json out.json --report out.html"
     done = freetrain(call)
     assert (done.code, done.err) == (0, "")

@@ -18,7 +18,7 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.replay.ideal import BestRates, ideal_value
 from freetrain_parsl.extensions.replay.simulation import Cost, Curves, Knowledge, Outcome, ReplaySettings, replay
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, Pool, Trainer
+from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, PlannedJob, Pool
 from freetrain_parsl.planning.objectives.base import OBJECTIVES, Objective
 from freetrain_parsl.planning.policies import POLICIES, EqualSharePolicy, MilpPolicy, Policy
 from tests.extensions.replay.small_logs import SmallLog, random_logs, random_trainers
@@ -31,11 +31,11 @@ LINEAR = ScalingCurve({1: 10.0, 10: 100.0})
 
 def trainer(
     name: str = "t", least: int = 1, most: int = 10, costs: tuple[float, float, float] = (0, 0, 0), **more: float
-) -> Trainer:
-    return Trainer(name, least, most, LINEAR, CostsInSeconds(*costs), **more)
+) -> PlannedJob:
+    return PlannedJob(name, least, most, LINEAR, CostsInSeconds(*costs), **more)
 
 
-def best_rates(*trainers: Trainer, objective: str = "throughput") -> BestRates:
+def best_rates(*trainers: PlannedJob, objective: str = "throughput") -> BestRates:
     return BestRates(trainers, OBJECTIVES[objective])
 
 
@@ -44,7 +44,7 @@ class Arbitrary(Policy):
 
     name = "arbitrary"
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         rng = random.Random(f"{now} {list(pool)} {[t.name for t in trainers]}")
         free = list(pool)
         rng.shuffle(free)
@@ -63,11 +63,11 @@ class Spy(Policy):
     asked: Policy
     times: list[float] = field(default_factory=list)
     pools: list[Pool] = field(default_factory=list)
-    trainers: list[tuple[Trainer, ...]] = field(default_factory=list)
+    trainers: list[tuple[PlannedJob, ...]] = field(default_factory=list)
     answers: list[Allocation] = field(default_factory=list)
     name = "spy"
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         decision = self.asked.allocate(pool, trainers, current, now)
         self.times.append(now)
         self.pools.append(pool)
@@ -84,7 +84,7 @@ class Recount:
     """
 
     log: SmallLog
-    trainers: Sequence[Trainer]
+    trainers: Sequence[PlannedJob]
     objective: Objective
     spy: Spy
     how: ReplaySettings
@@ -102,7 +102,7 @@ class Recount:
         self.samples = {t.name: 0.0 for t in self.trainers}
         self.holds: dict[str, set[str]] = {t.name: set() for t in self.trainers}
         self.queue = sorted(self.trainers, key=lambda t: t.submitted)
-        self.alive: list[Trainer] = []
+        self.alive: list[PlannedJob] = []
         self.decided = dict(zip(self.spy.times, self.spy.answers, strict=True))
         asked = dict(zip(self.spy.times, self.spy.trainers, strict=True))
         log = self.log
@@ -132,7 +132,7 @@ class Recount:
     def room(self) -> bool:
         return self.how.concurrent is None or len(self.alive) < self.how.concurrent
 
-    def change(self, item: Trainer, now: float) -> None:
+    def change(self, item: PlannedJob, now: float) -> None:
         before = self.holds[item.name]
         lost = before & {hole.node for hole in self.log.holes if hole.end == now}
         if lost:
@@ -158,15 +158,15 @@ class Recount:
         self.used_seconds += used * (then - now)
         self.unused += (self.best(len(idle)) - self.best(used)) * (then - now)
 
-    def charge(self, item: Trainer, seconds: float, nodes: int) -> float:
+    def charge(self, item: PlannedJob, seconds: float, nodes: int) -> float:
         self.samples[item.name] -= seconds * self.rate(item, nodes)
         self.value -= seconds * self.worth(item, nodes)
         return seconds * self.worth(item, nodes)
 
-    def rate(self, item: Trainer, nodes: int) -> float:
+    def rate(self, item: PlannedJob, nodes: int) -> float:
         return item.rate(nodes) if nodes >= item.min_nodes else 0.0
 
-    def worth(self, item: Trainer, nodes: int) -> float:
+    def worth(self, item: PlannedJob, nodes: int) -> float:
         return self.objective(item, nodes) if nodes >= item.min_nodes else 0.0
 
     def best(self, nodes: int) -> float:
@@ -216,7 +216,7 @@ QUICK = ("arbitrary", "milp", "equal-share")  # the other policies decide in the
     ),
 )
 def test_a_replay_counts_what_its_decisions_make(
-    maker: str, log: SmallLog, trainers: tuple[Trainer, ...], objective: str, how: ReplaySettings
+    maker: str, log: SmallLog, trainers: tuple[PlannedJob, ...], objective: str, how: ReplaySettings
 ) -> None:
     """The result agrees with a recount, the bins agree with the totals, and each instant has one decision."""
     spy = Spy(MAKERS[maker]())
@@ -237,7 +237,7 @@ def test_a_replay_counts_what_its_decisions_make(
 
 @settings(max_examples=20, deadline=None)
 @given(log=random_logs(), trainers=random_trainers())
-def test_the_same_replay_gives_the_same_counts(log: SmallLog, trainers: tuple[Trainer, ...]) -> None:
+def test_the_same_replay_gives_the_same_counts(log: SmallLog, trainers: tuple[PlannedJob, ...]) -> None:
     first, second = (replay(log, best_rates(*trainers), MilpPolicy("throughput")) for _ in range(2))
     assert (first.value, first.losses, first.unused, first.events) == (
         second.value,
@@ -385,7 +385,7 @@ class Faulty(EqualSharePolicy):
 
     name = "faulty"
 
-    def allocate(self, pool: Pool, trainers: Sequence[Trainer], current: Allocation, now: float) -> Decision:
+    def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         if 10 <= now < 20:
             return Decision({t.name: frozenset(pool) for t in trainers}, 0.0, proven_optimal=False, bound=0.0)
         if 20 <= now < 30:
@@ -431,7 +431,8 @@ def test_learned_curves_come_close_to_known_ones() -> None:
     log = SmallLog(holes)
     curves = [{1: 10.0, 2: 19.0, 4: 34.0, 8: 52.0, 12: 56.0}, {1: 10.0, 2: 14.0, 4: 16.0, 12: 17.0}]
     trainers = [
-        Trainer(f"t{i}", 1, 12, ScalingCurve(curves[i % 2]), CostsInSeconds(5, 3), submitted=float(i)) for i in range(3)
+        PlannedJob(f"t{i}", 1, 12, ScalingCurve(curves[i % 2]), CostsInSeconds(5, 3), submitted=float(i))
+        for i in range(3)
     ]
     known, learned, default = (
         replay(log, best_rates(*trainers), MilpPolicy("throughput"), ReplaySettings(curves=curves_known))

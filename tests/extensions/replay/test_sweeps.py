@@ -19,7 +19,7 @@ from freetrain_parsl.extensions.replay.sweeps.arrays import ArrayAccount
 from freetrain_parsl.extensions.replay.sweeps.sweeps import compare_fusion, replay_sweeps
 from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy
 from tests.extensions.replay.small_logs import SmallLog, random_logs
 
@@ -34,7 +34,7 @@ def sweeps(*numbers: int, work: float = 100.0, up: float = 0.0, most: int = 1, *
         costs = CostsInSeconds(up=up, down=up, start=up)
         names = [f"s{index}-{member}" for member in range(number)]
         curve = ScalingCurve({1: 10.0, 4: 25.0})
-        made[f"s{index}"] = tuple(Trainer(name, 1, most, curve, costs, work, **more) for name in names)
+        made[f"s{index}"] = tuple(PlannedJob(name, 1, most, curve, costs, work, **more) for name in names)
     return TrainerSet("sweeps", tuple(member for sweep in made.values() for member in sweep), "throughput", made)
 
 

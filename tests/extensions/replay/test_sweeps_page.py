@@ -13,7 +13,7 @@ from freetrain_parsl.extensions.replay.sweeps.arrays import FUSION_CURVES, fusio
 from freetrain_parsl.extensions.replay.sweeps.sweeps import compare_fusion
 from freetrain_parsl.extensions.replay.trainers import TrainerSet
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.model import PlannedJob
 from tests.extensions.replay.small_logs import SmallLog
 from tests.extensions.replay.test_page import HOSTILE, Reader
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def result(fusion: FusionCurve, *policies: str, name: str = "mine") -> dict[str, Any]:
-    members = tuple(Trainer(f"{name}-{i}", 1, 1, ScalingCurve({1: 10.0}), work_left=100.0) for i in range(4))
+    members = tuple(PlannedJob(f"{name}-{i}", 1, 1, ScalingCurve({1: 10.0}), work_left=100.0) for i in range(4))
     trainers = TrainerSet(name, members, "throughput", {name: members})
     contestants = [Contestant(policy, objective="throughput") for policy in policies]
     made = compare_fusion(SmallLog([("a", 0.0, 30.0)]), trainers, (name, fusion), contestants, price_per_node_hour=9.0)

@@ -15,7 +15,7 @@ from freetrain_parsl.extensions.replay.comparison import RESCALE_FACTORS, START_
 from freetrain_parsl.extensions.replay.ideal import BestRates
 from freetrain_parsl.extensions.replay.simulation import ReplaySettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import MilpPolicy
 from tests.extensions.replay.small_logs import SmallLog
@@ -32,7 +32,7 @@ def case():
 
 def make_case():
     log = SmallLog([("a", 0.0, 400.0), ("b", 100.0, 300.0), ("a", 450.0, 900.0)])
-    trainer = Trainer("t", 1, 2, ScalingCurve({1: 10, 2: 16}), CostsInSeconds(up=4, down=2))
+    trainer = PlannedJob("t", 1, 2, ScalingCurve({1: 10, 2: 16}), CostsInSeconds(up=4, down=2))
     return Case(log, BestRates((trainer,), OBJECTIVES["throughput"]), make_policy, ReplaySettings())
 
 

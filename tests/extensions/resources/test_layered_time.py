@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.extensions.resources.instances import LayeredTraining
 
 
@@ -136,5 +136,5 @@ def test_more_servers_are_never_slower(training, workers):
 )
 def test_impossible_layers_are_refused(change, problem):
     good = {"forward": (1.0,), "backward": (1.0,), "sizes": (1.0,), "batch": 1, "worker_rate": 1.0, "server_rate": 1.0}
-    with pytest.raises(InvalidTrainer, match=problem):
+    with pytest.raises(InvalidApp, match=problem):
         LayeredTraining(**{**good, **change})

@@ -9,7 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from freetrain_parsl.errors import InvalidSettings, InvalidTrainer
+from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.extensions.resources.demands import MOST_OF_EACH, ResourceJob, ResourceProblem, SigmoidUtility
 from freetrain_parsl.extensions.resources.instances import parse_instance
 from freetrain_parsl.extensions.resources.policies import (
@@ -192,7 +192,7 @@ def test_a_sigmoid_halves_at_its_critical_time_and_never_overflows():
     assert (utility(60.0), utility(1e9)) == (5.0, 0.0)
     assert utility(0.0) == pytest.approx(10.0)
     assert SigmoidUtility(10.0, 0.0, 60.0)(1e9) == 5.0
-    with pytest.raises(InvalidTrainer, match="sigmoid: steepness must be zero or more, got -1"):
+    with pytest.raises(InvalidApp, match="sigmoid: steepness must be zero or more, got -1"):
         SigmoidUtility(10.0, -1.0, 60.0)
 
 
@@ -213,7 +213,7 @@ def test_a_sigmoid_halves_at_its_critical_time_and_never_overflows():
     ],
 )
 def test_impossible_jobs_and_problems_are_refused(make, problem):
-    with pytest.raises(InvalidTrainer, match=problem):
+    with pytest.raises(InvalidApp, match=problem):
         make()
 
 

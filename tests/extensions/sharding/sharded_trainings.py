@@ -1,4 +1,4 @@
-"""Trainings with FSDP2, for a crew; in a separate module because its processes import it."""
+"""Training jobs with FSDP2, for a crew; in a separate module because its processes import it."""
 
 from __future__ import annotations
 

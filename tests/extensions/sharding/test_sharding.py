@@ -1,4 +1,4 @@
-"""A training with FSDP2 on the embedded cluster: resized through checkpoints, in the same processes."""
+"""A training job with FSDP2 on the embedded cluster: resized through checkpoints, in the same processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from freetrain_parsl import CheckpointSettings, TrainingApp, training_app
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.testing.faults import partition, slots_on_this_machine
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 from tests.executor.scenario import TRAININGS, ScriptedPolicy
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def test_a_sharded_training_is_resized_and_survives_a_loss_through_checkpoints_i
     slow.unlink()
 
     result = torch.tensor(future.result(timeout=180))
-    assert torch.allclose(result, torch.tensor(run_alone(train.func, epochs=30)), atol=1e-4)
+    assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
     progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
     assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
 
@@ -129,7 +129,7 @@ def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_chec
     assert site.run.fragments[-2].failure
     slow.unlink()
     result = torch.tensor(future.result(timeout=180))
-    assert torch.allclose(result, torch.tensor(run_alone(train.func, epochs=30)), atol=1e-4)
+    assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
 
 
 def _pid_of_a_slot(site: Any, node: str) -> int:

@@ -11,7 +11,7 @@ from freetrain_parsl.extensions.simulate.description import ClusterShape, JobDes
 from freetrain_parsl.extensions.simulate.jobs.curve_jobs import read_job_log, read_trainer_workload
 from freetrain_parsl.extensions.simulate.simulation import simulate
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.policies import MilpPolicy
 
 CLUSTER = ClusterShape(2, 4)
@@ -72,7 +72,7 @@ def test_wrong_jobs_are_refused_with_their_line(listed, line, problem):
     assert str(refusal.value).startswith(f"{file}:3: ")
 
 
-TRAINER = Trainer("t", 1, 4, ScalingCurve({1: 10, 4: 30}), CostsInSeconds(up=1, down=2, start=3))
+TRAINER = PlannedJob("t", 1, 4, ScalingCurve({1: 10, 4: 30}), CostsInSeconds(up=1, down=2, start=3))
 
 
 def test_jobs_of_a_log_have_the_work_of_their_run_time(tmp_path):

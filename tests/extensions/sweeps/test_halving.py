@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl import training_app
-from freetrain_parsl.errors import InvalidTrainer, NonFiniteLoss, TrainingInterrupted
-from freetrain_parsl.extensions.sweeps.halving import halving, is_usable, promoted, ranked
+from freetrain_parsl.errors import InvalidApp, NonFiniteLoss, TrainingInterrupted
+from freetrain_parsl.extensions.sweeps.halving import is_usable, promoted, ranked, successive_halving
 from tests.recording_kernel import Call, RecordingKernel
 
 CONFIGURATIONS = [{"lr": lr} for lr in range(9)]
@@ -25,7 +25,7 @@ def trains_for(session, lr, epochs): ...
 
 
 def metrics(call: Call) -> dict:
-    """Return the metrics of a training whose loss is best for lr=4 and falls with each epoch."""
+    """Return the metrics of a training job whose loss is best for lr=4 and falls with each epoch."""
     history = [
         {"epoch": epoch, "loss": 10 + abs(call.kwargs["lr"] - 4) - epoch, "accuracy": call.kwargs["lr"] / 10}
         for epoch in range(call.request.options.epochs)
@@ -37,7 +37,7 @@ def search(answer=metrics, configurations=CONFIGURATIONS, function=train, option
     """Return the result of a search, and its calls."""
     kernel = RecordingKernel(answer)
     app = training_app(data_flow_kernel=kernel, **(options or {}))(function)
-    return halving(app, configurations, **settings), kernel
+    return successive_halving(app, configurations, **settings), kernel
 
 
 def rates(rung) -> list[int]:
@@ -83,7 +83,7 @@ def test_a_metric_may_be_computed_from_what_the_function_returned() -> None:
 
 
 def test_a_search_that_is_repeated_ranks_by_the_values_of_the_time_not_by_those_of_now() -> None:
-    """Trainings that have gone on before are ahead of the first rung."""
+    """Training jobs that have continued before are ahead of the first rung."""
 
     def ahead(call: Call) -> dict:
         value = metrics(call)
@@ -126,14 +126,14 @@ def test_if_all_fail_later_the_best_of_the_rung_before_is_the_result() -> None:
 def test_if_all_fail_at_once_the_first_error_is_raised() -> None:
     with pytest.raises(NonFiniteLoss, match="at step 1"):
         search(failing(*range(9)))
-    with pytest.raises(InvalidTrainer, match=r"halving: the result has no 'accuracy'; it has: loss$"):
+    with pytest.raises(InvalidApp, match=r"successive_halving: the result has no 'accuracy'; it has: loss$"):
         search(lambda call: {"loss": 1.0}, metric="accuracy")
-    with pytest.raises(InvalidTrainer, match="the function returned float, in which there is no 'loss'; return"):
+    with pytest.raises(InvalidApp, match="the function returned float, in which there is no 'loss'; return"):
         search(lambda call: 1.0)
 
 
 def test_an_error_that_is_not_due_to_the_configuration_is_raised() -> None:
-    """To rank an interrupted training last would be wrong."""
+    """To rank an interrupted training job last would be wrong."""
     with pytest.raises(TrainingInterrupted, match="shut down"):
         search(failing(4, error=TrainingInterrupted("executor was shut down")))
 
@@ -141,21 +141,26 @@ def test_an_error_that_is_not_due_to_the_configuration_is_raised() -> None:
 @pytest.mark.parametrize(
     ("configurations", "settings", "error", "message"),
     [
-        ([], {}, InvalidTrainer, "there are no configurations"),
-        ([{"lr": 1}, {"lr": 1}], {}, InvalidTrainer, "halving: trainings 1 and 2 have the same arguments and seed"),
+        ([], {}, InvalidApp, "there are no configurations"),
+        (
+            [{"lr": 1}, {"lr": 1}],
+            {},
+            InvalidApp,
+            "successive_halving: training jobs 1 and 2 have the same arguments and seed",
+        ),
         ([{"rate": 1}], {}, TypeError, "missing a required argument: 'lr'"),
-        ([{"lr": 1, "epochs": 2}], {}, InvalidTrainer, "configuration 1 has 'epochs', which the rungs set"),
-        (CONFIGURATIONS, {"epochs": ()}, InvalidTrainer, "epochs must be increasing numbers such as (1, 3, 9), got ()"),
-        (CONFIGURATIONS, {"epochs": (3, 3)}, InvalidTrainer, "epochs must be increasing numbers"),
-        (CONFIGURATIONS, {"epochs": (0, 3)}, InvalidTrainer, "each of epochs must be a whole number of at least 1"),
-        (CONFIGURATIONS, {"eta": 1}, InvalidTrainer, "halving: eta must be a whole number of at least 2, got 1"),
-        (CONFIGURATIONS, {"mode": "least"}, InvalidTrainer, "halving: mode must be 'min' or 'max', got 'least'"),
+        ([{"lr": 1, "epochs": 2}], {}, InvalidApp, "configuration 1 has 'epochs', which the rungs set"),
+        (CONFIGURATIONS, {"epochs": ()}, InvalidApp, "epochs must be increasing numbers such as (1, 3, 9), got ()"),
+        (CONFIGURATIONS, {"epochs": (3, 3)}, InvalidApp, "epochs must be increasing numbers"),
+        (CONFIGURATIONS, {"epochs": (0, 3)}, InvalidApp, "each of epochs must be a whole number of at least 1"),
+        (CONFIGURATIONS, {"eta": 1}, InvalidApp, "successive_halving: eta must be a whole number of at least 2, got 1"),
+        (CONFIGURATIONS, {"mode": "least"}, InvalidApp, "successive_halving: mode must be 'min' or 'max', got 'least'"),
     ],
 )
 def test_a_mistake_is_refused_in_one_line_before_anything_is_submitted(configurations, settings, error, message):
     kernel = RecordingKernel(metrics)
     with pytest.raises(error) as refused:
-        halving(training_app(data_flow_kernel=kernel)(train), configurations, **settings)
+        successive_halving(training_app(data_flow_kernel=kernel)(train), configurations, **settings)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
     assert kernel.calls == []
@@ -163,7 +168,7 @@ def test_a_mistake_is_refused_in_one_line_before_anything_is_submitted(configura
 
 @pytest.mark.cluster
 def test_survivors_go_on_from_their_checkpoints_on_a_cluster(start) -> None:
-    """Each epoch is trained once; one training fails."""
+    """Each epoch is trained once; one training job fails."""
     site = start(nodes=2)
 
     @training_app
@@ -181,7 +186,7 @@ def test_survivors_go_on_from_their_checkpoints_on_a_cluster(start) -> None:
         return session.metrics
 
     configurations = [{"lr": lr} for lr in (0.1, 0.001, -1.0, 0.05)]
-    result = halving(regress, configurations, epochs=(1, 3), eta=2)
+    result = successive_halving(regress, configurations, epochs=(1, 3), eta=2)
     assert result.best == {"lr": 0.1}
     assert [rates(rung) for rung in result.rungs] == [[0.1, 0.05, 0.001, -1.0], [0.1, 0.05]]
     assert isinstance(result.rungs[0].evaluations[-1].error, ValueError)

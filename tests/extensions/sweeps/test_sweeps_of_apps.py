@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from freetrain_parsl import training_app
-from freetrain_parsl.errors import InvalidTrainer
+from freetrain_parsl.errors import InvalidApp
 from tests.recording_kernel import RecordingKernel
 
 
@@ -67,18 +67,18 @@ def test_all_trainings_of_a_sweep_may_run_fused_with_each_other(kernel) -> None:
     [
         ({}, {"rate": [1, 2]}, TypeError, "train(): missing a required argument: 'lr'"),
         ({}, {"lr": [1], "rate": [1]}, TypeError, "unexpected keyword argument 'rate'"),
-        ({}, {"lr": [1, 2, 1]}, InvalidTrainer, "train.sweep: trainings 1 and 3 have the same arguments and seed"),
-        ({"name": "t"}, {"lr": [1, 1]}, InvalidTrainer, "trainings 1 and 2 have the same arguments and seed"),
-        ({"name": "t{lr}"}, {"lr": [1, 1]}, InvalidTrainer, "trainings 1 and 2 have the same arguments and seed"),
+        ({}, {"lr": [1, 2, 1]}, InvalidApp, "train.sweep: training jobs 1 and 3 have the same arguments and seed"),
+        ({"name": "t"}, {"lr": [1, 1]}, InvalidApp, "training jobs 1 and 2 have the same arguments and seed"),
+        ({"name": "t{lr}"}, {"lr": [1, 1]}, InvalidApp, "training jobs 1 and 2 have the same arguments and seed"),
         (
             {"name": "t{lr}"},
             {"lr": [1, 1], "width": [4, 8]},
-            InvalidTrainer,
-            "trainings 1 and 2 are both named 't1'; name them after the arguments in which they differ",
+            InvalidApp,
+            "training jobs 1 and 2 are both named 't1'; name them after the arguments in which they differ",
         ),
-        ({}, {"lr": [1, 2], "seeds": [1, -1]}, InvalidTrainer, "seed must be a whole number of at least 0, got -1"),
-        ({}, {"lr": [1, 2], "width": [1]}, InvalidTrainer, "train.sweep: the lists must have the same length"),
-        ({}, {"lr": [object(), object()]}, InvalidTrainer, "give one: train.options(name='…')(…)"),
+        ({}, {"lr": [1, 2], "seeds": [1, -1]}, InvalidApp, "seed must be a whole number of at least 0, got -1"),
+        ({}, {"lr": [1, 2], "width": [1]}, InvalidApp, "train.sweep: the lists must have the same length"),
+        ({}, {"lr": [object(), object()]}, InvalidApp, "give one: train.options(name='…')(…)"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_is_submitted(kernel, options, lists, error, message: str) -> None:
@@ -96,5 +96,5 @@ def test_arguments_without_a_stable_identity_need_a_name_only(kernel) -> None:
 
 @pytest.mark.parametrize("method", ["sweep", "grid"])
 def test_a_function_with_a_parameter_called_seeds_has_no_sweeps(kernel, method: str) -> None:
-    with pytest.raises(InvalidTrainer, match=f"takes_seeds.{method}: the function has a parameter 'seeds', but"):
+    with pytest.raises(InvalidApp, match=f"takes_seeds.{method}: the function has a parameter 'seeds', but"):
         getattr(app(kernel, takes_seeds), method)(seeds=range(3))

@@ -90,7 +90,7 @@ def _in_processes(options: argparse.Namespace, seeds: Sequence[int]) -> Iterator
 def _line(report: EpisodeReport) -> str:
     faults = ", ".join(f"{fault.at:g} s {fault.fault} ({fault.detail})" for fault in report.faults)
     verdict = "; ".join(report.problems) or "ok"
-    begin = f"{report.kind} {report.seed}: {report.seconds:g} s, {report.trainings} trainings"
+    begin = f"{report.kind} {report.seed}: {report.seconds:g} s, {report.trainings} training jobs"
     return f"{begin}, {faults or 'no fault'}: {verdict}"
 
 
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, with relative frequencies")
     parser.add_argument("--jobs", type=int, default=1, help="concurrent episodes (default 1)")
     parser.add_argument("--disk", type=int, metavar="BYTES", help="keep checkpoints on a tmpfs of this size (root)")
-    parser.add_argument("--short", action="store_true", help="short trainings with few faults, seconds each")
+    parser.add_argument("--short", action="store_true", help="short training jobs with few faults, seconds each")
     parser.add_argument("--directory", type=Path, help="directory for the files of failed episodes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all reports and the summary")
     parser.add_argument("--lines", action="store_true", help="print one line of JSON for each episode")

@@ -54,7 +54,7 @@ BARE_FAULTS: Mapping[str, float] = MappingProxyType(
         "stop_driver": 1.5,
         "kill_driver": 1.5,  # and start another one later
         "preempt": 2,  # a block, and keep its nodes for a while
-        "damage": 1.5,  # the newest checkpoint of a training that has others, and kill all slots
+        "damage": 1.5,  # the newest checkpoint of a training job that has others, and kill all slots
         "clock": 2,  # a step of the driver's wall clock
         "vanish": 1,  # a peer sends a probe, a hello or nonsense, and disconnects
     }
@@ -134,7 +134,7 @@ class BareScene(Scene):
     # Stages of an episode.
 
     def live(self) -> None:
-        """Run the trainings to their ends under faults."""
+        """Run the training jobs to their ends under faults."""
         self._start_driver()
         while not self._over:
             self._turn()
@@ -168,7 +168,7 @@ class BareScene(Scene):
             self._link.close()
 
     def verify(self) -> None:
-        """Check the results of the trainings."""
+        """Check the results of the training jobs."""
         for subject in self.plan.subjects:
             outcome = self.plan.outcome_of(subject.name)
             if not outcome.exists():
@@ -181,7 +181,7 @@ class BareScene(Scene):
                 self.problems += problems_of(subject, result, self.plan.epochs, self.plan.samples)
 
     def finished(self) -> int:
-        """Count the trainings that ended without an error."""
+        """Count the training jobs that ended without an error."""
         outcomes = [self.plan.outcome_of(subject.name) for subject in self.plan.subjects]
         return sum(json.loads(path.read_text(encoding="utf-8"))["error"] is None for path in outcomes if path.exists())
 
@@ -325,7 +325,7 @@ class BareScene(Scene):
         return f"for {seconds:g} s"
 
     def _kill_driver(self) -> str | None:
-        if self._driver is None or self._link is None:  # it has closed its end: all trainings have ended
+        if self._driver is None or self._link is None:  # it has closed its end: all training jobs have ended
             return None
         self._driver.kill()
         self._driver.join()

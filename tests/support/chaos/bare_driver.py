@@ -127,7 +127,7 @@ class _ParentsNodes(WindowSource):
 
 
 def drive(plan: BarePlan, link: Connection) -> None:
-    """Run a driver until all trainings of the plan have ended, then end this process."""
+    """Run a driver until all training jobs of the plan have ended, then end this process."""
     directory = plan.directory
     logging.basicConfig(
         filename=directory / "driver.log",
@@ -228,7 +228,7 @@ def _obey(message: tuple[Any, ...], source: _ParentsNodes, driver: ControlLoop, 
 
 
 def _keep_outcomes(plan: BarePlan, futures: dict[str, Future[Any]]) -> None:
-    """Record the outcomes of trainings for the parent and the next driver."""
+    """Record the outcomes of training jobs for the parent and the next driver."""
     for name, future in futures.items():
         outcome = plan.outcome_of(name)
         if future.done() and not outcome.exists():

@@ -24,7 +24,7 @@ class BarePlan:
     checkpoints
         Root of the checkpoints.
     subjects
-        The trainings.
+        The training jobs.
     epochs, samples
         Length of each.
     nodes
@@ -43,9 +43,9 @@ class BarePlan:
     peer_timeout: float = 5.0
 
     def result_of(self, name: str) -> Path:
-        """Return the file to which a training saves its final state."""
+        """Return the file to which a training job saves its final state."""
         return self.directory / f"result-{name}.pt"
 
     def outcome_of(self, name: str) -> Path:
-        """Return the file with the outcome of a training's future."""
+        """Return the file with the outcome of a training job's future."""
         return self.directory / f"outcome-{name}.json"

@@ -45,7 +45,7 @@ CAMPAIGN_FAULTS: Mapping[str, float] = MappingProxyType(
         "stop_driver": 1.5,
         "stop_manager": 1,
         "stop_interchange": 1,
-        "damage": 2,  # the newest checkpoint of a training that has others
+        "damage": 2,  # the newest checkpoint of a training job that has others
         "stop_campaign": 1,  # freetrain stop
         "interrupt": 0.7,  # SIGINT, once or twice
     }
@@ -78,7 +78,7 @@ _SITE: dict[str, Any] = {
         "idle_timeout": "5 s",
         "settle": "1 s",
     },
-    "manners": {"poll_interval": "1 s", "submissions_per_minute": 120},
+    "rate_limits": {"poll_interval": "1 s", "submissions_per_minute": 120},
     "trainings": {
         "threads_per_slot": 1,
         "heartbeat_timeout": "6 s",
@@ -127,7 +127,7 @@ class CampaignScene(Scene):
         (self._directory / "campaign.yaml").write_text(yaml.safe_dump(campaign), encoding="utf-8")
 
     def live(self) -> None:
-        """Run the trainings to their ends under faults."""
+        """Run the training jobs to their ends under faults."""
         resumes = 0
         self._start("run", "campaign.yaml", "--config", "site.yaml", "--run-dir", str(self._run_directory))
         assert self._driver is not None
@@ -135,7 +135,7 @@ class CampaignScene(Scene):
             time.sleep(0.1)
             self.resume_due()
             if self.hangs:
-                self.problems.append(f"hangs: after {self.settings.limit:g} s the trainings are {self._states()}")
+                self.problems.append(f"hangs: after {self.settings.limit:g} s the training jobs are {self._states()}")
                 return
             if self._driver.poll() is None:
                 self.strike_when_due(ready=bool(self._processes()["slot"]))
@@ -148,7 +148,7 @@ class CampaignScene(Scene):
                 return
             resumes += 1
             if resumes > _MOST_RESUMES or not states:
-                self.problems.append(f"after {resumes - 1} resumes the trainings are {states or 'not there'}")
+                self.problems.append(f"after {resumes - 1} resumes the training jobs are {states or 'not there'}")
                 return
             time.sleep(self.rng.choice([0, 0.3, 2, 5]))
             self._start("resume", str(self._run_directory))
@@ -173,13 +173,13 @@ class CampaignScene(Scene):
             kill_all(pid for pids in living.values() for pid in pids)
 
     def verify(self) -> None:
-        """Check the results of the trainings."""
+        """Check the results of the training jobs."""
         for subject in SUBJECTS:
             if self._states().get(subject.name) == "finished":
                 self.problems += problems_of(subject, self._result_of(subject.name), _EPOCHS, _SAMPLES)
 
     def finished(self) -> int:
-        """Count the trainings that ended without an error."""
+        """Count the training jobs that ended without an error."""
         return list(self._states().values()).count("finished")
 
     # The campaign.

@@ -14,7 +14,7 @@ __all__ = ["damage_newest"]
 
 
 def damage_newest(root: Path, rng: random.Random) -> str | None:
-    """Damage the newest checkpoint of a training that has at least two; return its name, or None if there is none."""
+    """Damage the newest checkpoint of a job that has at least two; return its name, or None if there is none."""
     trainings = sorted(path for path in root.glob("*") if len(list(path.glob("step-*"))) > 1)
     if not trainings:
         return None

@@ -46,8 +46,8 @@ class EpisodeReport:
         Determines the faults.
     faults
         Injected faults, in order.
-    trainings
-        Number of finished trainings.
+    training jobs
+        Number of finished training jobs.
     problems
         Problems found, one line each.
     seconds
@@ -117,7 +117,7 @@ def seeds_of(text: str) -> list[int]:
 
 
 def summary(reports: Iterable[EpisodeReport]) -> dict[str, Any]:
-    """Count episodes, trainings, faults by name, and failures."""
+    """Count episodes, training jobs, faults by name, and failures."""
     reports = list(reports)
     faults = Counter(fault.fault for report in reports for fault in report.faults)
     return {

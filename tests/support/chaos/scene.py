@@ -55,7 +55,7 @@ class EpisodeSettings:
 
 
 class Scene(ABC):
-    """Trainings, the processes they run in, and the faults injected there.
+    """Training jobs, the processes they run in, and the faults injected there.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class Scene(ABC):
 
     @abstractmethod
     def live(self) -> None:
-        """Run the trainings to their ends under faults."""
+        """Run the training jobs to their ends under faults."""
 
     @abstractmethod
     def end(self) -> None:
@@ -92,11 +92,11 @@ class Scene(ABC):
 
     @abstractmethod
     def verify(self) -> None:
-        """Check the results of the trainings."""
+        """Check the results of the training jobs."""
 
     @abstractmethod
     def finished(self) -> int:
-        """Count the trainings that ended without an error."""
+        """Count the training jobs that ended without an error."""
 
     @abstractmethod
     def strike(self, fault: str) -> str | None:

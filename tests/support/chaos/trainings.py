@@ -1,4 +1,4 @@
-"""The trainings of chaos episodes. Their parameters record which samples they were trained on.
+"""The training jobs of chaos episodes. Their parameters record which samples they were trained on.
 
 `CountedNet.counts` is a parameter with one entry for each epoch and sample. The loss adds the mean of the batch's
 entries, so the gradient of an entry is one divided by the batch size, and plain SGD with a learning rate of the batch
@@ -32,18 +32,18 @@ _FEATURES, _CLASSES = 24, 4
 
 @dataclass(frozen=True)
 class Subject:
-    """One training of an episode.
+    """One training job of an episode.
 
     Parameters
     ----------
     name, seed
-        Name and seed of the training.
+        Name and seed of the training job.
     deterministic
         Whether its parameters must be bitwise identical to an undisturbed run.
     batch_norm
         Whether the model has running statistics.
     pace
-        Minimum seconds per batch, so that faults hit the training while it runs.
+        Minimum seconds per batch, so that faults hit the training job while it runs.
     """
 
     name: str
@@ -135,7 +135,7 @@ def train(
             session.step(loss + model.counts[epoch, numbers].mean())
         scheduler.step()
         session.log(lr=scheduler.get_last_lr()[0])
-    if session.is_first:
+    if session.is_main_process:
         _save({"model": model.state_dict(), "metrics": dict(session.metrics)}, Path(out))
     return {"steps": session.metrics["steps"], "samples": session.metrics["samples"]}
 

@@ -1,4 +1,4 @@
-"""Check the result of a training, regardless of the faults during it."""
+"""Check the result of a training job, regardless of the faults during it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from freetrain_parsl.training.fragment import run_alone
+from freetrain_parsl.training.fragment import run_local
 from tests.support.chaos.trainings import BATCH, Subject, train
 
 __all__ = ["problems_of", "reference"]
@@ -30,19 +30,19 @@ def reference(subject: Subject, epochs: int, samples: int) -> dict[str, Any]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            run_alone(train.func, seed=subject.seed, out=str(out), **arguments)
+            run_local(train.func, seed=subject.seed, out=str(out), **arguments)
         finally:
             torch.set_num_threads(threads)
         return _load(out)
 
 
 def problems_of(subject: Subject, out: Path, epochs: int, samples: int) -> list[str]:
-    """List the problems of a training's saved result, one line each.
+    """List the problems of a training job's saved result, one line each.
 
     Parameters
     ----------
     subject
-        The training.
+        The training job.
     out
         File with its saved result.
     epochs, samples

@@ -15,7 +15,7 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
     TransferRate,
 )
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.objectives.base import SPEEDUP, Objective
 
 __all__ = ["best_site_value", "random_sites", "site_value"]
@@ -66,7 +66,7 @@ def _training(
     low = int(rng.integers(1, max_nodes // 2 + 1))
     high = low + int(rng.integers(0, max_nodes // 2 + 1))
     rates = {n: float(rng.choice([0.0, 1.0, 100.0]) * rng.random() * n ** rng.uniform(0, 1.5)) for n in {1, low, high}}
-    trainer = Trainer(
+    trainer = PlannedJob(
         f"training{index}",
         low,
         high,
@@ -97,7 +97,7 @@ def site_value(
     hysteresis: float = 0.0,
     objective: Objective = SPEEDUP,
 ) -> float:
-    """Return the value of a training on `nodes` nodes of a site until the next look, term by term.
+    """Return the value of a training job on `nodes` nodes of a site until the next look, term by term.
 
     Minus infinity if that is not allowed. The planner's module has the formula; `nodes` may be zero.
     """
@@ -138,7 +138,7 @@ def site_value(
 
 
 def best_site_value(question: SitesQuestion, hysteresis: float = 0.0, objective: Objective = SPEEDUP) -> float:
-    """Return the largest total value of any assignment of the trainings that no silent site owns, by enumeration."""
+    """Return the largest total value of any assignment of the jobs that no silent site owns, by enumeration."""
     answering = {view.name: view for view in question.sites if view.answers}
     free = [
         training

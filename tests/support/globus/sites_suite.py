@@ -27,7 +27,7 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
     Verb,
 )
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from tests.support.globus.random_sites import random_sites
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ _RATES = {pair: TransferRate(1e8, 10.0) for pair in (("a", "b"), ("b", "a"), ("a
 
 
 def _training(name: str = "t", *, most: int = 8, start: float = 30.0) -> SiteTraining:
-    """Make a training with a linear curve and a state of 1 GB, which takes 20 s from one site to another."""
+    """Make a training job with a linear curve and a state of 1 GB, which takes 20 s from one site to another."""
     curve = ScalingCurve({1: 10.0, 8: 80.0})
-    return SiteTraining(Trainer(name, 1, most, curve, CostsInSeconds(start=start)), state_bytes=1e9)
+    return SiteTraining(PlannedJob(name, 1, most, curve, CostsInSeconds(start=start)), state_bytes=1e9)
 
 
 def _at(training: SiteTraining, site: str, nodes: int, lease_until: float = math.inf) -> SiteTraining:
@@ -71,7 +71,7 @@ class SitesConformance(ABC):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_every_training_has_one_choice(self, seed: int) -> None:
-        """No training is at two sites, and none is forgotten."""
+        """No training job is at two sites, and none is forgotten."""
         question = random_sites(seed)
         plan = self.make_planner()(question)
         assert sorted(choice.training for choice in plan.choices) == sorted(one.name for one in question.trainings)
@@ -110,7 +110,7 @@ class SitesConformance(ABC):
 
     @pytest.mark.parametrize("seed", _SEEDS)
     def test_same_question_same_answer(self, seed: int) -> None:
-        """Neither earlier calls nor the order of sites and trainings change a plan."""
+        """Neither earlier calls nor the order of sites and training jobs change a plan."""
         question, used = random_sites(seed), self.make_planner()
         used(random_sites(seed + len(_SEEDS)))
         turned = replace(question, sites=question.sites[::-1], trainings=question.trainings[::-1])
@@ -149,12 +149,12 @@ class SitesConformance(ABC):
             assert self._only(_question({site: 8, other: 8 + extra}, held)) == (Verb.STAY, site)
 
     def test_a_large_gain_is_a_reason_to_move(self) -> None:
-        """A site that is left without nodes loses its training to one with nodes."""
+        """A site that is left without nodes loses its training job to one with nodes."""
         training = _at(_training(), "a", 1)
         assert self._only(_question({"a": 1, "b": 8}, training)) == (Verb.MOVE, "b")
 
     def test_a_plan_that_was_carried_out_is_kept(self) -> None:
-        """The same situation with trainings at the sites and on the nodes of the plan has no moves."""
+        """The same situation with training jobs at the sites and on the nodes of the plan has no moves."""
         trainings = [_training(f"t{index}", most=6) for index in range(4)]
         plan = self.make_planner()(_question({"a": 9, "b": 7}, *trainings))
         placed = [
@@ -171,7 +171,7 @@ class SitesConformance(ABC):
         assert self._only(_question({"a": 1, "b": 8}, training)) == (Verb.STAY, "a")
 
     def test_state_on_its_way_is_awaited(self) -> None:
-        """A training goes where its state is being transferred to."""
+        """A training job goes where its state is being transferred to."""
         training = replace(_at(_training(), "b", 0), checkpoints=frozenset({"a"}), arrives=1100.0)
         assert self._only(_question({"a": 8, "b": 2}, training)) == (Verb.STAY, "b")
 
@@ -195,7 +195,7 @@ class SitesConformance(ABC):
         assert {choice.site for choice in plan.choices} == {"b"}
 
     def test_if_no_site_answers_everything_waits(self) -> None:
-        """A training without an owner has no site then."""
+        """A training job without an owner has no site then."""
         assert self._only(_question({"a": 8, "b": 8}, _training(), silent=("a", "b"))) == (Verb.WAIT, None)
 
     def test_state_that_cannot_be_transferred_waits(self) -> None:
@@ -204,7 +204,7 @@ class SitesConformance(ABC):
         assert self._only(_question({"a": 8, "b": 8}, training)) == (Verb.WAIT, None)
 
     def test_without_a_checkpoint_everything_is_queued_somewhere(self) -> None:
-        """A training that gets no nodes may use some that become idle before the next look."""
+        """A training job that gets no nodes may use some that become idle before the next look."""
         plan = self.make_planner()(_question({"a": 0, "b": 0}, _training("x"), _training("y")))
         assert {choice.site for choice in plan.choices} == {"a", "b"}
         assert {choice.verb for choice in plan.choices} == {Verb.WAIT}

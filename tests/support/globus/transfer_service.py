@@ -91,7 +91,7 @@ class LoopbackCollections:
         self.planned.extend([mishap] * times)
 
     def go_on(self) -> None:
-        """Let all tasks that make no progress go on."""
+        """Let all tasks that make no progress continue."""
         self._moving.set()
 
     def path(self, collection: str, path: str) -> Path:

@@ -1,4 +1,4 @@
-"""The processes of a training and the group that they form: how it starts, changes in place, pauses and ends.
+"""The processes of a training job and the group that they form: how it starts, changes in place, pauses and ends.
 
 What happens, and when, is decided by `machine`; every change of phase is made here.
 """
@@ -37,7 +37,7 @@ __all__ = ["TrainingProcesses"]
 
 
 class TrainingProcesses:
-    """The participants of one training, and its phase; it tells `PlannerView.measured` what changes cost.
+    """The participants of one training job, and its phase; it tells `PlannerView.measured` what changes cost.
 
     Attributes
     ----------
@@ -250,7 +250,7 @@ class TrainingProcesses:
         self.dismiss(self.participants.values(), abort=True)
 
     def end(self) -> None:
-        """Let no group follow: the training has finished or failed."""
+        """Let no group follow: the training job has finished or failed."""
         self._enter(Ended(None if isinstance(self._phase, Waiting) else self._close_change()))
 
     def remove(self, participant: Participant) -> bool:

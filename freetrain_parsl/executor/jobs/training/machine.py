@@ -1,19 +1,19 @@
-"""The state machine of one training.
+"""The state machine of one training job.
 
-A training starts on its nodes as a group of processes, from its newest checkpoint if it has one. From then on, the
+A training job starts on its nodes as a group of processes, from its newest checkpoint if it has one. From then on, the
 group changes in place: newcomers prepare on added nodes while the members train, then one command makes all of them
-form the next group. The survivors of a failure receive the same command. Only a training that loses all its nodes, or
-cannot change in place, is paused with a checkpoint and started again.
+form the next group. The survivors of a failure receive the same command. Only a training job that loses all its nodes,
+or cannot change in place, is paused with a checkpoint and started again.
 
 The machine decides. `TrainingProcesses` makes the changes of the group and its phase, `ProgressTracker` knows what the
-training has achieved, and `PlannerView` what the planner knows of it.
+training job has achieved, and `PlannerView` what the planner knows of it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.errors import InvalidTrainer, TrainingCancelled
+from freetrain_parsl.errors import InvalidApp, TrainingCancelled
 from freetrain_parsl.executor.driver.settler import unshared
 from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.executor.jobs import events as on
@@ -70,7 +70,7 @@ _GATHER = 0.1  # seconds: the slots of a node rarely fail at the same instant
 
 
 class TrainingMachine:
-    """One training from its submission to the end of its last process.
+    """One training job from its submission to the end of its last process.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class TrainingMachine:
         return None if participant is None else participant.run
 
     def submit(self) -> list[Addressed]:
-        """Return the commands for a new training."""
+        """Return the commands for a new training job."""
         self._planner.submit()
         return self._commands()
 
@@ -296,7 +296,7 @@ class TrainingMachine:
             self._start()
         elif not self.participants:
             self._processes.end()
-            self._do(do.Fail(TrainingCancelled(f"training {self.name!r} was cancelled")))
+            self._do(do.Fail(TrainingCancelled(f"training job {self.name!r} was cancelled")))
 
     def _start(self) -> None:
         """Start a new group if all slots of its nodes are connected and idle."""
@@ -325,7 +325,7 @@ class TrainingMachine:
             if member is None or slot not in self._registry.slots or member.unreachable or self.over:
                 continue
             member.unreachable = True
-            reason = f"other nodes of training {self.name} cannot reach it, though it reaches the driver"
+            reason = f"other nodes of training job {self.name} cannot reach it, though it reaches the driver"
             self._do(do.SetAside(slot, reason))
             self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
 
@@ -338,7 +338,7 @@ class TrainingMachine:
         if participant.has_state or len(self._failing_nodes) >= _MOST_FAILING_NODES:
             self._fail(payload)
             return
-        reason = f"training {self.name} could not join its group there: {end.reason}"
+        reason = f"training job {self.name} could not join its group there: {end.reason}"
         self._do(do.SetAside(participant.slot, reason))
         if missed and participant.role is Role.MEMBER:
             self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
@@ -478,8 +478,9 @@ class TrainingMachine:
         if self.over or self._processes.group is not None or needed <= nodes:
             return
         self._fail(
-            InvalidTrainer(
-                f"training {self.name!r} needs min_nodes={needed} nodes at the same time, but there are only {nodes} "
+            InvalidApp(
+                f"training job {self.name!r} needs min_nodes={needed} nodes at the same time, but there are only "
+                f"{nodes} "
                 "for its blocks: lower min_nodes, or use a larger partition"
             )
         )
@@ -487,7 +488,7 @@ class TrainingMachine:
     # ── the checkpoint directory ──────────────────────────────────────────────────────────────────
 
     def _hold(self, condition: str) -> None:
-        """Take the training off its nodes: it cannot start or continue without the checkpoint directory."""
+        """Take the training job off its nodes: it cannot start or continue without the checkpoint directory."""
         if self.over or self.goal is not Goal.TRAIN:
             return
         self.goal, self.desired = Goal.HOLD, frozenset()

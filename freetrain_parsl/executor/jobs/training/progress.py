@@ -1,4 +1,4 @@
-"""What a training has achieved, why it makes no progress, and what the planner knows of it."""
+"""What a training job has achieved, why it makes no progress, and what the planner knows of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SIGNIFICANT = 0.1  # relative change below which the planner is not updated
 
 
 class StepWatch:
-    """The times of a training's steps, as its reports show them.
+    """The times of a training job's steps, as its reports show them.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class StepWatch:
         return median(self._seconds) if self._seconds else None
 
     def take(self, step: int, now: float) -> None:
-        """Take a report of `step`; a lower one than before: the training has resumed from a checkpoint."""
+        """Take a report of `step`; a lower one than before: the training job has resumed from a checkpoint."""
         if step == self.step and self._at is not None:
             return
         if self._at is not None and step > self.step:
@@ -97,7 +97,7 @@ def _span(seconds: float) -> str:
 
 
 class ProgressTracker:
-    """Follows a training's progress reports, and records what changed from one to the next.
+    """Follows a training job's progress reports, and records what changed from one to the next.
 
     Attributes
     ----------
@@ -161,7 +161,7 @@ class ProgressTracker:
             self._response.log(record.BatchChanged(self._name, batch.size, before.size, finite))
 
     def finish(self) -> None:
-        """Record the end of the training, and whether anything was trained."""
+        """Record the end of the training job, and whether anything was trained."""
         trained = self._first_step is None or self._furthest > self._first_step
         self._response.log(record.TrainingFinished(self._name, trained, self._furthest))
 
@@ -175,7 +175,8 @@ class ProgressTracker:
         if self._crashes <= self._max_restarts:
             return None
         return TooManyRestarts(
-            f"training {self._name!r}: {self._crashes} crashes without a step beyond step {self._furthest}, though its "
+            f"training job {self._name!r}: {self._crashes} crashes without a step beyond step {self._furthest}, "
+            "though its "
             f"nodes were not taken; the last: {self._last_crash}; see the worker logs in the run directory"
         )
 
@@ -190,12 +191,12 @@ def stall_reason(
     needed: int,
     now: float,
 ) -> str:
-    """Return why a training makes no progress; empty if it does, or has waited only for a short time.
+    """Return why a training job makes no progress; empty if it does, or has waited only for a short time.
 
     Parameters
     ----------
     phase, participants
-        Of a training that is not over.
+        Of a training job that is not over.
     steps
         The times of its steps.
     desired
@@ -280,12 +281,12 @@ def changed_significantly(known: CostsInSeconds, learned: CostsInSeconds) -> boo
 
 @dataclass
 class FailureRate:
-    """The mean time between failures after which a training restarts from a checkpoint.
+    """The mean time between failures after which a training job restarts from a checkpoint.
 
     Parameters
     ----------
     seconds
-        Running time of all trainings; starts at one hour, as a prior.
+        Running time of all training jobs; starts at one hour, as a prior.
     failures
         Number of restarts from a checkpoint because all members failed; starts at one, as a prior.
     """
@@ -300,7 +301,7 @@ class FailureRate:
 
 
 class PlannerView:
-    """Informs the planner of a training: its existence, its remaining work and its rescale costs."""
+    """Informs the planner of a training job: its existence, its remaining work and its rescale costs."""
 
     def __init__(self, request: TrainingRequest, costs: CostsInSeconds, response: Response) -> None:
         self._name = request.name

@@ -1,4 +1,4 @@
-"""The states of a training, its participants, the next change of them, and the detection of broken groups."""
+"""The states of a training job, its participants, the next change of them, and the detection of broken groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PATIENCE = 5.0  # seconds for which the first ready newcomer waits for the othe
 
 
 class Role(Enum):
-    """The role of a process in a training."""
+    """The role of a process in a training job."""
 
     MEMBER = "in the current group, or about to be in the next"
     NEWCOMER = "prepares to join the group"
@@ -52,7 +52,7 @@ class Role(Enum):
 
 @dataclass
 class Participant:
-    """A slot that runs a training.
+    """A slot that runs a training job.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ class Participant:
     role
         See `Role`.
     has_state
-        Whether it has the training's state and could transfer it to others.
+        Whether it has the training job's state and could transfer it to others.
     began
-        When it was commanded to run the training, seconds.
+        When it was commanded to run the training job, seconds.
     ready
         When it reported, as a newcomer, that it lacks only the state, seconds.
     group_failed
@@ -101,7 +101,7 @@ class Participant:
 
 @dataclass
 class GroupMembers:
-    """The members of a training's group, as the driver knows them; a fragment from its first step on.
+    """The members of a training job's group, as the driver knows them; a fragment from its first step on.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class Failure:
 
 
 class Goal(Enum):
-    """The goal of a training that has not ended."""
+    """The goal of a training job that has not ended."""
 
     TRAIN = "run on the nodes that it is assigned"
     HOLD = "wait until the checkpoint directory can be used"
@@ -150,7 +150,7 @@ class Goal(Enum):
 
 @dataclass
 class Waiting:
-    """The training has had no group since `since`, in seconds."""
+    """The training job has had no group since `since`, in seconds."""
 
     since: float
 
@@ -188,7 +188,7 @@ class Regrouping:
     paused
         Longest pause reported by a member, seconds.
     begun
-        Whether a member has reported: the training continues in the new group.
+        Whether a member has reported: the training job continues in the new group.
     """
 
     before: GroupMembers
@@ -216,14 +216,14 @@ class Pausing:
 
 @dataclass
 class Abandoning:
-    """The members end without saving; the training restarts from its newest checkpoint."""
+    """The members end without saving; the training job restarts from its newest checkpoint."""
 
     group: GroupMembers
 
 
 @dataclass
 class Ended:
-    """The training has finished or failed; the last members of `group` may still be ending."""
+    """The training job has finished or failed; the last members of `group` may still be ending."""
 
     group: GroupMembers | None
 
@@ -296,11 +296,11 @@ def next_change(
     min_nodes: int,
     now: float,
 ) -> NextChange:
-    """Decide the next change of a training that runs, can change in place, and is not changing.
+    """Decide the next change of a training job that runs, can change in place, and is not changing.
 
     Nodes that are to be released are left at once. Added nodes join when their slots are ready, as many as possible in
-    one change without making ready slots wait long. A training that moves to entirely different nodes continues until
-    the slots there are ready, then changes through an intermediate group of both. If no group can have processes
+    one change without making ready slots wait long. A training job that moves to entirely different nodes continues
+    until the slots there are ready, then changes through an intermediate group of both. If no group can have processes
     on both, it pauses with a checkpoint and starts there.
 
     Parameters
@@ -310,11 +310,11 @@ def next_change(
     group
         The current group.
     desired
-        Nodes that are assigned to the training.
+        Nodes that are assigned to the training job.
     registry
         The connected slots.
     min_nodes
-        The minimum number of nodes of the training.
+        The minimum number of nodes of the training job.
     now
         Seconds.
     """
@@ -399,7 +399,7 @@ def fewest_to_exclude(
     unreachable
         Pairs of ranks that cannot reach each other.
     with_state
-        Slots that have the training's state; one of them is kept, because the state would be lost with the last.
+        Slots that have the training job's state; one of them is kept, because the state would be lost with the last.
     """
     holders = {rank for rank, slot in enumerate(ranks) if slot in with_state}
     pairs = {frozenset(pair) for pair in unreachable}
@@ -434,7 +434,7 @@ def hanging_newcomers(
 
 
 class _Availability:
-    """The state of the nodes that are assigned to a training.
+    """The state of the nodes that are assigned to a training job.
 
     Attributes
     ----------

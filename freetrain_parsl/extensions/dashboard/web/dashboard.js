@@ -75,7 +75,7 @@ const start = () => {
   const yes = make("button", { type: "button", class: "ft-stop" }, "Stop the run");
   const no = make("button", { type: "button" }, "Let it run");
   dialog.append(make("h2", { id: "ft-stop-title" }, "Stop this run?"),
-    make("p", {}, "All trainings save their state and end, and the run's jobs are withdrawn. freetrain resume continues it later."),
+    make("p", {}, "All training jobs save their state and end, and the run's jobs are withdrawn. freetrain resume continues it later."),
     said, make("div", { class: "ft-tools" }, yes, no));
   stopper.addEventListener("click", () => { said.textContent = ""; yes.hidden = yes.disabled = false; no.textContent = "Let it run"; dialog.showModal(); no.focus(); });
   no.addEventListener("click", () => dialog.close());

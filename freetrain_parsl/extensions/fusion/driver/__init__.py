@@ -1,1 +1,1 @@
-"""Trainings that run fused: which of them, how many together, and on which slots."""
+"""Training jobs that run fused: which of them, how many together, and on which slots."""

@@ -167,7 +167,7 @@ class CohortArrays:
             places -= self._release_beyond(array, min(array.size, most), places)
 
     def _in_transit(self) -> int:
-        """Return the number of members that were commanded to leave an array, and go on in another."""
+        """Return the number of members that were commanded to leave an array, and continue in another."""
         return sum(len(array.members) - array.staying for array in self)
 
     def _next(self, count: int) -> list[CohortMember]:

@@ -1,4 +1,4 @@
-"""The state machine of a cohort: trainings of one function that may run fused, in arrays.
+"""The state machine of a cohort: training jobs of one function that may run fused, in arrays.
 
 The planner knows a cohort as one trainer. An array runs in each slot of the nodes that it assigns; its members are
 chosen when it starts, and further ones follow as it finds out how many it can train, or as members end. A member that
@@ -59,7 +59,7 @@ _MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the
 
 
 class Cohort:
-    """Trainings that may run fused, until the last of them has ended or left.
+    """Training jobs that may run fused, until the last of them has ended or left.
 
     Parameters
     ----------
@@ -74,9 +74,9 @@ class Cohort:
     numbers
         Yields numbers that are unique within the driver.
     best_rate
-        Returns the samples per second of a node assumed for trainings that have not been measured.
+        Returns the samples per second of a node assumed for training jobs that have not been measured.
     key
-        Equal for its trainings. Its structure, if empty, becomes that of the first that reports one.
+        Equal for its training jobs. Its structure, if empty, becomes that of the first that reports one.
     now
         Seconds.
     """
@@ -187,7 +187,7 @@ class Cohort:
                 self._run_over(array, message.end)
 
     def _add(self, requests: Iterable[TrainingRequest]) -> None:
-        """Add trainings; they wait until an array has room for them."""
+        """Add training jobs; they wait until an array has room for them."""
         for request in requests:
             response = MemberResponse(request.name, self._response.now, self._answering)
             member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
@@ -399,7 +399,7 @@ class Cohort:
                 member.response.do(TrainAlone(member.alone_because))
                 self._forget(member)
             case MemberGoal.CANCEL:
-                member.response.do(do.Fail(TrainingCancelled(f"training {member.name!r} was cancelled")))
+                member.response.do(do.Fail(TrainingCancelled(f"training job {member.name!r} was cancelled")))
                 self._forget(member)
 
     def _forget(self, member: CohortMember) -> None:

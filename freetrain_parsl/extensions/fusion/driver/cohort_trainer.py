@@ -10,7 +10,7 @@ from freetrain_parsl.executor.jobs.training.progress import changed_significantl
 from freetrain_parsl.extensions.fusion.curve import FusionCurve
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Trainer
+from freetrain_parsl.planning.model import PlannedJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -49,7 +49,7 @@ class CohortTrainer:
         self._best_rate = best_rate
         self._response = response
         self._rate: float | None = None  # of one member alone, samples per second
-        self._sent: Trainer | None = None
+        self._sent: PlannedJob | None = None
         self._counted = 0  # members, when the curve was computed
         self._known: object = None
 
@@ -133,7 +133,7 @@ class CohortTrainer:
             return tuple(size if self._limit is None else min(size, self._limit) for size in even)
         return self.fusion.grouping(members, slots, known)
 
-    def _described(self, members: Collection[CohortMember]) -> Trainer:
+    def _described(self, members: Collection[CohortMember]) -> PlannedJob:
         requests = [member.request for member in members]
         left = [member.samples_left for member in members]
         rate = self._rate
@@ -163,7 +163,7 @@ def cohort_as_trainer(
     rate: float = 1.0,
     fusion: FusionCurve | None = None,
     measured: bool = False,
-) -> Trainer:
+) -> PlannedJob:
     """Return a cohort as one trainer, whose throughput on some nodes is that of the best arrays there.
 
     Parameters
@@ -189,7 +189,7 @@ def cohort_as_trainer(
     trainers = [request.trainer(costs, submitted) for request in requests]
     limit = None if first.fusion is None else first.fusion.limit
     max_nodes = max(1, math.ceil(len(requests) / slots_per_node))
-    return Trainer(
+    return PlannedJob(
         name=name,
         min_nodes=1,
         max_nodes=max_nodes,

@@ -1,4 +1,4 @@
-"""Gathering trainings that may run fused: a sweep is submitted one training after another."""
+"""Gathering training jobs that may run fused: a sweep is submitted one training job after another."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["CohortKey", "Gathering", "cohort_key"]
 
-_QUIET = 0.5  # seconds without another training of the same key
+_QUIET = 0.5  # seconds without another training job of the same key
 _LONGEST = 3.0  # seconds
 
 
 @dataclass(frozen=True)
 class CohortKey:
-    """Equal for trainings that may be in one cohort.
+    """Equal for training jobs that may be in one cohort.
 
     Parameters
     ----------
     fusion, priority, deadline, costs, scaling, max_nodes, node_kinds
         As in `TrainingRequest`.
     structure
-        That of the trainings, once it is known that they differ from those that have the rest in common.
+        That of the training jobs, once it is known that they differ from those that have the rest in common.
     """
 
     fusion: Fusion
@@ -42,9 +42,10 @@ class CohortKey:
 
 
 def cohort_key(request: TrainingRequest) -> CohortKey | None:
-    """Return the key of a training: what its planner's trainer cannot have twice; ``None`` if it trains alone.
+    """Return the key of a training job: what its planner's trainer cannot have twice; ``None`` if it trains alone.
 
-    A training that needs several nodes at the same time, or has a scaling curve for each kind of node, trains alone.
+    A training job that needs several nodes at the same time, or has a scaling curve for each kind of node, trains
+    alone.
     """
     if request.fusion is None or request.min_nodes > 1 or request.scaling_by_kind:
         return None
@@ -67,7 +68,7 @@ class _Group:
 
 
 class Gathering:
-    """Trainings that were submitted a moment ago, by key."""
+    """Training jobs that were submitted a moment ago, by key."""
 
     def __init__(self) -> None:
         self._groups: dict[CohortKey, _Group] = {}
@@ -77,13 +78,13 @@ class Gathering:
         return bool(self._groups)
 
     def add(self, key: CohortKey, training: Training, now: float) -> None:
-        """Add a training."""
+        """Add a training job."""
         group = self._groups.setdefault(key, _Group(now, now))
         group.last = now
         group.trainings[training.future] = training
 
     def take(self, future: Future[Any]) -> list[Training]:
-        """Take the training with this future, if it is here."""
+        """Take the training job with this future, if it is here."""
         key = next((key for key, group in self._groups.items() if future in group.trainings), None)
         if key is None:
             return []
@@ -93,11 +94,11 @@ class Gathering:
         return [training]
 
     def take_all(self) -> list[Training]:
-        """Take all trainings."""
+        """Take all training jobs."""
         return [training for _, trainings in self._taken(list(self._groups)) for training in trainings]
 
     def ready(self, now: float) -> list[tuple[CohortKey, list[Training]]]:
-        """Take the trainings to which no further ones have been added for a moment."""
+        """Take the training jobs to which no further ones have been added for a moment."""
         groups = self._groups.items()
         return self._taken(
             [key for key, group in groups if now - group.last >= _QUIET or now - group.first >= _LONGEST]

@@ -1,4 +1,4 @@
-"""Cohorts as a kind of jobs: gathers trainings that may run fused, and forms cohorts of them."""
+"""Cohorts as a kind of jobs: gathers training jobs that may run fused, and forms cohorts of them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import Training, TrainingRequest
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.extensions.fusion.driver.gathering import CohortKey
-    from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+    from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
     from freetrain_parsl.protocol.messages import ToDriver
 
 __all__ = ["FusionKind"]
 
 
 class FusionKind(JobKind):
-    """Cohorts of trainings that may run fused."""
+    """Cohorts of training jobs that may run fused."""
 
     to_slot = (StartArray, AddMember, ReleaseMember)
     to_driver = (ArraySized, MemberReport, MemberEnded)
@@ -46,18 +46,18 @@ class FusionKind(JobKind):
         super().__init__(jobs)
         self._gathering = Gathering()
         self._cohorts: dict[CohortKey, Cohort] = {}  # the last of each key
-        self._refused: dict[CohortKey, str] = {}  # why trainings of these keys cannot be fused
+        self._refused: dict[CohortKey, str] = {}  # why training jobs of these keys cannot be fused
         self._names = count(1)
 
     # In the driver.
 
     @property
     def gathers(self) -> bool:
-        """Whether it has trainings that are in no cohort yet."""
+        """Whether it has training jobs that are in no cohort yet."""
         return bool(self._gathering)
 
     def submit(self, training: Training) -> bool:
-        """Take a training that may be fused."""
+        """Take a training job that may be fused."""
         key = cohort_key(training.request)
         if key is None:
             return False
@@ -78,7 +78,7 @@ class FusionKind(JobKind):
         self._cohorts = {key: cohort for key, cohort in self._cohorts.items() if not cohort.over}
 
     def _form(self, key: CohortKey, trainings: list[Training]) -> None:
-        """Add trainings to the cohort of their key, if there is one, or form one of at least two."""
+        """Add training jobs to the cohort of their key, if there is one, or form one of at least two."""
         known = self._cohorts.get(key)
         if known is not None and not known.over:
             self.jobs.extend(known, trainings)
@@ -127,15 +127,15 @@ class FusionKind(JobKind):
 
     @classmethod
     def key(cls, request: TrainingRequest) -> CohortKey | None:
-        """Return the key of a training's cohort."""
+        """Return the key of a training job's cohort."""
         return cohort_key(request)
 
     @classmethod
     def planned(
         cls, number: int, requests: Sequence[TrainingRequest], costs: CostsInSeconds, submitted: float
-    ) -> tuple[Trainer, str]:
+    ) -> tuple[PlannedJob, str]:
         """Return a cohort as one trainer."""
         name = f"cohort-{number}"
         names = ", ".join(request.name for request in requests[:3]) + (", …" if requests[3:] else "")
-        note = f"{name}: {len(requests)} trainings that may run fused, several in a slot: {names}"
+        note = f"{name}: {len(requests)} training jobs that may run fused, several in a slot: {names}"
         return cohort_as_trainer(name, requests, costs=costs, slots_per_node=1, submitted=submitted), note

@@ -27,21 +27,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainAlone(OwnCommand):
-    """Train the training by itself from now on, for this reason; empty: because there are enough nodes."""
+    """Train the training job by itself from now on, for this reason; empty: because there are enough nodes."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class JoinCohort(OwnCommand):
-    """Train the training with others of its structure, in another cohort."""
+    """Train the training job with others of its structure, in another cohort."""
 
     structure: str
 
 
 @dataclass(frozen=True)
 class Refuse(OwnCommand):
-    """Fuse no further trainings of this key, for this reason."""
+    """Fuse no further training jobs of this key, for this reason."""
 
     reason: str
 
@@ -61,7 +61,7 @@ class MemberResponse(Response):
     Parameters
     ----------
     name
-        The training's.
+        The training job's.
     now
         Seconds.
     answering
@@ -82,14 +82,14 @@ class MemberResponse(Response):
 
 @dataclass(eq=False)
 class CohortMember:
-    """A training of a cohort that is not over.
+    """A training job of a cohort that is not over.
 
     Parameters
     ----------
     request
         The submitted request.
     response
-        Receives the commands that concern this training.
+        Receives the commands that concern this training job.
     tracker
         Its progress.
     goal
@@ -115,12 +115,12 @@ class CohortMember:
 
     @property
     def name(self) -> str:
-        """The training's name."""
+        """The training job's name."""
         return self.request.name
 
     @property
     def structure(self) -> str:
-        """Equal for trainings that may be fused; empty if it is not known yet."""
+        """Equal for training jobs that may be fused; empty if it is not known yet."""
         return "" if self.tracker.latest is None else self.tracker.latest.structure
 
     def explain_stall(self, array: RunningArray, now: float) -> None:

@@ -77,7 +77,7 @@ class Ambient:
             torch.clear_autocast_cache()  # its casts of weights; torch clears it when the outermost context ends
         if self.torch_states is not None:
             restore_torch_generators(self.torch_states)
-        if self.host is not None and self.host is not host:  # often the same: trainings of a sweep share a seed
+        if self.host is not None and self.host is not host:  # often the same: training jobs of a sweep share a seed
             random_streams.restore_host_draws(self.host)
 
     def has_modes_of(self, other: Ambient) -> bool:

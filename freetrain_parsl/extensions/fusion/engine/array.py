@@ -26,7 +26,7 @@ __all__ = ["Array", "MemberObjects", "Segment"]
 
 @dataclass(frozen=True, eq=False)
 class MemberObjects:
-    """The objects of one training that take part in fusion.
+    """The objects of one training job that take part in fusion.
 
     Parameters
     ----------

@@ -73,14 +73,14 @@ class CallGraph:
         Raises
         ------
         CannotFuse
-            It is one of a training's own that adds gradients to parameters, unlike ``torch.autograd.grad``.
+            It is one of a training job's own that adds gradients to parameters, unlike ``torch.autograd.grad``.
         """
         if self._passed is not None:
             self._passed.append((output, [gradient is not None for gradient in gradients]))
             return
         leaves = (node for node in _nodes_before(output) if hasattr(node, "variable"))
         if any(torch._C._will_engine_execute_node(leaf) for leaf in leaves):
-            raise CannotFuse("a training calls backward() itself instead of session.backward()")
+            raise CannotFuse("a training job calls backward() itself instead of session.backward()")
 
     def uses(self, stacked: Any, rows: int) -> list[bool]:
         """Return which rows of a stacked input the backward pass comes from."""

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 UNFUSED: Final = object()
 """Result of a meeting that was not held for all members: the member does the work alone."""
 
-_VERIFIED_CALLS = (0, 4)  # of each kind: at first trainings with one seed have equal parameters
+_VERIFIED_CALLS = (0, 4)  # of each kind: at first training jobs with one seed have equal parameters
 
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
 
@@ -212,7 +212,9 @@ class FusionEngine:
             One has.
         """
         if any(batches.spoiled for _, batches in self._sources):
-            raise CannotFuse("one of the trainings changes its batch in place, after others have got the same batch")
+            raise CannotFuse(
+                "one of the training jobs changes its batch in place, after others have got the same batch"
+            )
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -310,7 +312,7 @@ class FusionEngine:
     def _refuse(self, error: CannotFuse) -> None:
         self._dissolve()
         self.reason = str(error)
-        logger.warning("%d trainings go on one by one: %s", len(self._participants), error)
+        logger.warning("%d training jobs go on one by one: %s", len(self._participants), error)
         self._refused(self.reason)
 
     def _is_everyone(self, strands: Sequence[Strand]) -> bool:
@@ -501,7 +503,7 @@ def _values(differing: Sequence[dict[str, PerMember]]) -> list[dict[str, list[fl
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same numbers in memory, as of a batch that trainings share."""
+    """Return whether two tensors are the same numbers in memory, as of a batch that training jobs share."""
     if one is other:
         return True
     return (
@@ -528,13 +530,15 @@ def _check_optimizers(members: Sequence[MemberObjects]) -> None:
             raise CannotFuse("a parameter is in two optimizers, or twice in one")
     for other in members[1:]:
         if len(other.models) != len(first.models):
-            raise CannotFuse(f"the trainings have {len(first.models)} and {len(other.models)} models")
+            raise CannotFuse(f"the training jobs have {len(first.models)} and {len(other.models)} models")
         if [type(optimizer) for optimizer in other.optimizers] != [type(optimizer) for optimizer in first.optimizers]:
             names = [" and ".join(type(o).__name__ for o in member.optimizers) for member in (first, other)]
-            raise CannotFuse(f"the trainings have different optimizers: {names[0]}, {names[1]}")
+            raise CannotFuse(f"the training jobs have different optimizers: {names[0]}, {names[1]}")
         shapes = [[(place, p.shape, p.dtype, p.requires_grad) for place, p in m.parameters()] for m in (first, other)]
         if shapes[0] != shapes[1]:
-            raise CannotFuse("the trainings have different parameters, or other parameter groups in their optimizers")
+            raise CannotFuse(
+                "the training jobs have different parameters, or other parameter groups in their optimizers"
+            )
 
 
 def _own_states(optimizers: Sequence[Optimizer]) -> None:

@@ -1,7 +1,7 @@
 """Memory of stacks: the order of a parameter's dimensions in it, and how a process keeps it on CPUs.
 
 The C library of Linux returns large freed blocks to the system at once. The stacks of an array are many times as large
-as the tensors of one training, and the next step asks for the same blocks again: to get them, page by page, took as
+as the tensors of one training job, and the next step asks for the same blocks again: to get them, page by page, took as
 long as computing.
 """
 

@@ -48,7 +48,7 @@ class PerMember(float):
     def _common(self, compare: Callable[[float], bool]) -> bool:
         results = {compare(value) for value in self.values}
         if len(results) > 1:
-            raise CannotFuse(f"a comparison with {self} is true for some of the trainings only")
+            raise CannotFuse(f"a comparison with {self} is true for some of the training jobs only")
         return results.pop()
 
     def __lt__(self, other: float) -> bool:
@@ -75,7 +75,7 @@ class PerMember(float):
         return self._common(bool)
 
     def _refuse(self, *_: Any) -> Any:
-        raise CannotFuse(f"one number is needed where the trainings have {self}")
+        raise CannotFuse(f"one number is needed where the training jobs have {self}")
 
     __float__ = __int__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
     __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __divmod__ = __rdivmod__ = _refuse

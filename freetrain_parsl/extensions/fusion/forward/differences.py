@@ -1,4 +1,4 @@
-"""What differs between the models of several trainings: only numbers may, everything else must be equal."""
+"""What differs between the models of several training jobs: only numbers may, everything else must be equal."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ _DETAILS_OF_CLASSES = {
 
 
 def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[str, PerMember]:
-    """Compare the models of several trainings.
+    """Compare the models of several training jobs.
 
     Parameters
     ----------
     models
-        One per training.
+        One per training job.
     ignored
         Attributes of the models themselves that are not compared.
 
     Returns
     -------
     dict of str to PerMember
-        Path of an attribute -> the numbers of the trainings, for dropout probabilities that differ.
+        Path of an attribute -> the numbers of the training jobs, for dropout probabilities that differ.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[
             _Comparison(models[0], model).equal(kinds[0], kind) for model, kind in zip(models, kinds, strict=True)
         ):
             names = ", ".join(kind.__name__ for kind in kinds)
-            raise CannotFuse(f"{path or 'the model'} is of a different class in each of the trainings: {names}")
+            raise CannotFuse(f"{path or 'the model'} is of a different class in each of the training jobs: {names}")
     _compare_tensors(models)
     differing: dict[str, PerMember] = {}
     comparisons = [_Comparison(models[0], model) for model in models]
@@ -92,16 +92,16 @@ def _equal(what: str, values: Sequence[list[Any]]) -> None:
     for value in values[1:]:
         if value != values[0]:
             extra = [item for item in [*values[0], *value] if (item in values[0]) != (item in value)]
-            raise CannotFuse(f"{what} differ between the trainings: {', '.join(map(str, extra)) or 'their order'}")
+            raise CannotFuse(f"{what} differ between the training jobs: {', '.join(map(str, extra)) or 'their order'}")
 
 
 def _compare_values(path: str, values: list[Any], comparisons: list[_Comparison]) -> None:
     try:
         equal = [comparison.equal(values[0], value) for comparison, value in zip(comparisons, values, strict=True)]
     except _Incomparable as error:
-        raise CannotFuse(f"{path} cannot be compared between the trainings: {error}") from None
+        raise CannotFuse(f"{path} cannot be compared between the training jobs: {error}") from None
     if not all(equal):
-        raise CannotFuse(f"{path} differs between the trainings: {', '.join(map(_brief, values))}")
+        raise CannotFuse(f"{path} differs between the training jobs: {', '.join(map(_brief, values))}")
 
 
 def _brief(value: Any) -> str:
@@ -132,10 +132,10 @@ def _compare_tensors(models: Sequence[nn.Module]) -> None:
     for name in described[0]:
         descriptions = [each[name] for each in described]
         if any(description != descriptions[0] for description in descriptions[1:]):
-            raise CannotFuse(f"{name} differs between the trainings: {'; '.join(descriptions)}")
+            raise CannotFuse(f"{name} differs between the training jobs: {'; '.join(descriptions)}")
     owned = [{id(parameter) for parameter in model.parameters() if parameter.requires_grad} for model in models]
     if len(set().union(*owned)) < sum(map(len, owned)):
-        raise CannotFuse("trainings share a parameter that they all train")
+        raise CannotFuse("training jobs share a parameter that they all train")
 
 
 def _described(model: nn.Module) -> dict[str, str]:
@@ -236,7 +236,7 @@ class _Comparison:
         return paths[0] == paths[1]
 
     def _equal_classes(self, one: type, other: type) -> bool:
-        """Compare classes: each training may have defined its own from the same code."""
+        """Compare classes: each training job may have defined its own from the same code."""
         if (one.__module__, one.__qualname__) != (other.__module__, other.__qualname__):
             return False
         own = [
@@ -258,7 +258,7 @@ class _Comparison:
             return True
         contents = one.cell_contents, other.cell_contents
         if isinstance(contents[0], (list, dict, set)) and contents[0] is not contents[1]:
-            raise _Incomparable("a function that uses a list or dict of its training")
+            raise _Incomparable("a function that uses a list or dict of its training job")
         return self.equal(*contents)
 
     def _equal_bound(self, one: Any, other: Any) -> bool:

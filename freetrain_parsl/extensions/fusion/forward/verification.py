@@ -263,12 +263,12 @@ def _cuda() -> bool:
 def _difference(fused: _Step, serial: _Step) -> str | None:
     for name, values in serial.outputs.items():
         if not isinstance(values, torch.Tensor) and any(value != fused.outputs.get(name) for value in values):
-            return f"{name} differs from that of the training alone"
+            return f"{name} differs from that of the training job alone"
     for kind in ("outputs", "gradients", "buffers"):
         expected = {name: value for name, value in getattr(serial, kind).items() if isinstance(value, torch.Tensor)}
         found = getattr(fused, kind)
         if found.keys() != getattr(serial, kind).keys():
-            return f"the {kind} are others than those of the training alone"
+            return f"the {kind} are others than those of the training job alone"
         magnitudes = {name: _magnitude(value) for name, value in expected.items()}
         largest = max(magnitudes.values(), default=0.0)
         for name, value in expected.items():
@@ -276,7 +276,7 @@ def _difference(fused: _Step, serial: _Step) -> str | None:
             limit = max(serial.tolerance, _TOLERANCES.get(value.dtype, 0.0))
             if error > limit * max(magnitudes[name], _PART_OF_LARGEST * largest):
                 what = f"the gradient of {name}" if kind == "gradients" else name
-                return f"{what} differs by {error:.1e} from that of the training alone"
+                return f"{what} differs by {error:.1e} from that of the training job alone"
     return None
 
 

@@ -23,7 +23,7 @@ __all__ = ["ArrayMailbox", "Member"]
 
 @dataclass(frozen=True)
 class Member:
-    """One training of an array.
+    """One training job of an array.
 
     Parameters
     ----------

@@ -195,7 +195,7 @@ class ArrayRun(Run):
         elif isinstance(ended, CannotFuse):  # it was found too late to go on one by one: from the checkpoints, alone
             end = RunPaused(PauseReason.LEFT)
             self._refused(str(ended))
-        elif self._is_too_large(ended):  # it goes on from its checkpoint, in a smaller array
+        elif self._is_too_large(ended):  # it continues from its checkpoint, in a smaller array
             end = RunPaused(PauseReason.LEFT)
         else:
             end, payload = end_by(ended)

@@ -1,4 +1,4 @@
-"""The best sizes of arrays of fused trainings, as earlier arrays have measured them: kept beside the checkpoints."""
+"""The best sizes of arrays of fused jobs, as earlier arrays have measured them: kept beside the checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that is a member of an array: the extension of its session."""
+"""A training job that is a member of an array: the extension of its session."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 class MemberExtension(SessionExtension):
-    """Lets the engine of an array make the forward passes, backward passes and steps of one training.
+    """Lets the engine of an array make the forward passes, backward passes and steps of one training job.
 
     Parameters
     ----------
     engine
         That of the array.
     name
-        The training's name.
+        The training job's name.
     """
 
     def __init__(self, engine: FusionEngine, name: str) -> None:
@@ -75,7 +75,7 @@ class MemberExtension(SessionExtension):
         return None if batches is None else MemberBatches(batches, source)
 
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:
-        """Let the engine compute the prepared models and optimizers, unless something must be the training's own."""
+        """Let the engine compute the prepared models and optimizers, unless something must be the job's own."""
         things = list(state.objects.values())
         if reason := _reason_against(state):
             self._train_alone(reason)
@@ -113,15 +113,15 @@ class MemberExtension(SessionExtension):
         self._engine.step(self._participant, loss, tuple(self._number_of[id(each)] for each in optimizers))
 
     def acts(self) -> bool:
-        """Return whether the training's strand runs."""
+        """Return whether the training job's strand runs."""
         return self._engine.current_strand is self._strand
 
     def facts(self) -> dict[str, str]:
-        """Return which trainings it may be fused with, and why it is not."""
+        """Return which training jobs it may be fused with, and why it is not."""
         return {"structure": self._structure, "not_fused": self._not_fused}
 
     def _train_alone(self, reason: str) -> None:
-        logger.warning("training %s is not fused: %s", self._name, reason)
+        logger.warning("training job %s is not fused: %s", self._name, reason)
         self._not_fused = reason
 
     def _forward(
@@ -136,7 +136,7 @@ class MemberExtension(SessionExtension):
 
 
 def _reason_against(state: SessionState) -> str:
-    """Return why a training cannot be fused; empty if it may be."""
+    """Return why a training job cannot be fused; empty if it may be."""
     order = state.order
     if order is not None:
         for option, given in (

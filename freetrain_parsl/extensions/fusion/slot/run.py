@@ -1,4 +1,4 @@
-"""Running the trainings of an array in one process."""
+"""Running the training jobs of an array in one process."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def run_members(
     turn: Callable[[str], None] = lambda _name: None,
     clock: Clock = time.monotonic,
 ) -> FusionEngine:
-    """Run trainings in lockstep until all have ended or have been paused.
+    """Run training jobs in lockstep until all have ended or have been paused.
 
     Parameters
     ----------
     members
-        The first trainings; those with the same model structure are fused.
+        The first training jobs; those with the same model structure are fused.
     mailbox
-        Further trainings, and requests to pause some or all of them.
+        Further training jobs, and requests to pause some or all of them.
     report
         Receives the name of a member and its report.
     ended
@@ -104,7 +104,7 @@ def run_members(
             end = _run(member, engine, mailbox.of(name), lambda each: report(name, each), clock)
         except GreenletExit:  # the array itself has failed
             raise
-        except BaseException as error:  # noqa: BLE001 - of one member, KeyboardInterrupt, too: the others go on
+        except BaseException as error:  # noqa: BLE001 - of one member, KeyboardInterrupt, too: the others continue
             ended(name, error)
         else:
             ended(name, end)

@@ -1,4 +1,4 @@
-"""Batches that several trainings in one process fetch once: those with the same data in the same order."""
+"""Batches that several training jobs in one process fetch once: those with the same data in the same order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MemberBatches", "SharedBatches", "can_be_shared", "same_source"]
 
-_KEPT = 2  # batches: that of the trainings that are ahead, and that of those behind
+_KEPT = 2  # batches: that of the training jobs that are ahead, and that of those behind
 
 
 def can_be_shared(source: DataSource) -> bool:
-    """Return whether batches can be fetched for several trainings: they are in one piece, in an order of our own."""
+    """Return whether batches can be fetched for several jobs: they are in one piece, in an order of our own."""
     return source.sampler is None and source.order.micro_batch is None and source.order.shards is None
 
 
@@ -94,7 +94,7 @@ def _marks(tensors: Sequence[Any]) -> list[tuple[int, int]]:
 class SharedBatches:
     """The current batches of one source.
 
-    Each training gets the same tensors, until one changes them in place: from then on each gets copies.
+    Each training job gets the same tensors, until one changes them in place: from then on each gets copies.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class SharedBatches:
         self._copying = False
 
     def get(self, epoch: int, position: int, fetch: Callable[[], tuple[Batch, Any]]) -> tuple[Batch, Any]:
-        """Return the batch at a position of an epoch; `fetch` it unless a training has done so.
+        """Return the batch at a position of an epoch; `fetch` it unless a training job has done so.
 
         Parameters
         ----------
@@ -124,7 +124,7 @@ class SharedBatches:
             while len(self._batches) > _KEPT:
                 del self._batches[next(iter(self._batches))]
         batch, data, _, _ = known
-        # Tensors of its own on the same memory: gradients and flags are each training's.
+        # Tensors of its own on the same memory: gradients and flags are each training job's.
         make = torch.clone if self._copying else torch.Tensor.detach
         if type(data) in (list, tuple) and all(isinstance(leaf, torch.Tensor) for leaf in data):
             return batch, type(data)(map(make, data))
@@ -132,21 +132,21 @@ class SharedBatches:
 
     @property
     def spoiled(self) -> bool:
-        """Whether a training has changed, in place, a batch that others have, too."""
+        """Whether a training job has changed, in place, a batch that others have, too."""
         return not self._copying and any(
             versions_of(tensors) != known for _, _, tensors, known in self._batches.values()
         )
 
 
 class MemberBatches:
-    """The batches of a source as one training gets them, until user code changes its dataset.
+    """The batches of a source as one training job gets them, until user code changes its dataset.
 
     Parameters
     ----------
     batches
-        Those of all trainings that share the source.
+        Those of all training jobs that share the source.
     source
-        The training's own.
+        The training job's own.
     """
 
     def __init__(self, batches: SharedBatches, source: DataSource) -> None:
@@ -154,7 +154,7 @@ class MemberBatches:
         self._watch = None if source.num_workers else _DatasetWatch(source.dataset)
 
     def get(self, epoch: int, position: int, fetch: Callable[[], tuple[Batch, Any]]) -> tuple[Batch, Any] | None:
-        """See `SharedBatches.get`; ``None`` if the dataset was changed: it is the training's own now."""
+        """See `SharedBatches.get`; ``None`` if the dataset was changed: it is the training job's own now."""
         if self._watch is not None and not self._watch.is_same():
             return None
         return self._batches.get(epoch, position, fetch)

@@ -1,9 +1,10 @@
-"""How many trainings an array should have: found by timing real steps, never assumed.
+"""How many training jobs an array should have: found by timing real steps, never assumed.
 
-First two trainings are timed one by one and fused, in turns, so that both are affected by what else the machine does.
-Then their number doubles while each member-step becomes faster by a tenth; one size at which it does not may have been
-timed while something else ran, so that the next one is tried, too. If fusing is not faster than one by one by a tenth,
-the trainings go on one by one. Near this limit both ways are timed again, with as many trainings as are fused.
+First two training jobs are timed one by one and fused, in turns, so that both are affected by what else the machine
+does. Then their number doubles while each member-step becomes faster by a tenth; one size at which it does not may have
+been timed while something else ran, so that the next one is tried, too. If fusing is not faster than one by one by a
+tenth, the training jobs go on one by one. Near this limit both ways are timed again, with as many training jobs as are
+fused.
 """
 
 from __future__ import annotations

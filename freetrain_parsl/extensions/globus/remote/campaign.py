@@ -141,7 +141,7 @@ def _read(path: Path) -> RunRecord:
 
 _START_WAIT = 30.0  # seconds for which the site waits for the driver, so that its refusals are in the answer
 _STOP_WAIT = 45.0
-_SHOWN = 20  # trainings in a representation
+_SHOWN = 20  # training jobs in a representation
 _COLUMNS = ("training", "state", "done")
 
 
@@ -149,7 +149,7 @@ class RemoteCampaign:
     """A run of a campaign at a site.
 
     Every method sends one short call in the background and returns a future; the object shows the state that was seen
-    last. The campaign does not depend on it: it goes on when this process ends, and `attach` finds it again.
+    last. The campaign does not depend on it: it continues when this process ends, and `attach` finds it again.
 
     Parameters
     ----------
@@ -307,11 +307,11 @@ class RemoteCampaign:
         return self._ask("fetching output", logs)
 
     def results(self) -> Future[list[Mapping[str, Any]]]:
-        """Fetch the trainings with their results, as of ``freetrain status --json``."""
+        """Fetch the training jobs with their results, as of ``freetrain status --json``."""
         return self._ask("fetching results", lambda: field_of(self._call(self._request("results")), "trainings", list))
 
     def stop(self) -> Future[RunStatus]:
-        """Ask the driver to save all trainings, withdraw its jobs and end."""
+        """Ask the driver to save all training jobs, withdraw its jobs and end."""
         return self._ask("stopping", lambda: self._status_of(self._request("stop", wait=_STOP_WAIT)))
 
     def resume(
@@ -322,9 +322,9 @@ class RemoteCampaign:
         Parameters
         ----------
         retry
-            Failed or cancelled trainings to retry.
+            Failed or cancelled training jobs to retry.
         retry_failed
-            Whether all failed trainings are retried.
+            Whether all failed training jobs are retried.
         on_code_change
             As of ``freetrain resume``.
         """

@@ -48,7 +48,7 @@ _GOOD_ENDS = ("finished", "stopped", "interrupted")
 
 @remote.command()
 def start(
-    campaign: Path = typer.Argument(help="Campaign file: the trainings."),
+    campaign: Path = typer.Argument(help="Campaign file: the training jobs."),
     endpoint: str = typer.Option(metavar="UUID", help="Endpoint of Globus Compute at the site."),
     config: str = typer.Option("local", metavar="SITE", help="Site file here, or the name of a shipped one."),
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="Value of ${NAME} in the files."),
@@ -66,7 +66,7 @@ def start(
         if not json:
             packed = preparation.packed
             size = f"{packed.archive.files} files, {len(packed.archive.data) / 1e3:.1f} kB"
-            say(f"{started.run}: {len(packed.campaign.trainings)} trainings, {size}, to endpoint {place.id}")
+            say(f"{started.run}: {len(packed.campaign.trainings)} training jobs, {size}, to endpoint {place.id}")
             if packed.left_out:
                 say(f"left out, as their names look like secrets: {', '.join(packed.left_out)}")
         _show(_answer(started.submit(preparation), json), json)
@@ -88,7 +88,7 @@ def check(endpoint: str = typer.Option(metavar="UUID", help="Endpoint of Globus 
 
 @remote.command()
 def status(run: RunArgument = None, endpoint: EndpointOption = None, json: JsonOption = False) -> None:
-    """Show the trainings of a run, and whether its driver is alive."""
+    """Show the training jobs of a run, and whether its driver is alive."""
     with _errors("status"):
         _show(_answer(RemoteCampaign.attach(run, endpoint=endpoint).status(), json), json)
 
@@ -97,7 +97,7 @@ def status(run: RunArgument = None, endpoint: EndpointOption = None, json: JsonO
 def logs(
     run: RunArgument = None,
     endpoint: EndpointOption = None,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on until the run ends."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Continue until the run ends."),
 ) -> None:
     """Print the output of the driver."""
     with _errors("logs"):
@@ -115,7 +115,7 @@ def logs(
 
 @remote.command()
 def results(run: RunArgument = None, endpoint: EndpointOption = None, json: JsonOption = False) -> None:
-    """Show the results of the trainings."""
+    """Show the results of the training jobs."""
     with _errors("results"):
         trainings = _answer(RemoteCampaign.attach(run, endpoint=endpoint).results(), json)
         if json:
@@ -128,7 +128,7 @@ def results(run: RunArgument = None, endpoint: EndpointOption = None, json: Json
 
 @remote.command()
 def stop(run: RunArgument = None, endpoint: EndpointOption = None, json: JsonOption = False) -> None:
-    """Ask the driver to save all trainings, withdraw its jobs and end."""
+    """Ask the driver to save all training jobs, withdraw its jobs and end."""
     with _errors("stop"):
         _show(_answer(RemoteCampaign.attach(run, endpoint=endpoint).stop(), json), json)
 
@@ -137,8 +137,8 @@ def stop(run: RunArgument = None, endpoint: EndpointOption = None, json: JsonOpt
 def resume(
     run: RunArgument = None,
     endpoint: EndpointOption = None,
-    retry_failed: bool = typer.Option(False, "--retry-failed", help="Retry all failed trainings."),
-    retry: list[str] = typer.Option([], "--retry", metavar="NAME", help="Retry this failed or cancelled training."),
+    retry_failed: bool = typer.Option(False, "--retry-failed", help="Retry all failed training jobs."),
+    retry: list[str] = typer.Option([], "--retry", metavar="NAME", help="Retry this failed or cancelled training job."),
     on_code_change: str | None = typer.Option(None, metavar="CHOICE", help="As of 'freetrain resume'."),
     json: JsonOption = False,
 ) -> None:
@@ -213,4 +213,6 @@ def _records(trainings: list[Mapping[str, Any]]) -> list[TrainingRecord]:
     try:
         return [TrainingRecord(**{**item, "nodes": tuple(item["nodes"])}) for item in trainings]
     except (KeyError, TypeError):
-        raise RemoteError("the site sent unexpected trainings; is another version of freetrain-parsl there?") from None
+        raise RemoteError(
+            "the site sent unexpected training jobs; is another version of freetrain-parsl there?"
+        ) from None

@@ -94,7 +94,8 @@ def call_within(seconds: float, call: Callable[[], T], give_up: Callable[[], Non
     Raises
     ------
     RemoteError
-        The call has not returned in time, and `give_up` was called. Its thread may go on; what it returns is dropped.
+        The call has not returned in time, and `give_up` was called. Its thread may continue; what it returns is
+        dropped.
     """
     outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 

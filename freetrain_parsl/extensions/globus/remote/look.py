@@ -42,7 +42,7 @@ def site_facts(stored: Mapping[str, Any]) -> dict[str, Any]:
     site = Site.load(stored["config"], Variables.parse(stored["settings"]))
     if not isinstance(site.home, GlobusHome):
         raise InvalidInput(
-            f"{site.file}: has no checkpoints.globus; trainings move between sites through a home on Globus"
+            f"{site.file}: has no checkpoints.globus; training jobs move between sites through a home on Globus"
         )
     return {"home": str(site.home.settings.home), "lease": site.home.settings.lease.total_seconds()}
 
@@ -80,7 +80,7 @@ def planned_blocks(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:
-    """Describe a run: nodes of its blocks, samples left and sizes of its trainings, and its copies.
+    """Describe a run: nodes of its blocks, samples left and sizes of its training jobs, and its copies.
 
     Returns
     -------

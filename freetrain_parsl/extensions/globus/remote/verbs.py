@@ -3,7 +3,7 @@
 A run has a directory ``RUN`` below ``$FREETRAIN_REMOTE_DIR`` (default ``~/.freetrain/remote``)::
 
     request.json      what was asked for
-    assignment.json   the trainings that a coordinator of several sites has assigned to this one
+    assignment.json   the training jobs that a coordinator of several sites has assigned to this one
     retries.json      how often it has retried them
     campaign/         the unpacked files
     site/             the site file, if it is not a shipped one
@@ -55,7 +55,7 @@ def retried(root: Path) -> dict[str, int]:
 
 
 def failed_before(root: Path, run_dir: Path, attempts: Mapping[str, int]) -> list[str]:
-    """Return the trainings of a run that have failed or were cancelled here before the given attempts."""
+    """Return the training jobs of a run that have failed or were cancelled here before the given attempts."""
     done = retried(root)
     states = {item.name: item.state for item in StoredRun(run_dir).trainings()}
     return [
@@ -64,7 +64,7 @@ def failed_before(root: Path, run_dir: Path, attempts: Mapping[str, int]) -> lis
 
 
 def take_retries(root: Path, run_dir: Path | None, attempts: Mapping[str, int]) -> None:
-    """Set trainings that have failed to waiting, and note the attempts; no driver may run.
+    """Set training jobs that have failed to waiting, and note the attempts; no driver may run.
 
     The run directory is ``None`` if it has not been created.
     """
@@ -87,7 +87,7 @@ _RETRY_WAIT = 30.0  # seconds for which a call waits for a driver to end
 _STARTS = "starts.json"  # of drivers for the last order
 _FIRST_PAUSE = 15.0  # seconds between the first two starts of a driver for an order; doubled each time
 _LONGEST_PAUSE = 900.0
-_OPEN = ("waiting", "running")  # states of trainings that have not ended
+_OPEN = ("waiting", "running")  # states of training jobs that have not ended
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,9 +162,9 @@ def _attempts(request: Mapping[str, Any], trainings: Sequence[str]) -> dict[str,
 
 
 def _take_retries(root: Path, attempts: Mapping[str, int]) -> bool:
-    """Retry trainings that have failed here; return whether that is done.
+    """Retry training jobs that have failed here; return whether that is done.
 
-    A driver that runs would not notice: it saves its trainings and ends, and the next one trains all.
+    A driver that runs would not notice: it saves its training jobs and ends, and the next one trains all.
     """
     run_dir = root / "run"
     created = (run_dir / DATABASE).is_file()

@@ -1,12 +1,13 @@
-"""Which site is asked what, and which training is assigned where. Pure: `run` owns the calls, the clock and the files.
+"""Which site is asked what, and which job is assigned where. Pure: `run` owns the calls, the clock and the files.
 
 At every look, all sites are asked for their state and for what they offer. Once each has answered, or is silent, the
-planner over sites decides, and each site whose trainings have changed gets an *order*: the numbered list of all
-trainings that are assigned to it. An order is repeated in every call until the site has taken it in.
+planner over sites decides, and each site whose training jobs have changed gets an *order*: the numbered list of all
+training jobs that are assigned to it. An order is repeated in every call until the site has taken it in.
 
-A training is added to an order only when no other site may still have it: each site that had it has taken in an order
-without it, or is silent and its lease has ended. From then on, the home on Globus guarantees that one site at a time
-trains it (`freetrain_parsl.extensions.globus.storage.ownership`): the new site waits until the old one has released it.
+A training job is added to an order only when no other site may still have it: each site that had it has taken in an
+order without it, or is silent and its lease has ended. From then on, the home on Globus guarantees that one site at a
+time trains it (`freetrain_parsl.extensions.globus.storage.ownership`): the new site waits until the old one has
+released it.
 
 Times are seconds since the epoch, so that leases are known after a restart on another machine. A clock that is stepped
 makes a decision early or late, not wrong: leases are enforced by the home.
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.globus.sites.planning.model import SiteChoice, SiteRates, SitesPlanner
     from freetrain_parsl.extensions.globus.sites.state import SiteAnswer
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 __all__ = ["Coordinator"]
 
@@ -63,7 +64,7 @@ class Coordinator:
     Parameters
     ----------
     trainers
-        All trainings.
+        All training jobs.
     rates
         Site -> its stated rates.
     pace
@@ -74,7 +75,7 @@ class Coordinator:
 
     def __init__(
         self,
-        trainers: Sequence[Trainer],
+        trainers: Sequence[PlannedJob],
         rates: Mapping[str, SiteRates],
         pace: CallPace,
         planner: SitesPlanner,
@@ -93,7 +94,7 @@ class Coordinator:
 
     @property
     def is_done(self) -> bool:
-        """Whether all trainings have ended, or all sites that answer have stopped."""
+        """Whether all training jobs have ended, or all sites that answer have stopped."""
         if self.stopping:
             return all(site.stopped for site in self.sites.values())
         return not self._open() and not any(self._keeps_withdrawn(site) for site in self.sites.values())
@@ -190,7 +191,7 @@ class Coordinator:
         elif answer.order == site.order:
             site.confirmed, site.possible = site.order, set(site.wanted)
         if self._driver_failed(site):
-            site.offers = ()  # its trainings go elsewhere at the next look
+            site.offers = ()  # its training jobs go elsewhere at the next look
         for at_site in answer.trainings.values():
             self._note(name, at_site, answer)
             self._measure_start(site, at_site, now)
@@ -202,7 +203,7 @@ class Coordinator:
         self._settle(now)
 
     def _driver_failed(self, site: SiteState) -> bool:
-        """Whether a site has trainings that its driver does not train, as it ended with an error.
+        """Whether a site has training jobs that its driver does not train, as it ended with an error.
 
         Before the site has confirmed their order, no driver was started for them.
         """
@@ -247,7 +248,7 @@ class Coordinator:
         training.starting, training.arrives = None, min(training.arrives, now)
 
     def cancel(self, training: str) -> None:
-        """Cancel a training at the user's request: it is in no order from now on."""
+        """Cancel a training job at the user's request: it is in no order from now on."""
         item = self.trainings[training]
         if item.ended is not None:
             return
@@ -255,7 +256,7 @@ class Coordinator:
         self._withdraw(training)
 
     def retry(self, training: str) -> None:
-        """Train a failed or cancelled training again at the user's request, from its last checkpoint."""
+        """Train a failed or cancelled training job again at the user's request, from its last checkpoint."""
         item = self.trainings[training]
         self._withdraw(training)
         item.ended, item.ended_at, item.site, item.attempt = None, "", None, item.attempt + 1
@@ -272,7 +273,7 @@ class Coordinator:
                 site.wanted = tuple(name for name in site.wanted if name != training)
 
     def stop(self) -> None:
-        """Stop all sites: trainings save their work, drivers end."""
+        """Stop all sites: training jobs save their work, drivers end."""
         self.stopping = True
         for site in self.sites.values():
             site.stopped = site.facts is None
@@ -341,9 +342,9 @@ class Coordinator:
             training.starting = state_there if choice.nodes else None
 
     def _shortest_queue(self) -> str | None:
-        """Return the answering site with the most nodes per training; ``None`` if none answers.
+        """Return the answering site with the most nodes per training job; ``None`` if none answers.
 
-        A training that waits at no site gets no nodes before the next look. There it does, and its state is fetched
+        A training job that waits at no site gets no nodes before the next look. There it does, and its state is fetched
         in the meantime.
         """
         trainings = Counter(training.site for training in self._open().values())
@@ -352,7 +353,7 @@ class Coordinator:
         return max(answering, key=lambda name: (nodes[name] / (1 + trainings[name]), -trainings[name]), default=None)
 
     def _order(self, now: float) -> None:
-        """Make a new order for each site whose trainings have changed."""
+        """Make a new order for each site whose training jobs have changed."""
         if self.stopping:
             return
         for site in self.sites.values():
@@ -404,7 +405,7 @@ class Coordinator:
         }
 
     def restore(self, document: Mapping[str, Any], ended: Mapping[str, TrainingAtSite]) -> None:
-        """Take over what `as_json` of an earlier coordinator returned, and the trainings that have ended, with results.
+        """Take over what `as_json` of an earlier coordinator returned, and the jobs that have ended, with results.
 
         Raises
         ------
@@ -434,7 +435,7 @@ class Coordinator:
         for site in self.sites.values():
             if site.silent:
                 left = site.lease_until() - now
-                kept = f"; it keeps its trainings for {left:.0f} s" if left > 0 and self._at(site.name) else ""
+                kept = f"; it keeps its training jobs for {left:.0f} s" if left > 0 and self._at(site.name) else ""
                 yield f"site {site.name} does not answer: {site.silent}{kept}"
             elif site.answer is None:
                 yield f"site {site.name}: {'ready' if site.facts else 'not ready yet'}"

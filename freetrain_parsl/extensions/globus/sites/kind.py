@@ -71,7 +71,7 @@ class SitesKind(RunKind):
         return site_lines(store.directory)
 
     def explain(self, store: StoredRun) -> dict[str, Any]:
-        """Describe where the trainings of a run are and why, as its coordinator has decided last.
+        """Describe where the training jobs of a run are and why, as its coordinator has decided last.
 
         Returns
         -------
@@ -117,7 +117,7 @@ class SitesKind(RunKind):
         for name, starts in figures["starts"].items():
             if starts:
                 took = ", ".join(f"{start:.0f} s" for start in starts)
-                yield f"site {name}: the last starts of trainings that are new there took {took}"
+                yield f"site {name}: the last starts of training jobs that are new there took {took}"
         for training in figures["trainings"]:
             where = f" at {training['site']}" if training["site"] else ""
             why = training["reason"]

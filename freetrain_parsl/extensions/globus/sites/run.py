@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.globus.sites.planning.model import SitePlan, SitesQuestion
     from freetrain_parsl.extensions.globus.sites.sites_file import SiteEntry
     from freetrain_parsl.extensions.globus.sites.state import SiteCall
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
     Show = Callable[[Coordinator, float], None]
 
@@ -86,7 +86,7 @@ class SitesRun:
     left_out
         Files that stay here because of their names.
     unstopped
-        Sites that were asked to stop and may have left trainings or jobs -> why.
+        Sites that were asked to stop and may have left training jobs or jobs -> why.
     place_of
         Makes the place of a site; default: an endpoint, or this machine.
     clock
@@ -176,7 +176,7 @@ class SitesRun:
         variables = Variables(store.fact("variables"), environment={})
         campaign = Campaign.parse(store.fact("campaign_text"), str(file), file.parent, variables)
         if {training.name for training in campaign.trainings} != {item.name for item in store.trainings()}:
-            raise InvalidInput(f"{directory}: its trainings do not match its campaign; it was tampered with")
+            raise InvalidInput(f"{directory}: its training jobs do not match its campaign; it was tampered with")
         listed = SitesFile.parse(described["text"], str(place), place.parent, described["settings"])
         requests = {entry.name: _read_request(store.directory, entry.name) for entry in listed.sites}
         return cls(store, campaign, listed, requests)
@@ -200,12 +200,12 @@ class SitesRun:
         return ComputeEndpoint(entry.endpoint, budget=budget)
 
     def to_retry(self, names: Iterable[str], *, failed: bool = False) -> tuple[str, ...]:
-        """Return which trainings a retry is about: failed or cancelled ones of `names`, and all that have failed.
+        """Return which training jobs a retry is about: failed or cancelled ones of `names`, and all that have failed.
 
         Raises
         ------
         InvalidInput
-            No training has that name, or it has finished.
+            No training job has that name, or it has finished.
         """
         chosen = [self.store.training(name) for name in names]
         for item in chosen:
@@ -215,10 +215,10 @@ class SitesRun:
         return tuple(dict.fromkeys(item.name for item in chosen if item.state in ("failed", "cancelled")))
 
     def drive(self, *, report: Callable[[str], None], show: Show, stop: bool = False, retry: Sequence[str] = ()) -> str:
-        """Coordinate the sites until all trainings have ended, or until the run is stopped.
+        """Coordinate the sites until all training jobs have ended, or until the run is stopped.
 
-        SIGINT (Ctrl-C), SIGTERM and a stop request stop the sites: trainings save, drivers end. A second signal, or
-        SIGHUP, ends the coordinator only: trainings go on where they are.
+        SIGINT (Ctrl-C), SIGTERM and a stop request stop the sites: training jobs save, drivers end. A second signal, or
+        SIGHUP, ends the coordinator only: training jobs continue where they are.
 
         Parameters
         ----------
@@ -229,17 +229,17 @@ class SitesRun:
         stop
             Stop the sites at once.
         retry
-            Trainings of `to_retry`.
+            Training jobs of `to_retry`.
 
         Returns
         -------
         str
-            ``finished``, ``stopped``, ``interrupted``, or ``detached``: trainings go on.
+            ``finished``, ``stopped``, ``interrupted``, or ``detached``: training jobs continue.
 
         Raises
         ------
         InvalidInput
-            Another coordinator is running; a site refuses the campaign before any training is assigned.
+            Another coordinator is running; a site refuses the campaign before any training job is assigned.
         """
         before = refuse_living_driver(self.store)
         report, show = contained(report), contained(show)
@@ -287,7 +287,7 @@ class SitesRun:
                 raise InvalidInput(f"{self.directory / COORDINATOR} is damaged: {error}") from None
         return coordinator
 
-    def _trainers(self) -> Iterator[Trainer]:
+    def _trainers(self) -> Iterator[PlannedJob]:
         costs = DEFAULT_COSTS.in_seconds()
         for number, training in enumerate(self.campaign.trainings):
             yield training.app.request(training.name).trainer(costs, float(number))
@@ -366,7 +366,7 @@ class SitesLoop:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Go on if the run directory cannot be written for now, e.g. because the disk is full; nothing is sent then."""
+        """Continue if the run directory cannot be written for now, as on a full disk; then nothing is sent."""
         try:
             yield
         except (OSError, sqlite3.OperationalError) as error:
@@ -378,15 +378,15 @@ class SitesLoop:
 
     def _stop(self) -> None:
         self.report(
-            "stopping: the sites save their trainings and end their drivers; Ctrl-C again leaves them as they are"
+            "stopping: the sites save their training jobs and end their drivers; Ctrl-C again leaves them as they are"
         )
         self.coordinator.stop()
 
     def _report_not_stopped(self) -> None:
         for site in self.coordinator.sites.values():
             if self.coordinator.stopping and site.silent and site.facts is not None:
-                self.report(f"site {site.name} could not be stopped, its trainings may go on: {site.silent}")
-                self.run.unstopped[site.name] = "it does not answer, and its trainings may go on"
+                self.report(f"site {site.name} could not be stopped, its training jobs may continue: {site.silent}")
+                self.run.unstopped[site.name] = "it does not answer, and its training jobs may continue"
 
     # Calls.
 
@@ -450,7 +450,8 @@ class SitesLoop:
                     status = parse_status(outcome)
                     if status.state == "died":
                         self.report(
-                            f"site {call.site}: its driver had died; its trainings have their last checkpoints, and "
+                            f"site {call.site}: its driver had died; its training jobs have their last checkpoints, "
+                            "and "
                             "batch jobs may be left until the run continues"
                         )
                         self.run.unstopped[call.site] = "its driver had died, and its jobs may be left"
@@ -463,7 +464,7 @@ class SitesLoop:
             coordinator.on_silence(call.site, str(error), now)
         except PlanningError as error:
             self.report(f"no decision this time: {error}")
-        except FreeTrainError as error:  # whatever a call raises, the other sites go on
+        except FreeTrainError as error:  # whatever a call raises, the other sites continue
             coordinator.on_silence(call.site, str(error), now)
 
     def _checked(self, call: SiteCall, answer: SiteAnswer) -> SiteAnswer:

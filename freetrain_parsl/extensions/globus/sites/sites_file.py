@@ -65,7 +65,7 @@ class SitesFile:
     sites
         In file order.
     settings
-        How trainings are moved.
+        How training jobs are moved.
     status_period
         Seconds between questions for the progress.
     """
@@ -124,7 +124,7 @@ class SitesFile:
                 continue  # it needs values that only the site has; it checks itself
             if not isinstance(site.home, GlobusHome):
                 raise section.refusal(
-                    f"{site.file} has no checkpoints.globus; trainings move between sites through a home on Globus",
+                    f"{site.file} has no checkpoints.globus; training jobs move between sites through a home on Globus",
                     "config",
                 )
             places = site.home.settings

@@ -1,4 +1,4 @@
-"""What sites say, checked, what a coordinator knows of sites and trainings and keeps, and the calls that it makes."""
+"""What sites say, checked, what a coordinator knows of sites and jobs and keeps, and the calls that it makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 __all__ = [
     "COORDINATOR",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 ENDED = ("finished", "failed", "cancelled")
-"""States of trainings that have ended."""
+"""States of training jobs that have ended."""
 
 _STATES = ("waiting", "running", *ENDED)
 _LONGEST_LEASE = 1e9  # seconds
@@ -51,7 +51,8 @@ _MOST_ORDERS = 2**53
 class SiteFacts:
     """What does not change at a site.
 
-    Where checkpoints of all sites meet, and the seconds after which its trainings go on elsewhere, if it is silent.
+    Where checkpoints of all sites meet, and the seconds after which its training jobs continue elsewhere, if it is
+    silent.
     """
 
     home: str
@@ -74,7 +75,7 @@ class SiteFacts:
 
 @dataclass(frozen=True)
 class TrainingAtSite:
-    """A training as a site sees it: the columns of ``freetrain status``."""
+    """A training job as a site sees it: the columns of ``freetrain status``."""
 
     name: str
     state: str
@@ -106,7 +107,7 @@ class SiteAnswer:
         Of its driver.
     message
         What the user should know of the driver.
-    trainings
+    training jobs
         Training -> its state there.
     held
         Nodes of our blocks.
@@ -223,7 +224,7 @@ class Ask(Enum):
     STATUS = "status"
     """For its state; it takes in the current order, too."""
     STOP = "stop"
-    """To save all trainings and end its driver."""
+    """To save all training jobs and end its driver."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ class SiteCall:
         Name of the site.
     ask
         What is asked.
-    order, trainings
+    order, training jobs
         The order that the call carries.
     start
         Whether a driver is started for it, if none runs.
@@ -270,9 +271,9 @@ class SiteState:
     facts
         ``None`` until it has unpacked the campaign.
     order, wanted
-        The last order, and its trainings.
+        The last order, and its training jobs.
     possible
-        Trainings of all orders that it may have taken in since the last one that it has confirmed.
+        Training jobs of all orders that it may have taken in since the last one that it has confirmed.
     seen
         When it answered last.
     answer
@@ -282,7 +283,7 @@ class SiteState:
     silent
         Why it does not answer; empty if it does.
     starts
-        The last measured times from the assignment of a training, and the arrival of its state, until it had nodes.
+        The last measured times from the assignment of a training job, and the arrival of its state, until it had nodes.
     """
 
     name: str
@@ -307,7 +308,7 @@ class SiteState:
 
     @property
     def start(self) -> float:
-        """Seconds until a training that is new there has nodes: the median of those measured, or what is assumed."""
+        """Seconds until a job that is new there has nodes: the median of those measured, or what is assumed."""
         return median(self.starts) if self.starts else _ASSUMED_START
 
     def measured(self, start: float) -> None:
@@ -320,7 +321,7 @@ class SiteState:
         return self.facts is not None and not self.silent and self.seen is not None
 
     def lease_until(self) -> float:
-        """Return when its trainings may go on elsewhere if it stays silent."""
+        """Return when its training jobs may continue elsewhere if it stays silent."""
         if self.seen is None or self.facts is None:
             return 0.0
         return self.seen + self.facts.lease
@@ -347,7 +348,7 @@ class SiteState:
 
 @dataclass
 class TrainingPlace:
-    """Where a training is.
+    """Where a training job is.
 
     Parameters
     ----------
@@ -375,7 +376,7 @@ class TrainingPlace:
         How often the user has retried it.
     """
 
-    trainer: Trainer
+    trainer: PlannedJob
     site: str | None = None
     reason: str = ""
     size: float = 0.0

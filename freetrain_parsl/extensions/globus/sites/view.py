@@ -34,14 +34,14 @@ _EXIT = {"interrupted": 130, "detached": 130}
 
 
 class SitesView(ProgressView):
-    """Shows all sites and trainings in one view; see `ProgressView`."""
+    """Shows all sites and training jobs in one view; see `ProgressView`."""
 
     def show(self, coordinator: Coordinator, elapsed: float) -> None:
-        """Show the state of the sites and of the trainings."""
+        """Show the state of the sites and of the training jobs."""
         lines = list(coordinator.lines(time.time()))
         if self._console.is_terminal:
             ended = sum(item.ended is not None for item in coordinator.trainings.values())
-            head = f"{self._title} · {elapsed:.0f} s · {ended} of {len(coordinator.trainings)} trainings done"
+            head = f"{self._title} · {elapsed:.0f} s · {ended} of {len(coordinator.trainings)} training jobs done"
             parts: list[RenderableType] = [*(Text(line, style="cyan") for line in lines), Text(), _table(coordinator)]
             self._live.update(Panel(Group(*parts), title=Text(head)))
             return
@@ -55,7 +55,7 @@ class SitesView(ProgressView):
 
 
 def _row(coordinator: Coordinator, name: str, item: TrainingPlace) -> tuple[str, str, str]:
-    """Return place, state and share done of a training."""
+    """Return place, state and share done of a training job."""
     if item.ended is not None:
         return (f"at {item.ended_at}" if item.ended_at else ""), item.ended.state, ""
     if item.site is None:
@@ -80,7 +80,7 @@ def _table(coordinator: Coordinator) -> Table:
 def coordinate_and_report(
     run: SitesRun, *, verb: str, as_json: bool, stop: bool = False, retry: Sequence[str] = ()
 ) -> None:
-    """Coordinate the sites, then print the trainings; exit with 0 if all have finished or were cancelled."""
+    """Coordinate the sites, then print the training jobs; exit with 0 if all have finished or were cancelled."""
     console = Screen(stderr=as_json)
     console.say(f"run directory: {run.directory}")
     if run.left_out:
@@ -103,7 +103,8 @@ def coordinate_and_report(
         view.report(f"freetrain: {how}; {left_behind}{others}. To continue: freetrain resume {run.directory}")
     elif how == "detached":
         view.report(
-            f"freetrain: the trainings go on where they are. To coordinate them again: freetrain resume {run.directory}"
+            "freetrain: the training jobs continue where they are. To coordinate them again: freetrain resume "
+            f"{run.directory}"
         )
     left = sum(item.state not in ("finished", "cancelled") for item in trainings)
     raise typer.Exit(_EXIT.get(how, 1 if left else 0))

@@ -1,1 +1,1 @@
-"""Checkpoints on Globus collections: carried between sites, each training owned by one site at a time."""
+"""Checkpoints on Globus collections: carried between sites, each training job owned by one site at a time."""

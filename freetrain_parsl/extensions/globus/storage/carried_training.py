@@ -1,4 +1,4 @@
-"""A training whose checkpoints a driver's mover carries."""
+"""A training job whose checkpoints a driver's mover carries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CarriedStage", "CarriedTraining", "SeenCheckpoints"]
 
 
 class CarriedStage(Enum):
-    """Where a training is on its way; see `freetrain_parsl.extensions.globus.storage.mover`."""
+    """Where a training job is on its way; see `freetrain_parsl.extensions.globus.storage.mover`."""
 
     CLAIMING = "claiming"
     SEARCHING = "searching"
@@ -30,7 +30,7 @@ class CarriedStage(Enum):
 
 @dataclass
 class CarriedTraining:
-    """A training of this driver.
+    """A training job of this driver.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class CarriedTraining:
     scanned
         Whether its last checkpoint has been looked for.
     leaving
-        Whether it goes on at another site; its last checkpoint is then copied however often that fails.
+        Whether it continues at another site; its last checkpoint is then copied however often that fails.
     """
 
     name: str
@@ -131,7 +131,9 @@ class SeenCheckpoints:
         if not self._has_waited(item, 1.0, now):
             item.reason = f"home has listed {known.name} of generation {known.generation}, and does not list it now"
             return [*later, known]  # it may be there all the same
-        logger.warning("training %s: %s of generation %d is no longer at home", item.name, known.name, known.generation)
+        logger.warning(
+            "training job %s: %s of generation %d is no longer at home", item.name, known.name, known.generation
+        )
         del self.newest[item.name]
         return later
 

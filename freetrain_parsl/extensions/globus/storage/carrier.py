@@ -1,8 +1,8 @@
 """Which checkpoints are copied when, in which tasks. Pure: `mover` owns the requests.
 
 A checkpoint is sent in two tasks, its data first and its manifest once these have arrived: elsewhere it counts only
-with its manifest. The newest checkpoints of several trainings share a task. A job is kept in the run directory with its
-submission id before it is submitted, so that submitting it again after a crash starts nothing twice.
+with its manifest. The newest checkpoints of several training jobs share a task. A job is kept in the run directory with
+its submission id before it is submitted, so that submitting it again after a crash starts nothing twice.
 
 Neither a task that has succeeded nor a listing is believed alone. A checkpoint is at home once a listing shows its
 files, with their sizes. Older checkpoints, and partial ones, are removed only if `KEPT` later ones are *proven*: sent,
@@ -30,7 +30,7 @@ MOST_ACTIVE = 2
 GIVE_UP = 3
 """Failures in a row after which a finished run no longer waits for a copy."""
 KEPT = 2
-"""Checkpoints of a training that stay at home."""
+"""Checkpoints of a training job that stay at home."""
 
 _MOST_TOGETHER = 50  # checkpoints in one task
 _STEP = re.compile(r"step-([0-9]{10}|[1-9][0-9]{10,17})(?:-([1-9][0-9]{0,8}))?")
@@ -52,7 +52,7 @@ class Parcel:
     Parameters
     ----------
     training
-        Directory name of its training.
+        Directory name of its training job.
     generation
         Generation of the driver that sent it.
     name
@@ -84,7 +84,7 @@ class Parcel:
         if not all(isinstance(value, kind) for value, kind in kinds) or not parcel.is_checkpoint:
             raise ValueError("a parcel of a job is none")
         if not is_training_name(parcel.training) or not 0 <= parcel.generation <= LAST_NUMBER:
-            raise ValueError("a parcel of a job is outside the checkpoints of a training")
+            raise ValueError("a parcel of a job is outside the checkpoints of a training job")
         return parcel
 
     @property
@@ -101,7 +101,7 @@ def step_of(name: str) -> tuple[int, int]:
 
 @dataclass
 class HomeCheckpoints:
-    """Checkpoints of a training that home lists: those with a manifest, and those without."""
+    """Checkpoints of a training job that home lists: those with a manifest, and those without."""
 
     whole: set[Parcel] = field(default_factory=set)
     partial: set[Parcel] = field(default_factory=set)
@@ -204,12 +204,12 @@ class Carrier:
     _trouble: dict[str, _Trouble] = field(default_factory=dict)
 
     def found(self, training: str, parcels: Iterable[Parcel], partial: Iterable[Parcel] = ()) -> None:
-        """Note the checkpoints of a training that home lists as whole, and those without a manifest."""
+        """Note the checkpoints of a training job that home lists as whole, and those without a manifest."""
         self._home[training] = set(parcels)
         self._partial[training] = set(partial)
 
     def wants(self, training: str, name: str, lineage: int) -> bool:
-        """Return whether the newest checkpoint of a training is neither at home nor on its way.
+        """Return whether the newest checkpoint of a training job is neither at home nor on its way.
 
         Checkpoints of the generation `lineage` and of later ones at home are of the same course of training.
         """
@@ -258,7 +258,7 @@ class Carrier:
         self._proven.setdefault(parcel.training, set()).add(parcel)
 
     def forget(self, training: str) -> None:
-        """Copy nothing more of a training that is no longer owned."""
+        """Copy nothing more of a training job that is no longer owned."""
         self._send.pop(training, None)
         self._fetch.pop(training, None)
         self._trouble.pop(training, None)
@@ -267,29 +267,29 @@ class Carrier:
         self._remove = {parcel for parcel in self._remove if parcel.training != training}
 
     def busy(self, training: str) -> bool:
-        """Whether something of a training is to be copied, or under way."""
+        """Whether something of a training job is to be copied, or under way."""
         moving = [*(parcel for job in self.jobs for parcel in job.parcels), *self._sent]
         return (
             any(parcel.training == training for parcel in moving) or training in self._send or training in self._fetch
         )
 
     def fetching(self, training: str) -> bool:
-        """Whether a checkpoint of a training is to be fetched, or under way from home."""
+        """Whether a checkpoint of a training job is to be fetched, or under way from home."""
         fetches = (job for job in self.jobs if job.kind is CopyKind.FETCH)
         return training in self._fetch or any(parcel.training == training for job in fetches for parcel in job.parcels)
 
     def trouble(self, training: str, now: float) -> str:
-        """Return why the last copy of a training failed, and when the next one begins; empty if none did."""
+        """Return why the last copy of a training job failed, and when the next one begins; empty if none did."""
         if (trouble := self._trouble.get(training)) is None:
             return ""
         return f"{trouble.reason}, next attempt in {max(0.0, trouble.until - now):.0f} s"
 
     def blocked_until(self, training: str) -> float:
-        """Return when the next copy of a training may begin."""
+        """Return when the next copy of a training job may begin."""
         return self._trouble[training].until if training in self._trouble else 0.0
 
     def failures(self, training: str) -> int:
-        """Return the number of failed copies of a training in a row."""
+        """Return the number of failed copies of a training job in a row."""
         return self._trouble[training].failures if training in self._trouble else 0
 
     def next_job(self, now: float) -> CopyJob | None:
@@ -338,11 +338,11 @@ class Carrier:
         self._fail(parcel.training, reason, now)
 
     def delayed(self, training: str, reason: str, now: float) -> None:
-        """Note that the checkpoints of a training at home cannot be listed."""
+        """Note that the checkpoints of a training job at home cannot be listed."""
         self._fail(training, reason, now)
 
     def searched(self, training: str) -> None:
-        """Note that a training goes on: what could not be fetched does not count as copies to home that have failed."""
+        """Note that a job continues: what could not be fetched does not count as copies to home that have failed."""
         self._trouble.pop(training, None)
 
     def arrived(self, parcel: Parcel) -> None:

@@ -75,8 +75,8 @@ class GlobusSettings:
     home
         Where the checkpoints of all sites meet.
     lease
-        A site whose driver has not renewed its claims for so long loses its trainings to other sites. A driver that
-        cannot reach `home` stops its trainings earlier.
+        A site whose driver has not renewed its claims for so long loses its training jobs to other sites. A driver that
+        cannot reach `home` stops its training jobs earlier.
 
     Raises
     ------

@@ -110,7 +110,7 @@ class GlobusHome(HomeKind):
                     mover.halt()
 
     def clean(self, run: RunStore, report: Callable[[str], None]) -> None:
-        """Cancel the copies of a run without a driver, remove its partial checkpoints, and release its trainings.
+        """Cancel the copies of a run without a driver, remove its partial checkpoints, and release its training jobs.
 
         Nothing that other runs have claimed is touched.
         """
@@ -147,10 +147,10 @@ class GlobusHome(HomeKind):
     def prune(
         self, run: RunStore, keep: int, training: str | None, report: Callable[[str], None], *, dry_run: bool
     ) -> None:
-        """Remove checkpoints at home that are older than the `keep` newest of their training.
+        """Remove checkpoints at home that are older than the `keep` newest of their training job.
 
-        Only the trainings that this run has claimed last are touched. A checkpoint counts as kept if it is intact here
-        and home lists its files with the same sizes: a listing may show checkpoints that do not exist.
+        Only the training jobs that this run has claimed last are touched. A checkpoint counts as kept if it is intact
+        here and home lists its files with the same sizes: a listing may show checkpoints that do not exist.
         """
         home, driver = self.settings.home, run.fact("run_id")
         with logged_in(make_app()) as app:

@@ -45,12 +45,12 @@ _LATER = 20
 
 
 def newest_claims(collections: Collections, home: CollectionPath) -> Mapping[str, OwnerClaim]:
-    """Return the newest claim of each training, by its directory name."""
+    """Return the newest claim of each training job, by its directory name."""
     return OwnersListing.parse(collections.names(home.collection, home.join(OWNERS)) or []).claims
 
 
 def list_home(collections: Collections, home: CollectionPath, training: str) -> HomeCheckpoints:
-    """List the checkpoints of a training at home, all of them."""
+    """List the checkpoints of a training job at home, all of them."""
     found = HomeCheckpoints()
     for _ in _search(collections, home, training, found, _generations(collections, home, training)):
         pass
@@ -60,7 +60,7 @@ def list_home(collections: Collections, home: CollectionPath, training: str) -> 
 def search_home(
     collections: Collections, home: CollectionPath, training: str, generation: int, found: HomeCheckpoints
 ) -> Iterator[None]:
-    """Look for the newest checkpoints of a training at home, one request at a time, and add them to `found`.
+    """Look for the newest checkpoints of a training job at home, one request at a time, and add them to `found`.
 
     A few generations later than the owned one, `generation`, are looked at, and earlier ones until enough whole
     checkpoints are found. A hostile home can list any number of entries, so the caller does other things between two
@@ -142,7 +142,7 @@ _ATTEMPTS = 2  # copies of a checkpoint from home that must be damaged before an
 
 @dataclass
 class HomeSearch:
-    """The part of the mover that takes claimed trainings from the search to their start; called by its thread.
+    """The part of the mover that takes claimed training jobs from the search to their start; called by its thread.
 
     What it works on is the mover's; `lock` guards it, and `spare` keeps requests apart.
     """
@@ -162,7 +162,7 @@ class HomeSearch:
     """Checkpoints that were copied here and are not verified yet."""
 
     def search(self) -> None:
-        """Go on with the search that has waited longest; one in a pass, so that renewals come between."""
+        """Continue with the search that has waited longest; one in a pass, so that renewals come between."""
         if (item := self._next()) is not None:
             self._search(item)
 
@@ -172,7 +172,7 @@ class HomeSearch:
             self._arrived(self.arrivals.pop(0))
 
     def _next(self) -> CarriedTraining | None:
-        """Return the training whose search has waited longest: no search is so long that others wait for it."""
+        """Return the training job whose search has waited longest: no search is so long that others wait for it."""
         now = self.clock()
         with self.lock:
             due = [
@@ -185,7 +185,7 @@ class HomeSearch:
         return min(due, key=lambda item: item.search_at, default=None)
 
     def _search(self, item: CarriedTraining) -> None:
-        """Go on looking for checkpoints at home that are later than those here; then fetch the newest of them."""
+        """Continue looking for checkpoints at home that are later than those here; then fetch the newest of them."""
         if item.search is None:
             found = HomeCheckpoints()
             item.lineage = self.exchange.generation(item.name)
@@ -203,7 +203,7 @@ class HomeSearch:
         except StopIteration:
             item.search = None
             self._searched(item, found)
-        except (CollectionUnavailable, GlobusRefused) as error:  # one directory of home does not stop all trainings
+        except (CollectionUnavailable, GlobusRefused) as error:  # one directory of home does not stop all training jobs
             item.search = None
             with self.lock:
                 self.carrier.delayed(item.name, str(error), self.clock())
@@ -228,7 +228,7 @@ class HomeSearch:
     def _not_the_last(self, item: CarriedTraining, later: Parcel) -> None:
         """Give up a claim that is not the last one: a later owner has sent a checkpoint. The next claim follows it."""
         reason = f"home lists {later.name} of generation {later.generation}, which is later than {item.generation}"
-        logger.warning("training %s: %s", item.name, reason)
+        logger.warning("training job %s: %s", item.name, reason)
         with self.lock:
             self.ownership.follow(item.name, later.generation, self.clock())
             self.carrier.forget(item.name)
@@ -280,7 +280,7 @@ class HomeSearch:
         if times < _ATTEMPTS:  # the copy may be to blame
             self.carrier.damaged(parcel, str(error), now)
             return
-        logger.warning("training %s: %s; the checkpoint before is used", item.name, error)
+        logger.warning("training job %s: %s; the checkpoint before is used", item.name, error)
         item.reason = f"{parcel.name} of generation {parcel.generation} is not used: {error}"
         if len(item.candidates) > 1 or self.exchange.newest(item.name) is not None:
             item.candidates.pop()

@@ -1,12 +1,12 @@
-"""The mover: carries whole checkpoints between a site's checkpoint directory and home, and owns trainings there.
+"""The mover: carries whole checkpoints between a site's checkpoint directory and home, and owns training jobs there.
 
 A thread of the driver, on the login node: compute nodes need no internet access. Decisions are made by two pure
 objects, `Ownership` and `Carrier`; this thread owns all requests and files.
 
-A training goes through these stages: its next generation is *claimed*; the newest whole checkpoint of home is
-*searched* and, if it is of a later generation or step than those here, *fetched* and verified; the training is *ready*
-and runs, and its new checkpoints are copied to home; once it has *finished*, its result counts when a new listing shows
-that it is still owned, and it is *released* when its last checkpoint is at home.
+A training job goes through these stages: its next generation is *claimed*; the newest whole checkpoint of home is
+*searched* and, if it is of a later generation or step than those here, *fetched* and verified; the training job is
+*ready* and runs, and its new checkpoints are copied to home; once it has *finished*, its result counts when a new
+listing shows that it is still owned, and it is *released* when its last checkpoint is at home.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _HALT = 10.0  # seconds: a request may be on its way
 
 
 class Mover:
-    """Carries the checkpoints of a run's trainings: a `Home`. Its methods may be called from any thread.
+    """Carries the checkpoints of a run's training jobs: a `Home`. Its methods may be called from any thread.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class Mover:
         self._seen = SeenCheckpoints(lease, self._pace.longest, {one.training: one for one in before.whole})
         self._measured = deque(before.measured, MOST_MEASURED)
         self._lock = threading.RLock()
-        self._names: dict[str, str] = {}  # of trainings -> of directories
+        self._names: dict[str, str] = {}  # of training jobs -> of directories
         self._carried: dict[str, CarriedTraining] = {}  # by directory name
         self._lost: dict[str, str] = {}
         self._next_scan = 0.0
@@ -140,7 +140,7 @@ class Mover:
                 self._ownership.want(name)
 
     def leave(self, training: str) -> None:
-        """Give up a training that does not run here: its last checkpoint is copied to home, then it is released."""
+        """Give up a training job that does not run here: its last checkpoint is copied to home, then it is released."""
         with self._lock:
             item = self._carried[self._names[training]]
             item.leaving = True
@@ -152,30 +152,30 @@ class Mover:
                 self._drop(item)
 
     def has_left(self, training: str) -> bool:
-        """Return whether a training was never wanted here, or has left and is released."""
+        """Return whether a training job was never wanted here, or has left and is released."""
         with self._lock:
             item = self._carried.get(self._names.get(training, ""))
             return item is None or (item.stage is CarriedStage.OVER and not self._ownership.wants(item.name))
 
     def abandon(self, trainings: Iterable[str]) -> None:
-        """Release trainings that are not wanted here, if an earlier driver of this run has not."""
+        """Release training jobs that are not wanted here, if an earlier driver of this run has not."""
         with self._lock:
             for training in trainings:
                 self._ownership.abandon(directory_name(training))
 
     def is_ready(self, training: str) -> bool:
-        """Return whether a training may start, or go on, here."""
+        """Return whether a training job may start, or continue, here."""
         with self._lock:
             item = self._carried[self._names[training]]
             return item.stage is CarriedStage.READY and item.name not in self._lost
 
     def lost(self, training: str) -> str:
-        """Return why a training that runs here must stop; empty if it need not."""
+        """Return why a training job that runs here must stop; empty if it need not."""
         with self._lock:
             return self._lost.get(self._names[training], "")
 
     def stopped(self, training: str) -> None:
-        """Note that a training whose ownership was lost no longer runs here; it is wanted again."""
+        """Note that a training job whose ownership was lost no longer runs here; it is wanted again."""
         with self._lock:
             name = self._names[training]
             self._lost.pop(name, None)
@@ -184,7 +184,7 @@ class Mover:
             self._carried[name] = CarriedTraining(name, reason=self._ownership.reason(name))
 
     def finished(self, training: str) -> ResultStatus:
-        """Note that a training has ended here with a result; return whether the result counts, once that is known."""
+        """Note that a job has ended here with a result; return whether the result counts, once that is known."""
         with self._lock:
             item = self._carried[self._names[training]]
             if item.confirmed:
@@ -196,7 +196,7 @@ class Mover:
             return ResultStatus.PENDING
 
     def remark(self, training: str) -> str:
-        """Return what the user should know about a training: why it waits, or is not copied."""
+        """Return what the user should know about a training job: why it waits, or is not copied."""
         with self._lock:
             item = self._carried[self._names[training]]
             trouble = self._carrier.trouble(item.name, self._clock())
@@ -214,12 +214,12 @@ class Mover:
 
     @property
     def settled(self) -> bool:
-        """Whether the last checkpoints of all finished trainings are at home, or cannot be copied."""
+        """Whether the last checkpoints of all finished training jobs are at home, or cannot be copied."""
         with self._lock:
             return all(item.stage is not CarriedStage.FINISHED for item in self._carried.values())
 
     def close(self, timeout: float) -> None:
-        """Copy the last checkpoints and release the trainings, then end the thread.
+        """Copy the last checkpoints and release the training jobs, then end the thread.
 
         Parameters
         ----------
@@ -255,13 +255,13 @@ class Mover:
         while not self._ending.wait(self._pace.turn) and self._allowed():
             try:
                 self.turn()
-            # The driver goes on without copies; its trainings stop when the lease ends.
+            # The driver continues without copies; its training jobs stop when the lease ends.
             except Exception:  # noqa: PERF203 - see above
                 logger.exception("the mover failed; it tries again")
                 self._pause(0.0, "internal error; see freetrain.log")
 
     def turn(self) -> None:
-        """Do what is due: one request for ownership, the next step of each training, and of the copies."""
+        """Do what is due: one request for ownership, the next step of each training job, and of the copies."""
         with self._lock:
             self._note_lost()
         if self._clock() >= self._not_before:
@@ -289,7 +289,7 @@ class Mover:
             item = self._carried[name]
             if name in self._lost or item.stage is CarriedStage.OVER:
                 continue
-            logger.warning("training %s: %s", name, reason)
+            logger.warning("training job %s: %s", name, reason)
             if item.confirmed:  # its result counts
                 item.stage = CarriedStage.OVER
                 self._ownership.release(name)
@@ -337,7 +337,7 @@ class Mover:
             with self._lock:
                 self._ownership.on_answer(request, outcome, asked)
 
-    # Trainings.
+    # Training jobs.
 
     def _advance(self) -> None:
         for name in list(self._carried):
@@ -346,7 +346,7 @@ class Mover:
                 generation = self._ownership.generation(name, self._clock())
                 if item.stage is CarriedStage.CLAIMING and generation is not None:
                     item.stage, item.generation, item.reason = CarriedStage.SEARCHING, generation, ""
-                    logger.info("training %s: owned in generation %d", name, generation)
+                    logger.info("training job %s: owned in generation %d", name, generation)
             if item.stage is CarriedStage.FETCHING and generation is not None:
                 with self._lock:
                     self._search.fetch_next(item)
@@ -358,7 +358,7 @@ class Mover:
             self._scan()
 
     def _finish(self, item: CarriedTraining) -> None:
-        """Confirm that a finished training is still owned; release it once its last checkpoint is at home."""
+        """Confirm that a finished training job is still owned; release it once its last checkpoint is at home."""
         now = self._clock()
         if item.stage is not CarriedStage.FINISHED:
             return
@@ -369,7 +369,7 @@ class Mover:
             self._ownership.release(item.name)
         elif self._carrier.failures(item.name) >= GIVE_UP and not item.leaving:
             trouble = self._carrier.trouble(item.name, now)
-            logger.warning("training %s: its last checkpoint is not at home: %s", item.name, trouble)
+            logger.warning("training job %s: its last checkpoint is not at home: %s", item.name, trouble)
             item.stage = CarriedStage.OVER
 
     def _drop(self, item: CarriedTraining) -> None:
@@ -380,7 +380,7 @@ class Mover:
     # Copies.
 
     def _scan(self) -> None:
-        """Offer the newest checkpoints: at once of trainings that have ended, from time to time of those that run."""
+        """Offer the newest checkpoints: at once of jobs that have ended, from time to time of those that run."""
         stages = {CarriedStage.FINISHED}
         if self._clock() >= self._next_copies:
             self._next_copies = self._clock() + self._pace.copies
@@ -401,7 +401,7 @@ class Mover:
             except DamagedCheckpoint as error:
                 # One that still runs has removed it meanwhile: there is a newer one.
                 level = logging.WARNING if finished else logging.INFO
-                logger.log(level, "training %s: not copied to home: %s", item.name, error)
+                logger.log(level, "training job %s: not copied to home: %s", item.name, error)
                 continue
             with self._lock:
                 self._carrier.offer(parcel)
@@ -427,7 +427,7 @@ class Mover:
         self._look_for_sent()
 
     def _look_for_sent(self) -> None:
-        """Ask home whether it lists what was sent; only then older checkpoints are removed, and trainings released."""
+        """Ask home whether it lists what was sent; only then older checkpoints are removed, and jobs released."""
         with self._lock:
             parcels = self._carrier.to_look_for(self._clock())[:TOGETHER]
         for parcel in parcels:

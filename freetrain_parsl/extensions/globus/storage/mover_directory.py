@@ -9,8 +9,8 @@ In the checkpoint directory are what leaves for home, and what has arrived from 
                             in/<training>/<generation>/step-…/         a checkpoint as it arrives
                             generations/<training>                     generation of the checkpoints of this site
 
-Hard links keep the files of a checkpoint until they are copied, although the training removes old checkpoints. Files of
-checkpoints are never changed.
+Hard links keep the files of a checkpoint until they are copied, although the training job removes old checkpoints.
+Files of checkpoints are never changed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MoverDirectory:
     # Checkpoints of this site.
 
     def newest(self, training: str) -> Entry | None:
-        """Return the newest checkpoint of a training here whose files are there with their sizes."""
+        """Return the newest checkpoint of a training job here whose files are there with their sizes."""
         for entry in CheckpointDirectory(self._root, unquote(training)).entries():
             with contextlib.suppress(DamagedCheckpoint):
                 entry.check_sizes()
@@ -188,7 +188,7 @@ class MoverDirectory:
             raise storage_error(f"cannot write in {path.parent}", self._root, error) from error
 
     def accept(self, parcel: Parcel) -> None:
-        """Verify a checkpoint that has arrived, byte by byte, and make it the newest of its training.
+        """Verify a checkpoint that has arrived, byte by byte, and make it the newest of its training job.
 
         Raises
         ------
@@ -309,7 +309,7 @@ class MoverState:
     measured
         The last copies that have succeeded, the newest last.
     whole
-        The newest checkpoint of each training that home has listed as whole: a later listing may leave it out.
+        The newest checkpoint of each training job that home has listed as whole: a later listing may leave it out.
     """
 
     jobs: Sequence[CopyJob] = ()
@@ -373,10 +373,11 @@ class MoverPace:
     turn
         Between passes of its loop.
     scan
-        Between looks for new checkpoints of trainings that have ended or leave.
+        Between looks for new checkpoints of training jobs that have ended or leave.
     copies
-        Between copies of running trainings, at least; those of all trainings are made together. A site that stops
-        answering loses its trainings at the end of the lease, so what is trained between copies is little beside that.
+        Between copies of running training jobs, at least; those of all training jobs are made together. A site that
+        stops answering loses its training jobs at the end of the lease, so what is trained between copies is little
+        beside that.
     request
         Between two requests to Globus, at least.
     poll_least, poll_most

@@ -1,4 +1,4 @@
-"""The directory ``owners`` on home: who owns which training, told by the names of its entries alone.
+"""The directory ``owners`` on home: who owns which training job, told by the names of its entries alone.
 
 One listing shows everything::
 
@@ -7,8 +7,8 @@ One listing shows everything::
     resnet.gen-0000000003.released      that driver no longer uses it
     driver-1f0c29aa.beat-0000000042     renewed by renaming while the driver lives
 
-Trainings appear under their directory names (`freetrain_parsl.storage.posix.directory_name`). Whoever can write there
-can create any entry, so a name counts only if a driver could have made it: it becomes part of paths.
+Training jobs appear under their directory names (`freetrain_parsl.storage.posix.directory_name`). Whoever can write
+there can create any entry, so a name counts only if a driver could have made it: it becomes part of paths.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GENERATION = re.compile(r"gen-([0-9]{10})")
 
 
 def is_training_name(name: str) -> bool:
-    """Return whether this can be the directory name of a training."""
+    """Return whether this can be the directory name of a training job."""
     return re.fullmatch(_TRAINING, name) is not None
 
 
@@ -78,7 +78,7 @@ def beat_name(driver: str, number: int) -> str:
 
 @dataclass
 class OwnerClaim:
-    """The claim of one generation of a training.
+    """The claim of one generation of a training job.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ _RELEASED = "released"  # among the names of drivers, which are hexadecimal
 
 
 class OwnersMemory:
-    """The newest claims of some trainings, and the heartbeats of their drivers, over several listings.
+    """The newest claims of some training jobs, and the heartbeats of their drivers, over several listings.
 
     Parameters
     ----------

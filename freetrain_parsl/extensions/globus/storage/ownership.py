@@ -1,11 +1,11 @@
-"""Ownership of trainings: at most one driver trains a training at a time, decided on the home collection. Pure.
+"""Ownership of training jobs: at most one driver trains a training job at a time, decided on the home collection. Pure.
 
-A driver claims the next *generation* of a training by creating a directory, which fails where it exists, puts its name
-to the claim, and lists to confirm that no later generation exists. It then owns the training for as long as it renews
-its heartbeat. All of this is in one directory (`storage.names` of this extension), so that a driver needs one
-renaming and one listing per renewal, whatever the number of its trainings.
+A driver claims the next *generation* of a training job by creating a directory, which fails where it exists, puts its
+name to the claim, and lists to confirm that no later generation exists. It then owns the training job for as long as it
+renews its heartbeat. All of this is in one directory (`storage.names` of this extension), so that a driver needs one
+renaming and one listing per renewal, whatever the number of its training jobs.
 
-Clocks of different sites are never compared. A driver stops its trainings `HOLD` leases after it *sent* its last
+Clocks of different sites are never compared. A driver stops its training jobs `HOLD` leases after it *sent* its last
 renewal that succeeded. Another driver takes over after it has *seen* the same heartbeat for a whole lease. An answer
 that was lost looks like the success of another driver: a claim without a name belongs to nobody, and may be followed
 by the next one once its driver can no longer confirm it (`SETTLE` leases).
@@ -92,7 +92,7 @@ OwnerRequest = ListOwners | MakeEntry | RenameEntry
 
 @dataclass
 class _Wanted:
-    """A training that this driver owns or wants.
+    """A training job that this driver owns or wants.
 
     Parameters
     ----------
@@ -105,11 +105,11 @@ class _Wanted:
     owned
         Generation that it owns.
     over
-        The generation is no longer used, because the training has ended, or the driver stops.
+        The generation is no longer used, because the training job has ended, or the driver stops.
     lost
         Why it no longer owns `owned`; it may still be training.
     reason
-        Why it does not own the training.
+        Why it does not own the training job.
     after, until
         The next claim is of a later generation than this, if it is made before some time: there may be no such one.
     refused, refusals
@@ -168,14 +168,14 @@ class Ownership:
     # What the driver asks for.
 
     def want(self, training: str) -> None:
-        """Claim a training as soon as no other driver owns it."""
+        """Claim a training job as soon as no other driver owns it."""
         self._abandoned.discard(training)
         if training not in self._wanted:
             self._wanted[training] = _Wanted()
-            self._unsure = True  # what listings have shown of other trainings is not kept
+            self._unsure = True  # what listings have shown of other training jobs is not kept
 
     def abandon(self, training: str) -> None:
-        """Release a training that is not wanted, if an earlier process with this identity has left a claim on it.
+        """Release a training job that is not wanted, if an earlier process with this identity has left a claim on it.
 
         Otherwise the heartbeats of this one would keep that claim alive.
         """
@@ -183,11 +183,11 @@ class Ownership:
             self._abandoned.add(training)
 
     def wants(self, training: str) -> bool:
-        """Return whether a training is wanted or owned, or its release is not confirmed yet."""
+        """Return whether a training job is wanted or owned, or its release is not confirmed yet."""
         return training in self._wanted
 
     def release(self, training: str) -> None:
-        """Give up a training that no longer runs, so that others need not wait for the lease."""
+        """Give up a training job that no longer runs, so that others need not wait for the lease."""
         if (item := self._wanted.get(training)) is None:
             return
         if item.owned is None or item.lost:
@@ -195,7 +195,7 @@ class Ownership:
         item.over = True
 
     def stopped(self, training: str) -> None:
-        """Note that a training whose ownership was lost no longer runs; it is wanted again."""
+        """Note that a training job whose ownership was lost no longer runs; it is wanted again."""
         if training in self._wanted:
             before = self._wanted[training]
             self._wanted[training] = _Wanted(reason=before.lost, after=before.after, until=before.until)
@@ -215,7 +215,7 @@ class Ownership:
         return item.owned
 
     def lost(self, now: float) -> dict[str, str]:
-        """Return the trainings that this driver must stop, with the reason."""
+        """Return the training jobs that this driver must stop, with the reason."""
         if self._renewed is not None and not self._holds(now):
             for item in self._wanted.values():
                 if item.owned is not None and not item.lost and not item.over:
@@ -223,7 +223,7 @@ class Ownership:
         return {name: item.lost for name, item in self._wanted.items() if item.lost and item.owned is not None}
 
     def reason(self, training: str) -> str:
-        """Return why this driver does not own a training."""
+        """Return why this driver does not own a training job."""
         item = self._wanted.get(training)
         return "" if item is None else item.lost or item.reason
 
@@ -233,7 +233,7 @@ class Ownership:
         return bool(self._abandoned) or any(item.over for item in self._wanted.values())
 
     def confirmed_since(self, training: str, since: float, now: float) -> bool:
-        """Whether a listing requested after `since` showed that this driver owns the training."""
+        """Whether a listing requested after `since` showed that this driver owns the training job."""
         item = self._wanted.get(training)
         return item is not None and item.shown >= since and self.generation(training, now) is not None
 
@@ -320,7 +320,7 @@ class Ownership:
         return self._renewed is not None and now - self._renewed < HOLD * self._lease
 
     def _release_of_abandoned(self) -> MakeEntry | None:
-        """Return the request that releases a claim of an earlier process; forget trainings that have none."""
+        """Return the request that releases a claim of an earlier process; forget training jobs that have none."""
         assert self._listing is not None
         claims = self._listing.claims
         self._abandoned = {
@@ -364,7 +364,7 @@ class Ownership:
         return self._lease * min(_AGAIN * 2.0 ** min(times, 10), WATCH)
 
     def _step(self, name: str, item: _Wanted, now: float) -> OwnerRequest | None:
-        """Return the next request for one training."""
+        """Return the next request for one training job."""
         assert self._listing is not None
         if item.owned is not None:
             return MakeEntry(claim_name(name, item.owned, "released")) if item.over else None
@@ -382,7 +382,7 @@ class Ownership:
         return MakeEntry(claim_name(name, item.claimed))
 
     def _obstacle(self, name: str, claim: OwnerClaim | None, newest: int) -> str:
-        """Return why the next generation of a training cannot be claimed; empty if it can."""
+        """Return why the next generation of a training job cannot be claimed; empty if it can."""
         if newest >= LAST_NUMBER:
             return f"home lists generation {newest}, after which there is none; remove {claim_name(name, newest)} there"
         if claim is None or claim.released or self._driver == min(claim.drivers, default=""):
@@ -424,7 +424,7 @@ class Ownership:
         if newest >= item.refused:  # this explains the refusal
             item.refused, item.refusals, item.not_before = 0, 0, 0.0
         elif (twin := self._twins.get(name.lower(), name)) != name:
-            item.reason = f"home does not tell upper from lower case, and has {twin}; rename one of both trainings"
+            item.reason = f"home does not tell upper from lower case, and has {twin}; rename one of both training jobs"
         if item.claimed is None:
             return
         late = now - item.begun >= SETTLE * self._lease

@@ -1,4 +1,4 @@
-// Nodes over time, on a canvas: trainings in colours, others grey. Zoom by wheel, keys or buttons; drag moves.
+// Nodes over time, on a canvas: training jobs in colours, others grey. Zoom by wheel, keys or buttons; drag moves.
 import { colourOf, make, words } from "./parts.js";
 
 const IDLE = 1, OTHERS = 2, OURS = 3;

@@ -230,7 +230,7 @@ export function createRunView(element) {
     const held = Object.values(run.node_seconds).reduce((sum, seconds) => sum + seconds, 0);
     const left = run.ended === null ? `${counts.running} running, ${counts.waiting} waiting` : `${counts.waiting} not finished`;
     const facts = [
-      ["Trainings finished", `${counts.finished} of ${store.count("trainings")}`, counts.failed ? `${left}, ${counts.failed} failed` : left],
+      ["Training jobs finished", `${counts.finished} of ${store.count("trainings")}`, counts.failed ? `${left}, ${counts.failed} failed` : left],
       ["Nodes in training", String(run.training_nodes), `${run.idle_nodes} more are idle`],
       ["Node-hours held", words.number(held / 3600), held ? `${words.percent(run.node_seconds.training / held)} of them training` : "no block has started"],
       ["Given back", `${words.number(run.returned_node_seconds / 3600)} h`, "node-hours requested, not needed"],

@@ -114,7 +114,7 @@ upper bound that no real plan can reach, training in them would have done "
         *(element("p", note, class_="warning") for note in result["notes"]),
         cards(
             [
-                ("Efficiency", percent(best["efficiency"]), "of the same trainings on dedicated nodes"),
+                ("Efficiency", percent(best["efficiency"]), "of the same training jobs on dedicated nodes"),
                 ("Share of the oracle", percent(best["oracle_ratio"]), "no plan can exceed the oracle's 100 %"),
                 *use_figures(log, best),
             ]
@@ -131,8 +131,8 @@ def _reproduction(result: Mapping[str, Any]) -> list[Element]:
     if log["zero_length"]:
         skipped += f" {log['zero_length']:,} jobs of less than a second took nodes for an instant."
     accounting = {
-        "paper": "as published: starting a training costs nothing",
-        "full": "in full: starting a training is charged too",
+        "paper": "as published: starting a training job costs nothing",
+        "full": "in full: starting a training job is charged too",
     }.get(result["cost"], result["cost"])
     planning = {
         "learned": " Policies learned the scaling curves.",
@@ -146,7 +146,8 @@ def _reproduction(result: Mapping[str, Any]) -> list[Element]:
         element(
             "p",
             f"FreeTrain {result['version']}. Log: {log['name']}, {log['nodes']:,} nodes, {duration(log['seconds'])}, "
-            f"{log['events']:,} changes of the idle set.{skipped} Trainings: {result['trainers']['spec']}, objective "
+            f"{log['events']:,} changes of the idle set.{skipped} Training jobs: {result['trainers']['spec']}, "
+            "objective "
             f"{result['trainers']['objective']}. Costs are charged {accounting}.{planning}",
             class_="note",
         ),
@@ -163,7 +164,7 @@ def _site_reproduction(result: Mapping[str, Any]) -> list[Element]:
         element("pre", element("code", result["command"])),
         element(
             "p",
-            f"FreeTrain {result['version']}. {logs}. Trainings: {result['trainers']['spec']}, objective "
+            f"FreeTrain {result['version']}. {logs}. Training jobs: {result['trainers']['spec']}, objective "
             f"{result['trainers']['objective']}. Costs: {result['cost']}.",
             class_="note",
         ),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["comparison", "factor_text", "node_use", "policy_by_policy", "start_text", "use_figures", "what_if_table"]
 
-_LINE_COLOURS = (4, 0, 2, 3, 5, 1, 7, 8)  # the trainings' colours that stand out as thin lines
+_LINE_COLOURS = (4, 0, 2, 3, 5, 1, 7, 8)  # the training jobs' colours that stand out as thin lines
 
 
 def comparison(policies: Sequence[Mapping[str, Any]], axis: TimeAxis) -> list[Element]:
@@ -177,7 +177,8 @@ def what_if_table(result: Mapping[str, Any], policies: Sequence[Mapping[str, Any
         element("h2", "What if changes cost less or more"),
         element(
             "p",
-            f"Efficiency of {policies[0]['label']}. Down: the cost of growing and shrinking relative to the trainings' "
+            f"Efficiency of {policies[0]['label']}. Down: the cost of growing and shrinking relative to the "
+            "training jobs' "
             "own costs. Across: the cost of each start.",
             class_="note",
         ),
@@ -252,7 +253,9 @@ def use_figures(log: Mapping[str, Any], entry: Mapping[str, Any]) -> list[tuple[
         ("Median idle nodes", count(log["median_idle"]), "weighted by time"),
     ]
     if times["finished"] and "sweep" not in entry:
-        figures.append(("Trainings finished", count(times["finished"]), f"on average after {duration(times['mean'])}"))
+        figures.append(
+            ("Training jobs finished", count(times["finished"]), f"on average after {duration(times['mean'])}")
+        )
     if cost is not None:
         price = f"of {count(cost['idle'])} idle, at {cost['price_per_node_hour']:g} a node-hour"
         figures.append(("Value of nodes used", count(cost["used"]), price))
@@ -310,7 +313,7 @@ def _progress(entry: Mapping[str, Any]) -> list[Element]:
     if len(trainers) > len(rows):
         notes.append(f"These {len(rows)} used the most; the other {len(trainers) - len(rows):,} are in the JSON file.")
     return [
-        element("h3", "Progress of the trainings"),
+        element("h3", "Progress of the training jobs"),
         element("p", " ".join(notes), class_="note"),
         table("Trainings", head, rows),
     ]

@@ -28,16 +28,18 @@ __all__ = ["site_parts"]
 
 _MEGABYTE = 1e6
 _TERMS = {
-    "Alone": "All trainings at that site, whose planner has its idle nodes only.",
-    "Without moves": "Each training stays at the site where it first had nodes.",
-    "With moves": "Trainings are moved when that is expected to gain more until the next look than it costs: the "
+    "Alone": "All training jobs at that site, whose planner has its idle nodes only.",
+    "Without moves": "Each training job stays at the site where it first had nodes.",
+    "With moves": "Training jobs are moved when that is expected to gain more until the next look than it costs: the "
     "transfer of the state, and a start.",
-    "As one machine": "All idle nodes in one pool, where trainings span sites and nothing is transferred: a reference, "
+    "As one machine": "All idle nodes in one pool, where training jobs span sites and nothing is transferred: a "
+    "reference, "
     "as no network is that fast.",
     "Value": "Samples processed, in units of the objective, less the cost of changes.",
-    "Efficiency (U)": "Value divided by that of the same trainings on dedicated nodes: as many as were idle on average "
+    "Efficiency (U)": "Value divided by that of the same training jobs on dedicated nodes: as many as were idle on "
+    "average "
     "at all sites together.",
-    "Useful node-hours": "Node-hours held by trainings, less those that changes of their nodes have cost.",
+    "Useful node-hours": "Node-hours held by training jobs, less those that changes of their nodes have cost.",
     "Node-hour": "One node for one hour.",
 }
 
@@ -68,10 +70,10 @@ def _opening(result: Mapping[str, Any]) -> list[Element]:
         element("h1", f"Your idle nodes: {idle}"),
         element(
             "p",
-            "Trainings that follow the holes between sites would have done ",
+            "Training jobs that follow the holes between sites would have done ",
             element("strong", ratio(gain["over_best_alone"])),
             f" what {result['best_alone']} alone does in the same {duration(result['log']['seconds'])}, and "
-            f"{ratio(gain['over_apart'])} what they do without moves: {result['trainers']['count']:,} trainings "
+            f"{ratio(gain['over_apart'])} what they do without moves: {result['trainers']['count']:,} training jobs "
             f"({result['trainers']['spec']}), planned by {result['policy']}.",
             class_="lede",
         ),
@@ -85,7 +87,7 @@ def _figures(result: Mapping[str, Any], together: Mapping[str, Any]) -> list[tup
     dedicated = dedicated_nodes(result["dedicated_nodes"])
     lost = together["samples_lost"] + together["duplicate_samples"]
     figures = [
-        ("Efficiency", percent(together["efficiency"]), f"of the same trainings on {dedicated}"),
+        ("Efficiency", percent(together["efficiency"]), f"of the same training jobs on {dedicated}"),
         ("Of one machine", percent(gain["of_one_machine"]), "with the nodes of all sites in one pool"),
         (
             "Useful node-hours",
@@ -93,7 +95,7 @@ def _figures(result: Mapping[str, Any], together: Mapping[str, Any]) -> list[tup
             f"{ratio(gain['useful_node_seconds'])} of {result['best_alone']} alone",
         ),
         ("Moves", count(moves["count"]), f"{count(moves['bytes'] / _MEGABYTE)} MB in {duration(moves['seconds'])}"),
-        ("Samples lost or repeated", count(lost), "when trainings moved"),
+        ("Samples lost or repeated", count(lost), "when training jobs moved"),
     ]
     if (cost := together["idle_cost"]) is not None:
         figures.append(("Value of nodes used", count(cost["used"]), f"at {cost['price_per_node_hour']:g} a node-hour"))
@@ -142,11 +144,11 @@ def _moves(result: Mapping[str, Any]) -> list[Element]:
     links = _way(result, "together")["moves"]["links"]
     rates = {(one["from"], one["to"]): one for one in result["transfers"]}
     text = (
-        f"A decision every {duration(result['look'])}. The state of a training has "
+        f"A decision every {duration(result['look'])}. The state of a training job has "
         f"{count(result['state_bytes'] / _MEGABYTE)} MB."
     )
     if not links:
-        return [element("p", f"{text} No training was worth a move.")]
+        return [element("p", f"{text} No training job was worth a move.")]
     names = ("From", "To", "MB/s", "Moves", "MB", "Paused for")
     body = []
     for link in links:

@@ -47,31 +47,35 @@ LOSSES = {
     "loss_concavity": Loss(
         "uneven supply",
         "#CC79A7",
-        "The number of idle nodes varies, that of dedicated nodes does not. A training gains less from its hundredth "
+        "The number of idle nodes varies, that of dedicated nodes does not. A training job gains less from its "
+        "hundredth "
         "node than from its first, so many nodes now do not compensate for few before. No plan can avoid this loss: it "
         "is 100 % less the oracle.",
     ),
     "loss_unused": Loss(
-        "unused nodes", "#999999", "Idle nodes that the plan left unused although a training could have used them."
+        "unused nodes", "#999999", "Idle nodes that the plan left unused although a training job could have used them."
     ),
     "loss_split": Loss(
         "suboptimal split",
         "#F0E442",
-        "Nodes in use, but not allocated to the trainings in the best way at that moment.",
+        "Nodes in use, but not allocated to the training jobs in the best way at that moment.",
     ),
     "loss_rescale": Loss(
-        "rescaling", "#E69F00", "Time in which trainings were paused because the plan gave them more or fewer nodes."
+        "rescaling",
+        "#E69F00",
+        "Time in which training jobs were paused because the plan gave them more or fewer nodes.",
     ),
     "loss_preemption": Loss(
-        "preemption", "#D55E00", "Time in which trainings were paused because nodes were taken from them."
+        "preemption", "#D55E00", "Time in which training jobs were paused because nodes were taken from them."
     ),
-    "loss_start": Loss("starting", "#009E73", "Time in which trainings were started or resumed."),
+    "loss_start": Loss("starting", "#009E73", "Time in which training jobs were started or resumed."),
 }
 
 WORDS = {
-    "Efficiency (U)": "Samples that the trainings processed in the idle nodes, divided by what the same trainings "
+    "Efficiency (U)": "Samples that the training jobs processed in the idle nodes, divided by what the same "
+    "training jobs "
     "process in the same time on dedicated nodes: as many as were idle on average (interpolated between integers), "
-    "with the best constant allocation to the trainings.",
+    "with the best constant allocation to the training jobs.",
     "Oracle": "The same replay if every change were free: at every event, all idle nodes are reallocated in the best "
     "way. It is the upper bound of the efficiency.",
     "Share of the oracle": "Efficiency divided by that of the oracle.",

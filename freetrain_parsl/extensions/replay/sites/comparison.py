@@ -53,7 +53,7 @@ def compare_sites(
     price_per_node_hour: float | None = None,
     on_progress: OnProgress = lambda _doing, _share: None,
 ) -> dict[str, Any]:
-    """Replay the same trainings at each site alone, at all without moves, at all with moves, and on one machine.
+    """Replay the same training jobs at each site alone, at all without moves, at all with moves, and on one machine.
 
     Logs are cut to the length of the shortest one. Every site has the policy and the knowledge of the contestant.
 
@@ -143,7 +143,9 @@ def _refuse(sites: Sequence[SiteLog], trainers: TrainerSet, settings: ReplaySett
     if settings.curves is not Curves.KNOWN:
         raise InvalidSettings(f"--curves {settings.curves.value}: does not work with --site; use known")
     if settings.concurrent is not None:
-        raise InvalidSettings("--concurrent: does not work with --site, where trainings wait at a site; leave it out")
+        raise InvalidSettings(
+            "--concurrent: does not work with --site, where training jobs wait at a site; leave it out"
+        )
 
 
 def _notes(sites: Sequence[SiteLog], cut: Sequence[SiteLog]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Several sites driven by their recorded logs: each has its planner, and a planner over sites moves trainings.
+"""Several sites driven by their recorded logs: each has its planner, and a planner over sites moves training jobs.
 
-Sites are coupled at looks only: every `SitesSettings.look`, and whenever a training is submitted. A training that is
-moved pauses, pays for a shrink to zero nodes, and is submitted at the other site when its state has arrived. Transfers
-from one collection to the same site follow one another. With one site nothing differs from `simulation.replay`.
+Sites are coupled at looks only: every `SitesSettings.look`, and whenever a training job is submitted. A training job
+that is moved pauses, pays for a shrink to zero nodes, and is submitted at the other site when its state has arrived.
+Transfers from one collection to the same site follow one another. With one site nothing differs from
+`simulation.replay`.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.replay.ideal import BestRates
     from freetrain_parsl.extensions.replay.simulation import Outcome, ReplaySettings
     from freetrain_parsl.extensions.replay.sites.logs import SiteLog
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.planning.policies.base import Policy
 
 __all__ = ["FederationOutcome", "SiteMove", "Stint", "replay_sites"]
 
-_ROUNDING = 1e-9  # of a training's samples
+_ROUNDING = 1e-9  # of a training job's samples
 
 
 @dataclass
 class Stint:
-    """A training's time at one site, from `came` to `left` (infinite: it is there), seconds after the beginning.
+    """A training job's time at one site, from `came` to `left` (infinite: it is there), seconds after the beginning.
 
     Its state contained `first` samples when it came. The account's times are on the clock of the site's log; `clock` is
     the beginning on it.
@@ -76,8 +77,8 @@ class SiteMove:
 class FederationOutcome:
     """The result of a replay of several sites.
 
-    For each training there are its times at sites, in order, and when it was submitted, seconds after the beginning.
-    `plans` are the decisions over sites: (solve seconds, proven optimal).
+    For each training job there are its times at sites, in order, and when it was submitted, seconds after the
+    beginning. `plans` are the decisions over sites: (solve seconds, proven optimal).
     """
 
     sites: dict[str, Outcome] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class FederationOutcome:
         return sum(outcome.value for outcome in self.sites.values())
 
     def times_to_finish(self) -> list[float]:
-        """Return the seconds from submission to the end of each training that is done."""
+        """Return the seconds from submission to the end of each training job that is done."""
         return [
             stints[-1].account.finished - stints[-1].clock - self.submitted[name]
             for name, stints in self.stints.items()
@@ -101,10 +102,10 @@ class FederationOutcome:
         ]
 
     def audit(self) -> tuple[float, float]:
-        """Return samples lost and samples processed twice: gaps and overlaps between a training's times at sites.
+        """Return samples lost and samples processed twice: gaps and overlaps between a training job's times at sites.
 
-        What a training did before it was moved must be exactly what it began with at the next site, and a finished
-        training must have processed its work.
+        What a training job did before it was moved must be exactly what it began with at the next site, and a finished
+        training job must have processed its work.
         """
         lost = twice = 0.0
         for stints in self.stints.values():
@@ -135,8 +136,8 @@ def replay_sites(
 ) -> FederationOutcome:
     """Replay the logs of several sites, which have the same length, together.
 
-    `planner` decides every `look` seconds which training runs where; `make_policy` makes the policy that allocates the
-    nodes of one site. `transfers` is (from site, to site) -> rate, `state_bytes` trainer -> size of its state.
+    `planner` decides every `look` seconds which training job runs where; `make_policy` makes the policy that allocates
+    the nodes of one site. `transfers` is (from site, to site) -> rate, `state_bytes` trainer -> size of its state.
     `on_progress` gets the share of the time that is done.
     """
     replays = {site.name: _SiteReplay(site, rates, make_policy(), settings) for site in sites}
@@ -144,7 +145,7 @@ def replay_sites(
 
 
 class _SiteReplay(Replay):
-    """The replay of one site, to which trainings come and from which they go."""
+    """The replay of one site, to which training jobs come and from which they go."""
 
     def __init__(self, site: SiteLog, rates: BestRates, policy: Policy, settings: ReplaySettings) -> None:
         super().__init__(site.log, rates, policy, settings, None)
@@ -175,11 +176,11 @@ class _SiteReplay(Replay):
         index = int(np.searchsorted(self._times, time, side="right"))
         return int(self._counts[index - 1]) if index else 0
 
-    def account_for(self, trainer: Trainer, submitted: float) -> Account:
+    def account_for(self, trainer: PlannedJob, submitted: float) -> Account:
         """Make the account of a trainer that comes, on the log's clock."""
         return Account(trainer, submitted, self._weight(trainer))
 
-    def described(self, trainer: Trainer) -> Trainer:
+    def described(self, trainer: PlannedJob) -> PlannedJob:
         """Return a trainer as the planners see it."""
         return self._described(trainer)
 
@@ -221,9 +222,9 @@ class _SiteReplay(Replay):
 
 @dataclass
 class _Placed:
-    """Where a training is."""
+    """Where a training job is."""
 
-    trainer: Trainer
+    trainer: PlannedJob
     state_bytes: float
     holders: frozenset[str] = frozenset()
     arrives: float = -math.inf
@@ -238,7 +239,7 @@ class _Federation:
     def __init__(
         self,
         sites: Mapping[str, _SiteReplay],
-        trainers: Sequence[Trainer],
+        trainers: Sequence[PlannedJob],
         planner: SitesPlanner,
         look: float,
         transfers: Mapping[tuple[str, str], TransferRate],
@@ -293,7 +294,7 @@ class _Federation:
         stint = placed.stint
         site = self._sites[stint.site] if stint is not None else next(iter(self._sites.values()))
         trainer = site.described(placed.trainer)
-        # The planner over sites compares trainings of all sites on the federation's clock.
+        # The planner over sites compares training jobs of all sites on the federation's clock.
         trainer = replace(trainer, submitted=placed.trainer.submitted, deadline=placed.trainer.deadline)
         if stint is None:
             return SiteTraining(trainer, placed.state_bytes, placed.holders)
@@ -314,7 +315,7 @@ class _Federation:
     def _apply(self, plan: SitePlan, now: float) -> None:
         choices = {choice.training: choice for choice in plan.choices}
         moves = []
-        for name, placed in self._placed.items():  # trainings of the same instant are submitted in their own order
+        for name, placed in self._placed.items():  # training jobs of the same instant are submitted in their own order
             choice = choices.get(name)
             stint = placed.stint
             if choice is None or choice.site is None or (stint is not None and stint.site == choice.site):
@@ -328,7 +329,7 @@ class _Federation:
             self._bring(placed, choice, now)
 
     def _bring(self, placed: _Placed, choice: SiteChoice, now: float) -> None:
-        """Submit a training at a site, when its state is there."""
+        """Submit a training job at a site, when its state is there."""
         assert choice.site is not None
         site = self._sites[choice.site]
         arrives = now
@@ -351,7 +352,7 @@ class _Federation:
         placed.stints.append(Stint(choice.site, first, account, site.log.start, now))
 
     def _is_done(self, placed: _Placed, now: float) -> bool:
-        """Return whether a training has no work left; one that ends at this instant is not taken away from its site."""
+        """Return whether a job has no work left; one that ends at this instant is not taken away from its site."""
         stint = placed.stint
         if stint is None:
             return False

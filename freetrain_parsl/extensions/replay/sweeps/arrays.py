@@ -19,7 +19,7 @@ from freetrain_parsl.extensions.replay.accounts import Account
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 __all__ = ["FUSION_CURVES", "ArrayAccount", "Sweep", "arrange", "fusion_curve", "throughput"]
 
@@ -134,7 +134,7 @@ class Sweep:
     """The members of a sweep that are not done, all like `trainer`: in arrays, or waiting."""
 
     name: str
-    trainer: Trainer
+    trainer: PlannedJob
     fusion: FusionCurve
     waiting: deque[Account] = field(default_factory=deque)
     arrays: list[ArrayAccount] = field(default_factory=list)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.replay.logs.job_log import RecordedJob
     from freetrain_parsl.extensions.simulate.jobs.step_times import Placement
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 __all__ = ["curve_request", "read_job_log", "read_trainer_workload"]
 
@@ -61,7 +61,7 @@ def read_trainer_workload(file: Path, gpus: int) -> tuple[JobRequest, ...]:
         The file is invalid, or a job never ends or needs more GPUs than there are; the message contains the line.
     """
 
-    def problem(trainer: Trainer) -> str | None:
+    def problem(trainer: PlannedJob) -> str | None:
         if not 0 < trainer.work_left < math.inf:
             return "a job needs 'work', a positive number of samples: without, it never ends"
         if trainer.curves:
@@ -80,7 +80,7 @@ def read_trainer_workload(file: Path, gpus: int) -> tuple[JobRequest, ...]:
 
 
 def read_job_log(
-    file: Path, trainers: Sequence[Trainer], gpus: int, *, lenient: bool = False
+    file: Path, trainers: Sequence[PlannedJob], gpus: int, *, lenient: bool = False
 ) -> tuple[JobRequest, ...]:
     """Read a job log, the output of ``sacct`` or in Standard Workload Format, as jobs that could be rescaled.
 
@@ -108,7 +108,7 @@ def read_job_log(
     )
 
 
-def _recorded_request(trainer: Trainer, job: RecordedJob, number: int, gpus: int) -> JobRequest:
+def _recorded_request(trainer: PlannedJob, job: RecordedJob, number: int, gpus: int) -> JobRequest:
     if job.nodes > gpus:
         raise InvalidInput(f"{job.where}: the job had {job.nodes} nodes, the cluster has {gpus} GPUs")
     least, most = min(trainer.min_nodes, job.nodes), min(max(trainer.max_nodes, job.nodes), gpus)
@@ -119,7 +119,7 @@ def _recorded_request(trainer: Trainer, job: RecordedJob, number: int, gpus: int
 
 
 def curve_request(
-    trainer: Trainer, name: str, submitted: float, gpus: int, work: float, bounds: tuple[int, int] | None = None
+    trainer: PlannedJob, name: str, submitted: float, gpus: int, work: float, bounds: tuple[int, int] | None = None
 ) -> JobRequest:
     """Make a job that trains with a trainer's curve, all steps of the same batch, until its work in samples is done.
 

@@ -140,7 +140,7 @@ def _efficiency(application: CsvRow, rows: Sequence[CsvRow], file: Path) -> Effi
 
 
 def _check_epochs(trained: Mapping[int, CsvRow], epochs: int, who: str) -> None:
-    """Reject a training that lacks an epoch or does not progress."""
+    """Reject a training job that lacks an epoch or does not progress."""
     for epoch in range(1, epochs + 1):
         if epoch not in trained:
             nearest = trained[min(trained, key=lambda other: abs(other - epoch))]

@@ -1,4 +1,4 @@
-"""Handling of checkpoints written by other code: a training never resumes from them silently."""
+"""Handling of checkpoints written by other code: a training job never resumes from them silently."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _NAMES_SHOWN = 4
 def accept_code(
     restored: Restored, options: SessionOptions, directory: CheckpointDirectory
 ) -> tuple[Restored | None, str]:
-    """Decide whether a training resumes from a checkpoint, by the code that wrote it.
+    """Decide whether a training job resumes from a checkpoint, by the code that wrote it.
 
     Parameters
     ----------
     restored
         The newest intact checkpoint.
     options
-        Contains the training's code, and what to do if it has changed.
+        Contains the training job's code, and what to do if it has changed.
     directory
-        The training's checkpoint directory, open for writing.
+        The training job's checkpoint directory, open for writing.
 
     Returns
     -------
@@ -60,8 +60,9 @@ def accept_code(
         aside = directory.set_aside()
         return None, f"{what}; starting over (on_code_change='restart'); the old checkpoints are in {aside}"
     raise CodeChanged(
-        f"training {options.name!r}: {what}; undo the change, resume from the checkpoint with on_code_change='resume', "
-        "or start over with on_code_change='restart' (an option of the app and of a campaign's trainings; on the "
+        f"training job {options.name!r}: {what}; undo the change, resume from the checkpoint with "
+        "on_code_change='resume', "
+        "or start over with on_code_change='restart' (an option of the app and of a campaign's training jobs; on the "
         "command line: freetrain resume --on-code-change resume)"
     )
 

@@ -1,4 +1,4 @@
-"""The identity of a training's code, to detect that a checkpoint was written by other code.
+"""The identity of a training job's code, to detect that a checkpoint was written by other code.
 
 The identity covers the training function and everything it refers to in the user's own files, scripts and notebooks:
 functions, classes, constants, defaults and closures. Libraries (modules in the directories of Python and its packages)

@@ -21,7 +21,7 @@ SITE = """\
 system: local
 block: {nodes: 1}
 planner: {startup: 3 s, min_useful: 2 s, closing_margin: 1 s, max_walltime: 10 min, idle_timeout: 5 s, settle: 0.5 s}
-manners: {poll_interval: 0.5 s, submissions_per_minute: 120}
+rate_limits: {poll_interval: 0.5 s, submissions_per_minute: 120}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 30 s, rescale_costs: {up: 1 s, down: 1 s, start: 1 s}}
 """
 CAMPAIGN = """\
@@ -98,7 +98,7 @@ def test_a_campaign_goes_on_without_its_endpoint_and_is_stopped_and_resumed(stan
     (tmp_path / "slowly_at_a_site.py").write_text(APP)
     (tmp_path / "helper_at_a_site.py").write_text("WIDTH = 4\n")
     (tmp_path / "secrets.py").write_text("KEY = 1\n")
-    dump = tmp_path / "environment.json"  # written by the training
+    dump = tmp_path / "environment.json"  # written by the training job
     (tmp_path / "small.yaml").write_text(SITE)
     campaign = RemoteCampaign.start(
         tmp_path / "one.yaml",
@@ -124,7 +124,7 @@ def test_a_campaign_goes_on_without_its_endpoint_and_is_stopped_and_resumed(stan
         assert not any(name.startswith(("GLOBUS_", "GC_")) or "TOKEN" in name for name in environment)
         assert not any(SECRET in value or SECRET[::-1] in value for value in environment.values())
 
-    # The endpoint stops; the driver goes on, and a call says in one line what is wrong.
+    # The endpoint stops; the driver continues, and a call says in one line what is wrong.
     endpoint.stop()
     with pytest.raises(RemoteError, match="is offline; start it at the site"):
         campaign.status().result()

@@ -134,7 +134,7 @@ def run_at(root: Path, *trainings: str) -> RunStore:
 def test_a_training_that_has_failed_is_retried_once_for_each_request(
     root: Path, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated call retries nothing again, nor does one for a training of another site."""
+    """A repeated call retries nothing again, nor does one for a training job of another site."""
     answer(prepare_request(tmp_path))
     store = run_at(root, "x", "y")
     store.end_driver(store.begin_driver(*own_identity()), "finished")

@@ -139,7 +139,7 @@ def test_a_run_is_finished_only_if_all_trainings_are(tmp_path, store):
     store.fail("two", "ValueError: x", final=True)
     store.end_driver(driver, "finished")
     status = status_of(tmp_path, process("run", exit_code=1, running=False), store)
-    assert (status.state, status.message) == ("failed", "1 of 2 trainings have not finished; see results")
+    assert (status.state, status.message) == ("failed", "1 of 2 training jobs have not finished; see results")
     store.retry_failed()
     driver = store.begin_driver(*own_identity())
     store.finish("two", 2)

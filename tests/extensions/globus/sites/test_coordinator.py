@@ -1,4 +1,4 @@
-"""The coordinator: no training is given to two sites or lost, whatever sites and the coordinator itself do."""
+"""The coordinator: no training job is given to two sites or lost, whatever sites and the coordinator itself do."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
 from freetrain_parsl.extensions.globus.sites.state import Ask, CallPace, SiteAnswer, SiteCall, SiteFacts, TrainingAtSite
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 
 LEASE, LOOK, STATUS = 100.0, 60.0, 20.0
 FACTS = SiteFacts("home", LEASE)
 WORK = 30.0  # seconds on one node
 
 
-def trainers(number: int) -> list[Trainer]:
+def trainers(number: int) -> list[PlannedJob]:
     curve = ScalingCurve({1: 1.0})
-    return [Trainer(f"t{index}", 1, 1, curve, CostsInSeconds(), submitted=float(index)) for index in range(number)]
+    return [PlannedJob(f"t{index}", 1, 1, curve, CostsInSeconds(), submitted=float(index)) for index in range(number)]
 
 
 def make(planner, number: int = 3, sites: tuple[str, ...] = ("a", "b")) -> Coordinator:
@@ -145,7 +145,7 @@ class World:
         self.coordinator, self.waiting = fresh, []
 
     def check(self) -> None:
-        """No training is assigned to two sites whose leases have not ended."""
+        """No training job is assigned to two sites whose leases have not ended."""
         for name in self.coordinator.trainings:
             given = [
                 site.name
@@ -206,7 +206,7 @@ def test_no_training_is_given_to_two_sites_and_none_is_lost(steps, seed) -> None
 
 
 def put(site: str | None):
-    """Return a planner that puts all trainings at one site."""
+    """Return a planner that puts all training jobs at one site."""
 
     def plan(question: SitesQuestion) -> SitePlan:
         choices = tuple(SiteChoice(one.name, Verb.START, site, 1, 1.0, "because") for one in question.trainings)
@@ -257,7 +257,7 @@ def test_a_silent_site_keeps_its_trainings_until_its_lease_ends_and_they_go_on_e
     assert sites["a"].assigned == ("t0",)
     sites["a"].dead, sites["b"].nodes = True, 2
     settle(coordinator, sites, LOOK)
-    assert any("keeps its trainings for 40 s" in line for line in coordinator.lines(LOOK))
+    assert any("keeps its training jobs for 40 s" in line for line in coordinator.lines(LOOK))
     assert sites["b"].assigned == ()
     settle(coordinator, sites, LEASE + 0.5)  # not only at the next look
     assert sites["b"].assigned == ("t0",)

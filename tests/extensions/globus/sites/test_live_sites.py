@@ -40,7 +40,7 @@ SITE = """\
 system: local
 block: {cluster: %s}
 planner: {startup: 5 s, min_useful: 2 s, closing_margin: 1.5 s, max_walltime: 300 s, idle_timeout: 2 s, settle: 0.5 s}
-manners: {poll_interval: 0.5 s, submissions_per_minute: 100}
+rate_limits: {poll_interval: 0.5 s, submissions_per_minute: 100}
 trainings: {threads_per_slot: 1, heartbeat_timeout: 4 s}
 checkpoints:
   interval: 1 s
@@ -164,7 +164,7 @@ def parameters(root: Path, training: str) -> dict[str, torch.Tensor]:
 def test_a_campaign_at_two_sites_survives_the_death_of_its_coordinator_and_of_a_site(stand: Stand) -> None:
     place = stand.directory
     names = [f"t{lr}" for lr in (0.01, 0.02, 0.03, 0.04)]
-    (place / "slow_app.py").write_text(APP.read_text().replace("+ 1.0", "+ 3.0"))  # steps last until the test goes on
+    (place / "slow_app.py").write_text(APP.read_text().replace("+ 1.0", "+ 3.0"))  # steps last until the test continues
     (place / "campaign.yaml").write_text(CAMPAIGN % (EPOCHS, place / "slow"))
     listed = "look: 15 s\nstatus: 6 s\nsites:\n"
     for name in ("a", "b"):
@@ -178,7 +178,7 @@ def test_a_campaign_at_two_sites_survives_the_death_of_its_coordinator_and_of_a_
     (place / "sites.yaml").write_text(listed)
     (place / "slow").touch()
 
-    # All trainings run, at both sites, and have saved at home.
+    # All training jobs run, at both sites, and have saved at home.
     first = stand.start("run", "campaign.yaml", "--sites", "sites.yaml", "--run-dir", "run")
     home = place / "home" / "home" / "ft" / "checkpoints"
     eventually(
@@ -191,7 +191,7 @@ def test_a_campaign_at_two_sites_survives_the_death_of_its_coordinator_and_of_a_
     where = {item.name: str(item.remark)[:4] for item in own.trainings()}
     assert sorted(where.values()) == ["at a", "at a", "at b", "at b"]
 
-    # The coordinator is killed; the nodes of one site are taken, and then it dies. Another coordinator goes on.
+    # The coordinator is killed; the nodes of one site are taken, and then it dies. Another coordinator continues.
     first.kill()
     first.wait()
     stand.clusters["a"].client.submit(["sleep", "600"], nodes=2, walltime=timedelta(hours=1), preemptible=False)

@@ -1,4 +1,4 @@
-"""The assignment of trainings to sites against enumeration."""
+"""The assignment of training jobs to sites against enumeration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def problems(draw):
         [np.array([0.0, *draw(st.lists(value, min_size=nodes, max_size=nodes))]) for nodes in capacity]
         for _ in range(draw(st.integers(0, 3)))
     ]
-    rows += draw(st.lists(st.sampled_from(rows), max_size=1)) if rows else []  # trainings with equal values
+    rows += draw(st.lists(st.sampled_from(rows), max_size=1)) if rows else []  # training jobs with equal values
     return rows, capacity
 
 

@@ -25,7 +25,7 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
 )
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Trainer
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from tests.support.globus.random_sites import best_site_value, random_sites, site_value
 from tests.support.globus.sites_suite import SitesConformance
@@ -72,8 +72,8 @@ def test_the_value_of_a_choice_is_that_of_its_formula(seed):
             assert choice.value == pytest.approx(site_value(question, one, choice.site, choice.nodes))
 
 
-def _trainer(name: str, most: int = 8, **more: object) -> Trainer:
-    return Trainer(name, 1, most, ScalingCurve({1: 10.0, 8: 80.0}), **more)  # type: ignore[arg-type]
+def _trainer(name: str, most: int = 8, **more: object) -> PlannedJob:
+    return PlannedJob(name, 1, most, ScalingCurve({1: 10.0, 8: 80.0}), **more)  # type: ignore[arg-type]
 
 
 def test_a_training_that_is_almost_done_is_not_moved():
@@ -125,7 +125,7 @@ def test_a_time_limit_that_is_reached_still_gives_a_plan():
     bumpy = ScalingCurve({n: n * (1.0 + 0.3 * (n % 3)) for n in range(1, 41)})
     trainings = tuple(
         SiteTraining(
-            Trainer(f"t{index:02}", 1 + index % 3, 40, bumpy, CostsInSeconds(18 + index, 12, 30), submitted=index),
+            PlannedJob(f"t{index:02}", 1 + index % 3, 40, bumpy, CostsInSeconds(18 + index, 12, 30), submitted=index),
             1e9,
             frozenset("ab"[index % 2]),
             "ab"[index % 2],

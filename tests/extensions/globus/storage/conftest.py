@@ -86,7 +86,7 @@ class World:
         )  # fmt: skip
 
     def save(self, site: str, training: str, step: int, content: bytes = b"state") -> None:
-        """Write a checkpoint, as a training does."""
+        """Write a checkpoint, as a training job does."""
         directory = CheckpointDirectory(self.root(site), training)
         directory.open()
         directory.publish(step, lambda sink: sink.write(content), {"format": 3})

@@ -243,7 +243,7 @@ class LyingCollections:
             disks.harm.append(f"the removal of {path!r}")
         newest = newest_whole(place.parents[1])
         if newest is not None and newest == place:
-            disks.harm.append(f"the removal of {path!r}, the newest whole checkpoint of its training")
+            disks.harm.append(f"the removal of {path!r}, the newest whole checkpoint of its training job")
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -258,7 +258,7 @@ def _phantoms(path: PurePosixPath, names: list[str]) -> list[str]:
 
 
 def newest_whole(training: Path) -> Path | None:
-    """Return the newest checkpoint of a training at home whose hashes are those of its manifest."""
+    """Return the newest checkpoint of a training job at home whose hashes are those of its manifest."""
     found = sorted(
         ((path.parent.name, *step_of(path.name)), path)
         for path in training.glob("gen-*/step-*")
@@ -312,7 +312,7 @@ class LyingSite:
         """Let the mover work, as its thread does, and train."""
         try:
             self.mover.turn()
-        except Exception as error:  # noqa: BLE001 - its thread goes on, but none is foreseen
+        except Exception as error:  # noqa: BLE001 - its thread continues, but none is foreseen
             self.disks.harm.append(f"an exception of the mover: {error!r}")
         for line in [*self.mover.lines(), self.mover.remark("net") if not self.over else ""]:
             if not line.isprintable():
@@ -321,7 +321,7 @@ class LyingSite:
             self.train()
 
     def train(self) -> None:
-        """Begin or go on, as a driver does."""
+        """Begin or continue, as a driver does."""
         if self.mover.lost("net"):
             self.mover.stopped("net")
             self.steps, self.finishing = None, False
@@ -427,7 +427,7 @@ class LyingHistory:
                     site.turn()
 
     def truth(self) -> list[LyingSite]:
-        """After the lies: within four leases one driver owns the training and trains, or says why it cannot."""
+        """After the lies: within four leases one driver owns the training job and trains, or says why it cannot."""
         end = self.clock[0] + 4 * LEASE
         while self.clock[0] < end:
             self.round(10.0)
@@ -441,7 +441,7 @@ class LyingHistory:
         return owners
 
     def finish(self, owners: list[LyingSite]) -> None:
-        """Let the training end: its result counts, once, and is at home."""
+        """Let the training job end: its result counts, once, and is at home."""
         for site in self.sites:
             site.ends = max(len(one.steps or []) for one in self.sites) + 2
         end = self.clock[0] + 2 * LEASE

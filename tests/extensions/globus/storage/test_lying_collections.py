@@ -1,4 +1,4 @@
-"""Whatever home lists: nothing wrong is used, nothing that counts is removed, and trainings go on afterwards."""
+"""Whatever home lists: nothing wrong is used, nothing that counts is removed, and training jobs continue afterwards."""
 
 from __future__ import annotations
 

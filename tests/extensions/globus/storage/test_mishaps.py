@@ -164,7 +164,7 @@ class Site:
         self.steps = None
 
     def train(self, written: set[str]) -> None:
-        """Begin or go on, as a driver does; every state is the list of who has trained each step."""
+        """Begin or continue, as a driver does; every state is the list of who has trained each step."""
         if self.steps is not None and self.mover.lost("net"):
             self.mover.stopped("net")
             self.steps = None

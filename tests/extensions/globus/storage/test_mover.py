@@ -372,7 +372,7 @@ def test_copies_are_measured_and_the_next_driver_knows_them(world):
 
 
 def shown(world, site, *listings, times=1):
-    """Let the next listings of the checkpoints of the training show something else."""
+    """Let the next listings of the checkpoints of the training job show something else."""
     for names in listings:
         world.services[site].mishap(
             "GET",

@@ -1,4 +1,4 @@
-"""At most one driver owns a training, whatever is lost, late or killed."""
+"""At most one driver owns a training job, whatever is lost, late or killed."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Driver:
     def turn(self, now: float, data: st.DataObject) -> None:
         if self.pending is None:
             if "net" in self.machine.lost(now):
-                self.machine.stopped("net")  # its training stops at once
+                self.machine.stopped("net")  # its training job stops at once
             request = self.machine.next_request(now)
             if request is not None:
                 self.ask(request, now, data.draw(MISHAP))
@@ -308,7 +308,7 @@ def test_a_claim_that_an_earlier_process_has_left_is_released_although_this_one_
 
 
 def owner(home: Home, name: str = "a1") -> Ownership:
-    """Return a driver that owns the training."""
+    """Return a driver that owns the training job."""
     one = Ownership(name, LEASE)
     one.want("net")
     settle(home, one, 0.0)
@@ -428,7 +428,7 @@ def test_only_a_listing_that_shows_the_ownership_confirms_a_result() -> None:
     [
         ("net.gen-9999999999", "after which there is none; remove net.gen-9999999999"),
         ("driver-a1.beat-9999999999", "after which there is none; remove driver-a1"),
-        ("NET.gen-0000000001", "has NET; rename one of both trainings"),
+        ("NET.gen-0000000001", "has NET; rename one of both training jobs"),
     ],
 )
 def test_entries_after_which_no_claim_is_possible_are_named(entry: str, told: str) -> None:

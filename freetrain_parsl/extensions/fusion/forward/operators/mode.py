@@ -173,7 +173,7 @@ class FusedOperators(TorchFunctionMode):
         writes = _writes(func, kwargs)
         if writes and leaves and not stacked[0]:
             raise CannotFuse(
-                f"{name_of(func)} writes different values into a tensor that is the same for all trainings"
+                f"{name_of(func)} writes different values into a tensor that is the same for all training jobs"
             )
         # The gradient of `unbind` is a fast stack, but what it returns must not be written to.
         selected = writes or changes_arguments
@@ -206,14 +206,14 @@ class FusedOperators(TorchFunctionMode):
             with self.streams.of(member):
                 results.append((leaves, func(*args, **kwargs)))
             if versions != [tensor._version for tensor in shared]:
-                raise CannotFuse(f"{name_of(func)} changes a tensor that is the same for all trainings")
+                raise CannotFuse(f"{name_of(func)} changes a tensor that is the same for all training jobs")
         return results
 
     def _combine(self, name: str, results: list[tuple[list[Any], Any]], inputs: list[Any], stacked: list[bool]) -> Any:
         flat = [(given, *tree_flatten(result)) for given, result in results]
         structure = flat[0][2]
         if any(other != structure for _, _, other in flat):
-            raise CannotFuse(f"{name} returns different kinds of results for the trainings")
+            raise CannotFuse(f"{name} returns different kinds of results for the training jobs")
         combined = []
         for position in range(len(flat[0][1])):
             returned = [
@@ -230,7 +230,7 @@ class FusedOperators(TorchFunctionMode):
     def _stack(self, name: str, outputs: list[Any]) -> Any:
         if isinstance(outputs[0], torch.Tensor):
             if any(output.shape != outputs[0].shape or output.dtype != outputs[0].dtype for output in outputs):
-                raise CannotFuse(f"the result of {name} has another shape or type for each of the trainings")
+                raise CannotFuse(f"the result of {name} has another shape or type for each of the training jobs")
             return self.wrap(torch.stack(outputs))
         return same_for_all(name, outputs)
 
@@ -238,7 +238,7 @@ class FusedOperators(TorchFunctionMode):
 def same_for_all(name: str, values: Sequence[Any]) -> Any:
     """Return the value that an operator has for all members, or refuse."""
     if any(not _same(values[0], value) for value in values[1:]):
-        raise CannotFuse(f"{name} of a tensor whose values differ between the trainings")
+        raise CannotFuse(f"{name} of a tensor whose values differ between the training jobs")
     return values[0]
 
 

@@ -30,7 +30,7 @@ def dropout(
         if fused.streams.agree and not isinstance(p, PerMember):
             return fused.row_by_row(func, (input, p, training), options)
         if inplace:
-            raise CannotFuse("dropout in place of a tensor that is the same for all trainings")
+            raise CannotFuse("dropout in place of a tensor that is the same for all training jobs")
     rows = fused.rows(input)
     noise = dropout_of_rows(fused, rows, p)
     with fused.level.suspended():

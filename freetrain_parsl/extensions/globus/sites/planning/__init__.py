@@ -1,1 +1,1 @@
-"""Several sites: which training runs where."""
+"""Several sites: which training job runs where."""

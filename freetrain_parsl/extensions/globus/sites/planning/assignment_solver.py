@@ -1,14 +1,15 @@
-"""Assign each training to at most one site, and divide the nodes of every site: an exact programme, in HiGHS.
+"""Assign each training job to at most one site, and divide the nodes of every site: an exact programme, in HiGHS.
 
 ::
 
     max  sum_j v_js(j)(n_j)    subject to    sum_{j: s(j) = s} n_j <= N_s  for every site s,    v_js any function
 
-A function v_js is split where its slope increases, into pieces on which it is concave. Per training, site and piece
+A function v_js is split where its slope increases, into pieces on which it is concave. Per training job, site and piece
 there is one binary w, worth the value at the piece's first corner, and per segment of the piece its nodes e, at most
 its length times w, worth the slope: on a concave piece the steepest segments fill first by themselves. As capacities
-and corners are integers, so are the e of a vertex for given w; they need not be integer variables. Trainings with equal
-values are a group, and w is how many of them are on a piece: the solver need not prove the same for each permutation.
+and corners are integers, so are the e of a vertex for given w; they need not be integer variables. Training jobs with
+equal values are a group, and w is how many of them are on a piece: the solver need not prove the same for each
+permutation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["NOWHERE", "SiteAssignment", "assign_sites"]
 
 _Piece = tuple[int, ConcavePiece]  # of the values at a site
 NOWHERE = -1
-"""The site of a training that gets no nodes."""
+"""The site of a training job that gets no nodes."""
 
 _LARGEST = 1000.0  # largest value in the solver's objective: its tolerances are absolute
 _OPTIONS: Mapping[str, bool | float] = MappingProxyType(
@@ -41,7 +42,7 @@ _OPTIONS: Mapping[str, bool | float] = MappingProxyType(
 
 @dataclass(frozen=True)
 class SiteAssignment(Solution):
-    """Counts and their quality, and the site of each training, or `NOWHERE`, shape (J,)."""
+    """Counts and their quality, and the site of each training job, or `NOWHERE`, shape (J,)."""
 
     sites: Counts
 
@@ -58,8 +59,8 @@ def assign_sites(
     Parameters
     ----------
     values
-        v_js, an array per training and site over counts 0, 1, …; minus infinity where a count is not allowed. No nodes
-        are worth zero, whatever its first element is.
+        v_js, an array per training job and site over counts 0, 1, …; minus infinity where a count is not allowed. No
+        nodes are worth zero, whatever its first element is.
     capacity
         N_s.
     incumbent
@@ -75,7 +76,7 @@ def assign_sites(
     groups = alike(tuple(table.tobytes() for table in tables) for tables in values)
     pieces = [_pieces(values[rows[0]], capacity) for rows in groups]
     best, worth = incumbent, _worth(values, *incumbent)
-    # No assignment exceeds the best of each training.
+    # No assignment exceeds the best of each training job.
     ceilings = [max((-float(piece.losses.min()) for _, piece in of_group), default=0.0) for of_group in pieces]
     ceiling = sum(len(members) * most for members, most in zip(groups, ceilings, strict=True))
     if ceiling <= 0:

@@ -1,4 +1,4 @@
-"""The situation of several sites, and a plan for their trainings: frozen, validated values. Times are seconds."""
+"""The situation of several sites, and a plan for their training jobs: frozen, validated values. Times are seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from freetrain_parsl.errors import InvalidSettings, PlanningError
 from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
 
 __all__ = [
     "ASSUMED",
@@ -39,21 +39,21 @@ __all__ = [
 
 
 class Verb(str, Enum):
-    """What a training does until the next look."""
+    """What a training job does until the next look."""
 
     STAY = "stay"
     """It stays at its site."""
     MOVE = "move"
-    """It pauses at its site, if it runs there, and goes on at another one from its newest checkpoint."""
+    """It pauses at its site, if it runs there, and continues at another one from its newest checkpoint."""
     START = "start"
-    """It has no site, and starts or goes on at one."""
+    """It has no site, and starts or continues at one."""
     WAIT = "wait"
     """No nodes are expected for it. It waits at its site, or at none."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Nodes that trainings could use at a site.
+    """Nodes that training jobs could use at a site.
 
     Parameters
     ----------
@@ -80,11 +80,11 @@ class SiteView:
     name
         Its name, which is also that of its collection in `SiteTraining.checkpoints` and `SitesQuestion.transfers`.
     offers
-        All nodes that our trainings hold there or could obtain.
+        All nodes that our training jobs hold there or could obtain.
     answers
-        Whether it answered this time. A site that did not gets no trainings.
+        Whether it answered this time. A site that did not gets no training jobs.
     start
-        Seconds until a training that is new there, with its state, has nodes: the call, and the start of a driver.
+        Seconds until a training job that is new there, with its state, has nodes: the call, and the start of a driver.
     """
 
     name: str
@@ -131,12 +131,12 @@ class TransferRate:
 
 @dataclass(frozen=True)
 class SiteTraining:
-    """A training that is not done.
+    """A training job that is not done.
 
     Parameters
     ----------
     trainer
-        The training as the planner of a site sees it.
+        The training job as the planner of a site sees it.
     state_bytes
         Size of its checkpoint.
     checkpoints
@@ -151,7 +151,7 @@ class SiteTraining:
         When its state will be at its site, seconds, if it is being transferred.
     """
 
-    trainer: Trainer
+    trainer: PlannedJob
     state_bytes: float = 0.0
     checkpoints: frozenset[str] = frozenset()
     site: str | None = None
@@ -161,13 +161,15 @@ class SiteTraining:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.state_bytes) and self.state_bytes >= 0):
-            raise PlanningError(f"training {self.name!r}: its state must be zero or more bytes, got {self.state_bytes}")
+            raise PlanningError(
+                f"training job {self.name!r}: its state must be zero or more bytes, got {self.state_bytes}"
+            )
         if self.nodes < 0 or (self.nodes and self.site is None):
-            raise PlanningError(f"training {self.name!r}: {self.nodes} nodes at site {self.site!r} are impossible")
+            raise PlanningError(f"training job {self.name!r}: {self.nodes} nodes at site {self.site!r} are impossible")
 
     @property
     def name(self) -> str:
-        """Name of the training."""
+        """Name of the training job."""
         return self.trainer.name
 
 
@@ -183,15 +185,15 @@ class SitesQuestion:
         Seconds until the next look.
     sites
         All sites.
-    trainings
-        All trainings that are not done.
+    training jobs
+        All training jobs that are not done.
     transfers
         (from collection, to site) -> measured rate. Without a rate there is no transfer.
 
     Raises
     ------
     PlanningError
-        Names are not unique, a training's site does not exist, or there is no time until the next look.
+        Names are not unique, a training job's site does not exist, or there is no time until the next look.
     """
 
     now: float
@@ -214,12 +216,12 @@ class SitesQuestion:
         known = {site.name for site in self.sites}
         for training in self.trainings:
             if training.site is not None and training.site not in known:
-                raise PlanningError(f"training {training.name!r} is at an unknown site {training.site!r}")
+                raise PlanningError(f"training job {training.name!r} is at an unknown site {training.site!r}")
 
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """The decision for one training.
+    """The decision for one training job.
 
     Parameters
     ----------
@@ -252,12 +254,12 @@ class SiteChoice:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """The decisions for all trainings, in order of submission.
+    """The decisions for all training jobs, in order of submission.
 
     Parameters
     ----------
     choices
-        One for each training.
+        One for each training job.
     objective
         Total value in the model, with the hysteresis.
     bound
@@ -281,7 +283,7 @@ SitesPlanner = Callable[[SitesQuestion], SitePlan]
 
 @dataclass(frozen=True)
 class SitesSettings:
-    """How trainings are moved between sites.
+    """How training jobs are moved between sites.
 
     Parameters
     ----------

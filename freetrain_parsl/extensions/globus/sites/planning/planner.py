@@ -1,8 +1,8 @@
-"""The planner over sites: which training runs at which site until the next look. Pure, like the planner of one site.
+"""The planner over sites: which job runs at which site until the next look. Pure, like the planner of one site.
 
 ::
 
-    max  sum_jsn v_jsn x_jsn    subject to    sum_sn x_jsn <= 1  for every training j,
+    max  sum_jsn v_jsn x_jsn    subject to    sum_sn x_jsn <= 1  for every training job j,
                                               sum_jn n x_jsn <= N_s  for every site s,      x binary
 
 N_s is the mean number of nodes that site s offers until the next look, T seconds from now. With O_j(n) the value per
@@ -13,7 +13,7 @@ second of training j on n nodes, C_j its nodes now, and all seconds cut off when
     start            v = (T - m) O(n)
     move             v = (T - m) O(n) - h m O(n) - R_down O(C)                   m = transfer time + B_s + R_start
 
-B_s is the time that site s takes to begin with a training that is new there. h is the hysteresis: a move must gain
+B_s is the time that site s takes to begin with a training job that is new there. h is the hysteresis: a move must gain
 (1 + h) times what it costs. A site's own planner decides the nodes; the counts here are what it is expected to decide.
 `solvers.site_assignment` solves this exactly.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from freetrain_parsl.extensions.globus.sites.planning.model import SitesQuestion, SiteTraining
-    from freetrain_parsl.planning.model import Trainer
+    from freetrain_parsl.planning.model import PlannedJob
     from freetrain_parsl.planning.solvers.highs import Counts, Table
 
 __all__ = ["plan_sites"]
@@ -49,13 +49,13 @@ _LEAST_MOVE = 1.0  # seconds charged for any move: equal values are no reason fo
 def plan_sites(
     question: SitesQuestion, settings: SitesSettings | None = None, objective: Objective = SPEEDUP
 ) -> SitePlan:
-    """Decide which training runs where until the next look.
+    """Decide which training job runs where until the next look.
 
-    - A site that does not answer keeps its trainings until their leases end. Then they may go elsewhere, from their
+    - A site that does not answer keeps its training jobs until their leases end. Then they may go elsewhere, from their
       newest whole checkpoint.
-    - A training whose state is being transferred goes where it is transferred to.
-    - A training without a checkpoint that gets no nodes is queued at the site with the most nodes per training: it
-      may get some that become idle before the next look, and costs nothing to move.
+    - A training job whose state is being transferred goes where it is transferred to.
+    - A training job without a checkpoint that gets no nodes is queued at the site with the most nodes per training job:
+      it may get some that become idle before the next look, and costs nothing to move.
 
     The decision is deterministic unless the time limit is reached, and does not depend on the order of arguments.
 
@@ -78,7 +78,7 @@ def plan_sites(
 
 @dataclass(frozen=True)
 class _Option:
-    """A training at a site, by its number of nodes.
+    """A training job at a site, by its number of nodes.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class _Problem:
             time.perf_counter() - self._began,
         )
 
-    # The situation of one training.
+    # The situation of one training job.
 
     def _is_leased(self, training: SiteTraining) -> bool:
         """Return whether a site that does not answer still owns it."""
@@ -174,7 +174,7 @@ class _Problem:
     # Values.
 
     def _option(self, training: SiteTraining, site: str) -> _Option:
-        """Tabulate the value of a training at a site."""
+        """Tabulate the value of a training job at a site."""
         home = self._home(training)
         left = training.arrives - self._question.now
         if site == home:
@@ -222,7 +222,7 @@ class _Problem:
         gains: Table = np.maximum(lasts, 0.0) * values
         return np.where(np.isnan(gains), -np.inf, gains)
 
-    def _values(self, trainer: Trainer, nodes: int) -> Table:
+    def _values(self, trainer: PlannedJob, nodes: int) -> Table:
         """Tabulate the value per second; NaN for counts not allowed."""
         if (trainer.name, nodes) not in self._tables:
             self._tables[trainer.name, nodes] = objective_table(self._objective, trainer, nodes)
@@ -275,7 +275,7 @@ class _Problem:
         left = training.lease_until - self._question.now
         gains = self._gains(training, training.nodes, min(left, self._question.horizon))
         value = float(gains[-1]) if training.nodes and math.isfinite(gains[-1]) else 0.0
-        reason = f"{training.site} does not answer; it keeps the training until its lease ends, in {left:.0f} s"
+        reason = f"{training.site} does not answer; it keeps the training job until its lease ends, in {left:.0f} s"
         return SiteChoice(training.name, Verb.STAY, training.site, training.nodes, value, reason)
 
     def _placed(self, training: SiteTraining, way: _Chosen) -> SiteChoice:
