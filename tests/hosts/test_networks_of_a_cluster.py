@@ -95,7 +95,7 @@ def test_a_node_that_reaches_the_driver_but_not_the_others_is_set_aside_for_a_wh
     with hosts.cut("n01", "ib1"):
         training.until(2)
         assert set_aside(login) == ["n01"]
-        assert "node n01 is set aside for 10 s: other nodes of training asymmetric cannot reach it" in login.log
+        assert "node n01 is set aside for 10 s: other nodes of training job asymmetric cannot reach it" in login.log
     training.until(3)
     training.finish()
 

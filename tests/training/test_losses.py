@@ -82,7 +82,7 @@ def test_processes_come_go_and_die_and_the_result_is_that_of_a_plain_loop(
     [
         ("contrastive", "gather"),
         ("contrastive", "backward"),
-        ("statistic", "sum"),
+        ("statistic", "all_reduce"),
         ("statistic", "backward"),
         ("contrastive_twice", "gather"),
         ("checkpointed", "backward"),

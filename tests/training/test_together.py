@@ -131,7 +131,9 @@ def losing(session: Any, *, at: int, verb: str, rank: int = 1, **kwargs: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verb", "in_batch", "at"), [("agree", False, 7), ("agree", True, 4), ("sum", True, 4)])
+@pytest.mark.parametrize(
+    ("verb", "in_batch", "at"), [("broadcast", False, 7), ("broadcast", True, 4), ("all_reduce", True, 4)]
+)
 def test_who_misses_a_result_gets_it_from_who_has_it(
     crew: Crew, tmp_path: Path, verb: str, in_batch: bool, at: int
 ) -> None:

@@ -190,7 +190,7 @@ def attribute_of_the_model_mended(session: Any) -> None:
             session.step(cross_entropy(model(x), y))
 
 
-class PlannedJob:
+class Trainer:
     """A loop in a class, which counts its steps."""
 
     def __init__(self, session: Any) -> None:
@@ -209,7 +209,7 @@ class PlannedJob:
 
 
 def attribute_of_a_trainer(session: Any) -> None:
-    PlannedJob(session).fit()
+    Trainer(session).fit()
 
 
 def closure(session: Any) -> None:

@@ -18,11 +18,11 @@ MEMBERS = 3
 _INTRODUCTION = """\
 # Operators in fused training jobs
 
-Training jobs whose models have equal structure can compute as one *array* ([how](../howto/sweep.md#fused-trainings)).
-This page lists how layers and operators behave in its forward and backward pass. The tests compute every line with
-float64 for three training jobs, on the same and on different samples, with the same and with different random numbers,
-and compare outputs, gradients and buffers with those of each training job alone; `python -m
-tests.extensions.fusion.operator_table` writes this page from the results.
+Training jobs whose models have equal structure can compute as one *array*
+([how](../howto/sweep.md#fused-training-jobs)). This page lists how layers and operators behave in its forward and
+backward pass. The tests compute every line with float64 for three training jobs, on the same and on different
+samples, with the same and with different random numbers, and compare outputs, gradients and buffers with those of
+each training job alone; `python -m tests.extensions.fusion.operator_table` writes this page from the results.
 
 - **fused**: one computation for all training jobs, with the results that each has alone.
 - **row by row**: the named operators run once per training job, with the results and at the speed that each has alone.

@@ -18,6 +18,7 @@ from freetrain_parsl.extensions.sharding.extension import Sharding
 from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
+from freetrain_parsl.training.checkpoints.parameters import names_of_groups
 from freetrain_parsl.training.extension import SessionExtension, extension_for
 from freetrain_parsl.training.group.process_group import Group
 
@@ -80,7 +81,12 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
         optimizer.zero_grad()
         scheduler.step()
         step += 1
-    state = {"objects": {name: target.state_dict() for name, target in objects.items()}, "step": step}
+    state = {
+        "objects": {name: target.state_dict() for name, target in objects.items()},
+        "groups": names_of_groups(objects),
+        "outside": {},
+        "step": step,
+    }
     checkpoint_manager.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
     checkpoint_manager.close()
     return {
