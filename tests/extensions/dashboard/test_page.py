@@ -88,7 +88,7 @@ def choose(chromium, tab):
 
 
 VIEWS = {
-    "Trainings": ("a", "running", "60 %", "40 s", "0.5"),
+    "Training jobs": ("a", "running", "60 %", "40 s", "0.5"),
     "Loss and metrics": ("loss", "accuracy"),
     "Failures and repairs": ("the group of 2 nodes ended", "set aside for 600 s"),
     "Decisions": ("2 nodes joined", "a: assign to 2 nodes", "12.5"),
@@ -151,7 +151,7 @@ def test_it_can_be_used_by_keyboard(page):
     assert chromium.evaluate(selected) == "Loss and metrics"
     assert chromium.evaluate("document.activeElement.textContent") == "Loss and metrics"
     press(chromium, "Home", 36)
-    assert chromium.evaluate(selected).startswith("Trainings")
+    assert chromium.evaluate(selected).startswith("Training jobs")
     chromium.evaluate("document.querySelector('canvas').focus()")
     before = chromium.evaluate("document.querySelector('canvas').toDataURL()")
     press(chromium, "+", 187, "+")

@@ -79,7 +79,7 @@ export function createRunView(element) {
 
   // Panels.
 
-  const trainings = addPanel("Trainings", () => renderTrainings());
+  const trainings = addPanel("Training jobs", () => renderTrainings());
   const curvesBody = addPanel("Loss and metrics", () => curves.draw());
   const curves = createCurves(curvesBody, store);
   const listing = (name, table, columns, caption, empty) => {
@@ -124,13 +124,13 @@ export function createRunView(element) {
   ], "Requests for nodes to the batch system; newest first", "No block was requested so far.");
   const accounts = addPanel("Node time", () => renderAccounts());
 
-  // Trainings: rows are made once, and cells change in place.
+  // Training jobs: rows are made once, and cells change in place.
 
   const nodeKindNote = make("p", { class: "ft-note" });
   const trainingHead = ["Training", "State", "Done", "Left", "Nodes", "Samples/s", "Epoch", "Loss", "Changes", "Failures", "Remark"];
   const trainingBody = make("tbody");
   trainings.append(
-    scrolling("Trainings; choose one to highlight its nodes, curves and log", make("table", {}, make("thead", {}, make("tr", {}, ...trainingHead.map((name, place) => make("th", { scope: "col", class: place > 2 && place < 10 ? "ft-number" : "" }, name)))), trainingBody)),
+    scrolling("Training jobs; choose one to highlight its nodes, curves and log", make("table", {}, make("thead", {}, make("tr", {}, ...trainingHead.map((name, place) => make("th", { scope: "col", class: place > 2 && place < 10 ? "ft-number" : "" }, name)))), trainingBody)),
     nodeKindNote,
   );
   const trainingRows = [];
@@ -237,7 +237,7 @@ export function createRunView(element) {
     ];
     if (cards.children.length !== facts.length) cards.replaceChildren(...facts.map(() => make("div", {}, make("dt"), make("dd", { class: "ft-value" }), make("dd"))));
     facts.forEach((fact, place) => fact.forEach((text, part) => put(cards.children[place].children[part], text)));
-    for (const [name, table] of [["Trainings", "trainings"], ["Waits and notices", "notices"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
+    for (const [name, table] of [["Training jobs", "trainings"], ["Waits and notices", "notices"], ["Decisions", "decisions"], ["Windows", "windows"], ["Blocks", "blocks"]]) {
       put(panels.get(name).count, store.count(table) ? String(store.count(table)) : "");
     }
     put(panels.get("Failures and repairs").count, run.failures ? String(run.failures) : "");
@@ -257,7 +257,7 @@ export function createRunView(element) {
   scheme.addEventListener("change", draw);
   const resized = new ResizeObserver(draw);
   resized.observe(root);
-  show("Trainings");
+  show("Training jobs");
 
   return {
     update(delta) {

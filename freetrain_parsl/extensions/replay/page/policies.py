@@ -107,7 +107,7 @@ def _table(policies: Sequence[Mapping[str, Any]]) -> Element:
         ),
         ("Lost to", [(loss.name, _loss_cell(key)) for key, loss in losses_met(policies).items()]),
         (
-            "Trainings",
+            "Training jobs",
             [
                 ("Finished", lambda e: count(e["jct"]["finished"])),
                 ("Mean time to finish", lambda e: duration(e["jct"]["mean"])),
@@ -315,7 +315,7 @@ def _progress(entry: Mapping[str, Any]) -> list[Element]:
     return [
         element("h3", "Progress of the training jobs"),
         element("p", " ".join(notes), class_="note"),
-        table("Trainings", head, rows),
+        table("Training jobs", head, rows),
     ]
 
 
