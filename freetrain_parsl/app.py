@@ -98,7 +98,7 @@ class TrainingApp(AppBase):
         return TrainingApp(self.func, self._options.changed(**changes))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> AppFuture:
-        """Submit the training job; the arguments are those of the function without ``session``.
+        """Submit the training job; the arguments are the function's without ``session``.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class TrainingApp(AppBase):
             Arguments of the function. A list, or any other iterable except strings and mappings, has one value for
             each training job; anything else is the same for all of them.
         seeds
-            The seeds of the training jobs. Default: all have that of the app.
+            The seeds of the training jobs. Default: the app's seed for all.
 
         Returns
         -------
@@ -143,7 +143,7 @@ class TrainingApp(AppBase):
     def grid(self, /, *args: Any, seeds: Iterable[int] | None = None, **kwargs: Any) -> list[AppFuture]:
         """Submit one training job for each combination of the values of lists of arguments.
 
-        Parameters, results and errors are those of `sweep`, but the lists may differ in length. The values of the last
+        Parameters, results and errors are as for `sweep`, but the lists may differ in length. The values of the last
         list vary fastest; `seeds` count as the last.
 
         Examples
@@ -233,7 +233,7 @@ class TrainingApp(AppBase):
         return TrainingRequest(**{**options.shared_with(TrainingRequest), **converted})
 
     def names_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the name of a call's training, without the code's digest, and its prefix if it is derived."""
+        """Return the name of a call's training job, without the code's digest, and its prefix if it is derived."""
         name = self._options.name
         if name is None:
             call = self._call_name(args, kwargs)
@@ -284,7 +284,7 @@ class TrainingApp(AppBase):
         Parameters
         ----------
         kernel
-            Where to look for it. Default: the app's kernel, or else the loaded one.
+            The kernel to search. Default: the app's kernel, or else the loaded one.
 
         Raises
         ------
@@ -308,7 +308,7 @@ class TrainingApp(AppBase):
         return self._options.name is None or is_template(self._options.name)
 
     def _caller(self, method: str) -> str:
-        """Return how messages call a method that takes `seeds`, which no parameter of the function may be called."""
+        """Return a method's name in messages; refuse a function with a parameter `seeds`, which it takes itself."""
         if "seeds" in inspect.signature(self.func).parameters:
             raise InvalidApp(
                 f"{self.__name__}.{method}: the function has a parameter 'seeds', but {method}() takes the seeds of "
@@ -338,7 +338,7 @@ class TrainingApp(AppBase):
 
 
 def _identity(point: SweepPoint) -> bytes | None:
-    """Return what is equal for points that are the same; ``None``: an argument has no stable identity."""
+    """Return a key, equal for equal points; ``None``: an argument has no stable identity."""
     try:
         return bytes(id_for_memo([list(point.args), dict(point.kwargs), point.seed]))
     except ValueError:
@@ -385,8 +385,8 @@ def training_app(
     priority
         Weight for objectives that use one.
     deadline
-        When the training job should be finished, for the objective ``deadline``: a time (without a time zone, in that
-        of the driver), or the time after its submission.
+        Time by which the training job should finish, for the objective ``deadline``: a datetime (without a time zone,
+        in the driver's), or a duration after its submission.
     samples, epochs
         Total work. With `epochs`, ``session.epochs()`` needs no argument. Both are optional: the session reports the
         total to the planner once it is known.
@@ -397,7 +397,7 @@ def training_app(
     checkpoint_interval
         Time between periodic checkpoints. Default: the executor's.
     name
-        Name of the training job and its checkpoints; may contain arguments and the seed, with a plain format:
+        Name of the training job and its checkpoints; can contain arguments and the seed, with a plain format:
         ``"lr{lr:.0e}-{seed}"``. Default: derived from function, arguments and code, so that a call of edited code
         starts over.
     on_code_change
@@ -411,7 +411,7 @@ def training_app(
         Kinds of nodes on which the training job may run, at a site that has several. Default: any of them. It runs on
         one kind at a time.
     tracker
-        Where the values of ``session.log`` go: ``"csv"``, ``"tensorboard"``, ``"mlflow"``, ``"wandb"``,
+        Tracker of the values of ``session.log``: ``"csv"``, ``"tensorboard"``, ``"mlflow"``, ``"wandb"``,
         ``"module:Class"``, a mapping from these to options, or a list. Default: the executor's.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.

@@ -72,7 +72,7 @@ def kinds_of(names: object) -> tuple[str, ...]:
     Raises
     ------
     InvalidApp
-        It is no list of names.
+        It is not a list of names.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise InvalidApp(f"node_kinds is a list of names, such as ['gpu'], got {names!r}")
@@ -80,7 +80,7 @@ def kinds_of(names: object) -> tuple[str, ...]:
 
 
 def curves_of(scaling: Scaling) -> tuple[ScalingCurve, dict[str, ScalingCurve]]:
-    """Return the curve wherever none is given for the kind of node, and the curves by kind.
+    """Return the default curve, and the curves by kind of node.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""Registries of what extensions bring: the core names no extension, it finds each by its entry point.
+"""Registries of extensions: the core names no extension, it finds each by its entry point.
 
 The entry points of this package are in the file ``entry_points.txt`` beside this module, in the format of installed
-distributions; a checkout needs no installation. pyproject.toml repeats them for other tools. The entry points of other
-distributions are those installed.
+distributions; a checkout needs no installation. pyproject.toml repeats them for other tools. Other distributions
+must be installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def own_entry_points(group: str) -> Mapping[str, str]:
 
 
 def subclass_of(base: type[T]) -> Callable[[Any], type[T]]:
-    """Return a reader of entry points that name subclasses of `base`; it raises `TypeError` for what is none."""
+    """Return a reader of entry points that name subclasses of `base`; it raises `TypeError` for anything else."""
 
     def read(found: Any) -> type[T]:
         if not (isinstance(found, type) and issubclass(found, base)):
@@ -56,9 +56,9 @@ class EntryPoints(MutableMapping[str, T], Generic[T]):
     group
         Name of the group.
     what
-        What its objects are, in messages.
+        Term for its objects in messages.
     read
-        Makes an object of what the entry point names; raises an exception if it is of another kind.
+        Converts the object that the entry point names; raises an exception if it has the wrong type.
 
     Raises
     ------
@@ -72,13 +72,13 @@ class EntryPoints(MutableMapping[str, T], Generic[T]):
 
     @cached_property
     def _registered(self) -> dict[str, dict[str, str]]:
-        """Name -> distribution -> where the object is; those of this package first."""
-        from importlib.metadata import entry_points  # slow, and most commands do without
+        """Name -> distribution -> location of the object; this package's first."""
+        from importlib.metadata import entry_points  # slow, and most commands do not need it
 
         found = {name: {_OWN: value} for name, value in own_entry_points(self._group).items()}
         for point in sorted(entry_points(group=self._group)):
             distribution = point.dist.name if point.dist is not None else point.value
-            if distribution != _OWN:  # what is installed of this package may be older than its file
+            if distribution != _OWN:  # an installed version of this package may be older than its file
                 found.setdefault(point.name, {})[distribution] = point.value
         return found
 
@@ -124,7 +124,7 @@ class EntryPoints(MutableMapping[str, T], Generic[T]):
         Raises
         ------
         InvalidSettings
-            There is none, or see above.
+            There is none, or it cannot be loaded.
         """
         if name not in self:
             raise InvalidSettings(f"unknown {self._what} {name!r}; available: {', '.join(sorted(self))}")

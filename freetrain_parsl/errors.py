@@ -13,7 +13,7 @@
     ├── CannotFuse              models cannot be trained as one array                 (they train one by one)
     ├── CheckpointError
     │   ├── DamagedCheckpoint   a checkpoint is corrupted
-    │   ├── CheckpointMismatch  it is intact, but of another model, optimizer or dataset
+    │   ├── CheckpointMismatch  it is intact, but for another model, optimizer or dataset
     │   ├── CodeChanged         it is intact, but was written by different code
     │   ├── ForeignCheckpoint   another user owns it, or could have changed it
     │   ├── StorageUnavailable  its directory is full, over quota, missing or failing  (retry helps)
@@ -25,7 +25,7 @@
     │   ├── NonFiniteLoss       the loss is NaN or infinite
     │   ├── ReplicasDiffer      the processes no longer have the same parameters, buffers or hyperparameters
     │   └── TooManyRestarts     members keep crashing without reaching a new step
-    ├── DriverSuperseded        another driver has taken over the run of this one
+    ├── DriverSuperseded        another driver has taken over the run
     ├── RemoteError             Globus Compute or an endpoint failed or did not answer (retry may help)
     └── BatchSystemError        the batch system refused or did not answer            (retry may help)
         ├── UnreadableAnswer    its output cannot be parsed                           (retry may help)
@@ -87,7 +87,7 @@ class UsageError(FreeTrainError, ValueError):
     """The caller's input is wrong; nothing was started, submitted or overwritten."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows instead of a traceback: the message says what, where, and the remedy."""
+        """Return the text that a notebook shows instead of a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -124,7 +124,7 @@ class CheckpointError(FreeTrainError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is corrupted: its bytes are not those that were written."""
+    """A checkpoint is corrupted: its bytes differ from the ones written."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -201,7 +201,7 @@ class PeerFailed(TrainingError):
     Parameters
     ----------
     message
-        What happened.
+        Description of the failure.
     unreachable
         Pairs of ranks that cannot reach each other over the network, if that is the reason.
     """

@@ -1,4 +1,4 @@
-"""Commands that run modules of this package in another interpreter, which does not look for modules where it starts.
+"""Commands that run modules of this package in another interpreter, without its current directory on the module path.
 
 ``python -m`` and ``python -c`` search the current directory first. In a directory that several users may write, such as
 a scratch directory, a ``json.py`` that somebody has left there would run as the caller. ``python -P`` exists from

@@ -1,4 +1,4 @@
-"""Where this package is: its directory, in a checkout or installed."""
+"""The directory of this package, in a checkout or installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where texts are written for people: nothing in them does anything to a terminal, whoever they are from.
+"""Output for people: no text, from any source, can control the terminal.
 
 Names, labels, hosts, errors, remarks and the output of batch systems come from other programs, and from files that
-others may have written. `say` and `say_json` write lines; `cli.console.Screen` writes tables. Nothing else in this
+other users may have written. `say` and `say_json` write lines; `cli.console.Screen` writes tables. Nothing else in this
 package prints for people: the tests see to it.
 """
 
@@ -34,7 +34,7 @@ def say_coloured(line: str, *, flush: bool = True) -> None:
 
 
 def say_json(value: object, *, indent: int | None = 2) -> None:
-    """Print a value as JSON, in which all characters but those of ASCII are escaped."""
+    """Print a value as JSON, with all non-ASCII characters escaped."""
     _write(f"{json.dumps(value, indent=indent)}\n", sys.stdout)
 
 
@@ -53,6 +53,6 @@ class _Lines(logging.Formatter):
 
 
 def show_logged_warnings() -> None:
-    """Print what is logged as `say_text` does where the program has set up no logging."""
+    """Print log records as `say_text` does, if the program has not set up logging."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Lines())

@@ -1,4 +1,4 @@
-"""The executor's settings, by subject; those of the planner are in `freetrain_parsl.planning.settings`."""
+"""The executor's settings, by subject; the planner's are in `freetrain_parsl.planning.settings`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CheckpointSettings", "RateLimits", "TrainingSettings"]
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How an executor runs its training jobs.
+    """Settings of an executor's training jobs.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class RateLimits:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """When an executor's training jobs write checkpoints, and how many they keep.
+    """Settings of the checkpoints of an executor's training jobs.
 
     Parameters
     ----------

@@ -56,7 +56,7 @@ def check_count(setting: str, value: object, *, least: int = 1, most: int | None
 
 
 def check_speed(setting: str, speed: float) -> None:
-    """Check that the nodes of a kind can have this speed, relative to that of others.
+    """Check that the nodes of a kind can have this speed, relative to other kinds.
 
     Parameters
     ----------

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST", "NULL", "compose", "construct", "read_text", "resolve_tag", "shown"]
 
 LARGEST = 1_000_000
-"""Most characters of a file."""
+"""Maximum number of characters of a file."""
 
 NULL = "tag:yaml.org,2002:null"
 
 _DEEPEST = 20
 _MOST_VALUES = 100_000
-_MOST_DIGITS = 308  # as many as those of a float
+_MOST_DIGITS = 308  # as in the largest float
 
 
 class _Loader(yaml.SafeLoader):
@@ -82,14 +82,14 @@ def read_text(file: Path, what: str, *, opener: Callable[[str, int], int] | None
     Parameters
     ----------
     file, what
-        The file, and what it is.
+        The file, and a term for it in messages.
     opener
         Opens it, as for `open`; its errors other than OSError and ValueError are passed on.
 
     Raises
     ------
     InvalidInput
-        It cannot be read, is no text, or is larger than `LARGEST`; the message names file and `what`.
+        It cannot be read, is not text, or is larger than `LARGEST`; the message names file and `what`.
     """
     try:
         with open(file, encoding="utf-8-sig", opener=opener) as opened:
@@ -132,7 +132,7 @@ def resolve_tag(text: str) -> str:
 
 
 def construct(tag: str, text: str) -> Any:
-    """Return what a scalar means: ``None``, a truth value, a number or the text.
+    """Return the value of a scalar: ``None``, a truth value, a number or the text.
 
     Raises
     ------

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 MOST_POINTS = 10_000
-"""More is probably an error in a list."""
+"""More points are probably an error in a list."""
 
 _SEEDS = "seeds"
 _ONE_VALUE = (str, bytes, bytearray, Mapping)  # iterable, but one argument
@@ -44,7 +44,7 @@ class SweepPoint:
     args, kwargs
         Arguments of its function, without the session.
     seed
-        Its seed; ``None``: that of the training app.
+        Its seed; ``None``: the training app's.
     """
 
     args: tuple[Any, ...] = ()
@@ -63,7 +63,7 @@ def zipped(
         Arguments: an iterable has one value for each training job, anything else is the same for all of them. Strings,
         bytes and mappings are single values.
     seeds
-        The training jobs' seeds; ``None``: all have that of the training app.
+        The training jobs' seeds; ``None``: the training app's for all.
     caller
         Begins the messages of errors.
 
@@ -86,7 +86,7 @@ def zipped(
 def combined(
     args: Sequence[Any], kwargs: Mapping[str, Any], seeds: Iterable[int] | None, *, caller: str
 ) -> list[SweepPoint]:
-    """Return one point for each combination of the lists' values; those of the last list vary fastest, seeds last.
+    """Return one point for each combination of the lists' values; the last list's vary fastest, seeds last.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def check_template(function: Callable[..., Any], template: str) -> None:
     Raises
     ------
     InvalidApp
-        It has other fields than the function's parameters and ``{seed}``, or is no template.
+        It has other fields than the function's parameters and ``{seed}``, or is not a template.
     """
     _, *parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -25,7 +25,7 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")
 _NOT_A_COLOUR = re.compile(rf"{_COLOUR.pattern}|{_ESCAPE.pattern}|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RESET = "\x1b[0m"
 LONGEST_LINE: Final = 100_000
-"""Characters of a line that is shown; above those of any path and any list of nodes."""
+"""Maximum length of a line that is shown; longer than any path and any list of nodes."""
 
 _LONGEST_NAME = 120
 _LONGEST = 20_000  # characters of an exception's text
@@ -50,7 +50,7 @@ def cut(text: str, most: int) -> str:
 
 
 def storable(text: str) -> str:
-    """Return a text with what UTF-8 cannot encode escaped: neither files nor databases take it."""
+    """Return a text with characters that UTF-8 cannot encode escaped, as files and databases require."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -67,7 +67,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text whose lines are as those of `printable`, and end before they are endless; tabs stay."""
+    """Return a text with each line as by `printable`, but with tabs, and of limited length."""
     if text.isprintable() and len(text) <= LONGEST_LINE:
         return text
     return "\n".join(_with_tabs(line) for line in text.split("\n"))

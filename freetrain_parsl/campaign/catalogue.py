@@ -87,7 +87,7 @@ def list_checkpoints(trainings: Mapping[str, CheckpointDirectory], *, read: bool
 
     Parameters
     ----------
-    training jobs
+    trainings
         From `find_trainings`.
     read
         Whether to read all bytes and compare their checksums; otherwise only file sizes are compared.

@@ -48,7 +48,7 @@ class Assignment:
     ----------
     order
         Number of the coordinator's order; later ones are larger.
-    training jobs
+    trainings
         Their names.
     """
 

@@ -220,7 +220,7 @@ class RunStore(StoredRun):
         ----------
         driver
             Its number.
-        training jobs
+        trainings
             Name -> state, share done, nodes.
         remarks
             Name -> remark for the user; training jobs without a remark are omitted.

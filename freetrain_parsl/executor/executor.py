@@ -100,17 +100,17 @@ class FreeTrainExecutor(PlannedHtex):
         ``milp``
             the optimal number of nodes of each training job, rescaling costs included;
         ``window``
-            the same, also by when the nodes close;
+            like ``milp``, but also considers when nodes close;
         ``equal-share``
-            as many nodes for each: a simple baseline;
+            the same number of nodes for each: a simple baseline;
         ``fcfs``
             first come, first served, without backfilling.
 
         Policies for hosts that jobs share, such as ``ones``, are refused: they are for simulation and replay.
     planner
         Assumptions about the site: start-up time, shortest useful block, …
-    training jobs
-        How training jobs run: timeouts, restarts, threads.
+    trainings
+        Settings of training jobs: timeouts, restarts, threads.
     rate_limits
         Limits on the load on the batch system.
     checkpoint_dir
@@ -119,7 +119,7 @@ class FreeTrainExecutor(PlannedHtex):
     checkpoints
         When checkpoints are written, and how many are kept.
     slots_per_node
-        Worker places per node: its number of accelerators, or 1.
+        Number of slots per node: its number of accelerators, or 1.
     grace
         Time between the batch system's signal and its kill.
     address
@@ -135,10 +135,10 @@ class FreeTrainExecutor(PlannedHtex):
     container
         Container in which the nodes' worker pools run. Default: none.
     log_dir
-        Directory of the training jobs' logs: what they print, one in order for each; see ``freetrain logs``. Default:
-        ``logs`` in Parsl's run directory.
+        Directory of the training jobs' logs, one for each; see ``freetrain logs``. Default: ``logs`` in Parsl's run
+        directory.
     tracker
-        Where the values of `session.log` of training jobs go that name no tracker themselves: ``"csv"``,
+        Tracker of the values of `session.log`, for training jobs that name none: ``"csv"``,
         ``"tensorboard"``, ``"mlflow"``, ``"wandb"``, ``"module:Class"``, a mapping from these to options, or a list.
     job_tag
         Part of this run's job names; identifies the jobs of a driver that was killed. Default: random.
@@ -224,7 +224,7 @@ class FreeTrainExecutor(PlannedHtex):
             encrypted=encrypted,
         )
         inits = [getattr(kind.provider, "worker_init", "") or "" for kind in self._kinds.values()]
-        # What another Python, or a container, has installed is not known here.
+        # The packages of another Python, or of a container, are not known here.
         self._node_modules = NodeModules(inits, known=node_python is None and container is None)
         self._driver: ControlLoop | None = None
         self._log_handler: logging.Handler | None = None
@@ -242,7 +242,7 @@ class FreeTrainExecutor(PlannedHtex):
         self._fence = DriverFence()
 
     def obey(self, fence: DriverFence) -> None:
-        """Let a fence end this executor, without a change to what its run has; to be called before it is started."""
+        """Let a fence end this executor without changing its run; call it before `start`."""
         self._fence = fence
 
     # Parsl's executor interface.
@@ -399,10 +399,10 @@ class FreeTrainExecutor(PlannedHtex):
         return training.future
 
     def cancel(self, future: Future[Any]) -> bool:
-        """Cancel one training job, waiting or running, and keep its checkpoint; may be called from any thread.
+        """Cancel one training job, waiting or running, and keep its checkpoint; can be called from any thread.
 
         Its processes first save its state. Then `future` fails with `TrainingCancelled`, unless the training job has
-        finished or failed meanwhile, and its nodes become available to other training jobs. A training job that has not
+        finished or failed by then, and its nodes become available to other training jobs. A training job that has not
         started, or that Parsl has not launched yet, also because it waits for the results of other apps, does not
         start. Parsl's retries do not run it again, but a new call of the app does, also with ``cache=True``.
 
@@ -423,7 +423,7 @@ class FreeTrainExecutor(PlannedHtex):
         return self._submissions.cancel(future, self, lambda own: driver.post(CancelTraining(own)))
 
     def observe_values(self, training: str, observer: Callable[[Sequence[str]], None]) -> None:
-        """Pass what a job logs to a function, too, as soon as it arrives; to be called before the job begins.
+        """Also pass the values that a job logs to a function as they arrive; call it before the job begins.
 
         `observer` gets rows as in `Logged`, in the control loop's thread, and must neither block nor raise. A training
         job that resumes passes again what it has logged before.
@@ -462,7 +462,7 @@ class FreeTrainExecutor(PlannedHtex):
             self._driver.stop(timeout)
             self._submitter.close(timeout)
 
-    # The job submitter's thread, and that of the interchange watch.
+    # For the threads of the job submitter and the interchange watch.
 
     def _post(self, item: SubmitterMessage | Record | SlotTaskEnded) -> None:
         assert self._driver is not None, "the job submitter is started after the control loop"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["without_surplus"]
 
 _LEAST_KEPT = 64
-"""So many of each kind are always kept: this is fast, and objectives that compare trainers see a fair sample."""
+"""This number of each kind is always kept: this is fast, and objectives that compare trainers see a fair sample."""
 
 # All that a policy may tell one waiting trainer from another by, but its place in the queue; a mapping has no hash.
 _told_apart_by = attrgetter(
@@ -34,7 +34,7 @@ _kinds: WeakValueDictionary[tuple[object, object], _Kind] = WeakValueDictionary(
 
 
 def _kind_of(trainer: PlannedJob) -> _Kind:
-    """Return the kind of a trainer, which remembers it: it is asked in each decision as long as it waits."""
+    """Return the kind of a trainer, which stores it: it is needed in each decision while the trainer waits."""
     kind: _Kind | None = trainer.__dict__.get("_kind")  # no field: `replace` makes a trainer without it
     if kind is None:
         told_apart_by = (_told_apart_by(trainer), frozenset(trainer.curves.items()))
@@ -55,12 +55,12 @@ def without_surplus(trainers: Iterable[PlannedJob], running: Container[str], nod
     running
         Names of those that have nodes; they are kept.
     nodes
-        Number of nodes: no more than so many trainers of a kind can have some.
+        Number of nodes: at most this number of trainers of a kind can have any.
 
     Returns
     -------
     list of PlannedJob
-        All that run, and of those that wait and differ only in name and time of submission the first.
+        All that run, and the first of those that wait and differ only in name and time of submission.
     """
     most, kept = max(nodes, _LEAST_KEPT), []
     seen: Counter[_Kind] = Counter()

@@ -42,7 +42,7 @@ def block_size(settings: SettingsInSeconds, terms: BlockTerms) -> int | None:
 
 
 def why_not(window: Window, settings: SettingsInSeconds, terms: BlockTerms, now: float) -> str | None:
-    """Explain why no block in this window is worthwhile, whatever the training jobs; ``None`` if one is."""
+    """Explain why no block in this window is worthwhile for any training job; ``None`` if one is."""
     if window.opens > now:
         return f"opens in {format_span(window.opens - now)}"
     if len(window.nodes) < terms.min_nodes:
@@ -119,7 +119,7 @@ class Holdings:
         return frozenset(block.node_kind for block in self._blocks.values())
 
     def terms_on(self, node_kind: str) -> BlockTerms:
-        """Return how blocks on nodes of a kind start."""
+        """Return the terms for blocks on nodes of a kind."""
         return self._terms_by_kind.get(node_kind, self.terms)
 
     def startup_on(self, node_kind: str) -> float:
@@ -128,12 +128,12 @@ class Holdings:
 
     @property
     def startup(self) -> float:
-        """The longest of these times."""
+        """The longest such time over all kinds."""
         return max(map(self.startup_on, self._terms_by_kind), default=self.startup_on(""))
 
     @property
     def may_be_requested(self) -> int:
-        """How many more blocks may be pending or starting."""
+        """Number of further blocks that may be pending or starting."""
         return max(0, self.settings.max_pending_blocks - sum(not block.started for block in self._blocks.values()))
 
     def wakes(self) -> Iterator[float]:
@@ -207,7 +207,7 @@ class Holdings:
         ]
 
     def offers(self, joined: Collection[str], now: float) -> list[tuple[Window, list[str]]]:
-        """List the windows in which a block is worthwhile, each with its nodes that are neither ours nor shunned."""
+        """List the windows in which a block is worthwhile, each with its nodes that are neither held nor shunned."""
         if self._doubtful:
             return []
         ours = {name for block in self._blocks.values() for name in block.nodes}.union(joined)
@@ -251,7 +251,7 @@ class Holdings:
 
         Either other jobs have taken their nodes, or the batch system does not start them although it could. In the
         second case, their nodes are not requested for a while, longer each time, to avoid endless retries. A start is
-        known only from a survey, so that blocks are judged as of the latest one.
+        known only from a survey, so blocks are judged at the time of the latest one.
         """
         free = {name: window.node_kind for window in self.windows for name in window.nodes}
         left = Counter(free.values())

@@ -70,7 +70,7 @@ class Tick(Event):
 class WindowsSeen(Event):
     """The batch system was queried; `windows` and the terms replace the previous ones.
 
-    `terms_by_kind` has those of the kinds of nodes on which blocks start otherwise than under `terms`.
+    `terms_by_kind` has the terms of the kinds of nodes for which they differ from `terms`.
     """
 
     windows: tuple[Window, ...]
@@ -94,7 +94,7 @@ class BlockStarted(Event):
 
 @dataclass(frozen=True)
 class BlockEnded(Event):
-    """A block no longer holds nodes, or was rejected; those of its nodes that had joined leave with it."""
+    """A block no longer holds nodes, or was rejected; its nodes that had joined leave with it."""
 
     block: str
 
@@ -124,7 +124,7 @@ class NodesClosing(Event):
 
 @dataclass(frozen=True)
 class NodesForecast(Event):
-    """When the batch system now plans to take these nodes, from requested walltimes; ``None`` for no plan.
+    """Times at which the batch system now plans to take these nodes; ``None`` for no plan.
 
     According to the plan, nodes that are `due` should have been taken already and may be taken at any moment. Unlike
     `PoolNode.closes`, which is certain, this is a forecast of which nodes are likely to close soon.

@@ -1,4 +1,4 @@
-"""What the planner would do if it started now, and why a window is used or not, from its own rules and decisions."""
+"""Explains what the planner would do if it started now, and why a window is used or not, from its own rules."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the planner would submit now, and a verdict for each window, in the order of the windows."""
+    """The planner's next requests, and a verdict for each window, in the order of the windows."""
 
     plan: Preview
     verdicts: tuple[Verdict, ...]
@@ -175,7 +175,7 @@ def explain_windows(
 ) -> Explanation:
     """Explain what a planner would do with each window if it were started now, for training jobs that hold no nodes.
 
-    Windows and terms are those of a survey of the batch system; `pending` of our blocks are already pending.
+    Windows and terms are from a survey of the batch system; `pending` blocks of ours are already pending.
 
     Raises
     ------

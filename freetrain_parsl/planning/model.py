@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 Allocation = Mapping[str, frozenset[str]]
-"""PlannedJob name -> names of its nodes. A trainer without nodes is absent."""
+"""Trainer name -> names of its nodes. A trainer without nodes is absent."""
 
 
 class WindowKind(str, Enum):
-    """How a window ends."""
+    """The way in which a window ends."""
 
     BACKFILL = "backfill"
     """Ends before the next planned start, at a known time."""
@@ -36,11 +36,11 @@ class Window:
     nodes
         Names of the nodes, without duplicates. Kept sorted.
     opens
-        When the nodes become (or became) free, seconds.
+        Time at which the nodes become (or became) free, seconds.
     closes
-        When a queued job will need them, seconds; ``None`` if unknown.
+        Time at which a queued job will need them, seconds; ``None`` if unknown.
     kind
-        How the window ends.
+        The way in which it ends.
     partition
         The batch system's partition or queue, if any.
     node_kind
@@ -69,12 +69,12 @@ class Window:
 
 @dataclass(frozen=True)
 class BlockTerms:
-    """How a batch system starts blocks; times in seconds.
+    """The terms on which a batch system starts blocks; times in seconds.
 
     Parameters
     ----------
     start_delay
-        How long a block may wait although its nodes are free: one scheduler cycle.
+        Time for which a block may wait although its nodes are free: one scheduler cycle.
     walltime_step
         Walltimes are multiples of this.
     max_walltime, min_nodes, max_nodes
@@ -100,9 +100,9 @@ class PoolNode:
     name
         The node's batch-system name.
     closes
-        When it closes, seconds; ``None`` if unknown.
+        Time at which it closes, seconds; ``None`` if unknown.
     expected
-        When it is likely to close if that is unknown, from how long such nodes have lasted so far, seconds.
+        Estimated closing time if that is unknown, from how long such nodes have lasted so far, seconds.
     closing_rate
         Expected closings per second of such a node, if its closing is unknown.
     startup
@@ -124,12 +124,12 @@ class PoolNode:
 
     @property
     def closes_or_inf(self) -> float:
-        """When it is known to close; infinity if unknown."""
+        """The known closing time; infinity if unknown."""
         return math.inf if self.closes is None else self.closes
 
     @property
     def lasts_until(self) -> float:
-        """When it closes, as far as is known or expected."""
+        """The known or expected closing time."""
         return self.expected if self.closes is None else self.closes
 
 
@@ -145,9 +145,9 @@ class Pool(Mapping[str, PoolNode]):
     nodes
         The nodes.
     horizon
-        How long a decision about them is expected to last, seconds.
+        Time for which a decision about them is expected to last, seconds.
     max_blocks
-        How many blocks may be requested for the nodes that need one; ``None`` for no limit.
+        Number of blocks that may be requested for the nodes that need one; ``None`` for no limit.
     """
 
     def __init__(
@@ -239,16 +239,16 @@ class PlannedJob:
     priority
         Positive weight, used by the objective of that name.
     deadline
-        When it should be finished, seconds; ``None`` for no deadline.
+        Time by which it should finish, seconds; ``None`` for no deadline.
     submitted
-        When it was submitted, seconds; first come, first served among equals.
+        Time of its submission, seconds; first come, first served among equals.
     since
-        Since when it has been running or waiting, seconds: when it last got its first node or lost its last one;
+        Time since which it has been running or waiting, seconds: when it got its first node or lost its last one;
         ``None`` means since it was submitted.
     service
         Node-seconds that it has had so far; the planner counts them.
     placed
-        Throughput by placement, if nodes share hosts and it is known; the curve is then that of the fewest hosts.
+        Throughput by placement, if nodes share hosts and it is known; the curve is then for the fewest hosts.
         ``None``: the curve holds wherever its nodes are.
     epochs
         Its progress in epochs, if known.
@@ -321,7 +321,7 @@ class Decision:
     Parameters
     ----------
     allocation
-        PlannedJob -> its nodes; trainers without nodes are absent.
+        Trainer -> its nodes; trainers without nodes are absent.
     objective
         Value of the allocation in the policy's model, in units of its objective × seconds.
     proven_optimal
@@ -340,5 +340,5 @@ class Decision:
 
     @property
     def counts(self) -> dict[str, int]:
-        """PlannedJob -> number of its nodes."""
+        """Trainer -> number of its nodes."""
         return {trainer: len(nodes) for trainer, nodes in self.allocation.items()}

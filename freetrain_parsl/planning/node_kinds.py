@@ -2,7 +2,7 @@
 
 The processes of a trainer are alike, so it runs on nodes of one kind at a time, at that kind's scaling curve. A kind is
 a pool of its own. With v_jk(n) the value of trainer j on n nodes of kind k over the time that a decision lasts, less
-the costs of the change, the kinds are those of
+the costs of the change, the kinds solve
 
 ::
 
@@ -121,7 +121,7 @@ class _Choices:
         return at_moment(self.policy.objective, Moment(usable, self._held[kind], len(self.pools[kind]), self.now))
 
     def _kinds_for(self, trainer: PlannedJob) -> list[str]:
-        """Return the kinds of which a trainer can use the nodes that there are."""
+        """Return the kinds with enough nodes for a trainer."""
         return [kind for kind, pool in self.pools.items() if trainer.may_use(kind) and len(pool) >= trainer.min_nodes]
 
     def best(self) -> tuple[dict[str, str], ChoiceSolution | None]:
@@ -183,7 +183,7 @@ class _Choices:
 
 @dataclass(frozen=True)
 class _Options:
-    """What a trainer may have.
+    """The options of a trainer.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ class _Options:
     values
         Their values over having nothing, shape (len(pairs),).
     current
-        Position of what it has now, or `NOTHING`.
+        Position of its present pair, or `NOTHING`.
     """
 
     pairs: Sequence[tuple[str, int]]
@@ -201,7 +201,7 @@ class _Options:
 
     @property
     def best(self) -> int:
-        """The position of what it has now, else of the most valuable pair."""
+        """The position of its present pair, else of the most valuable one."""
         return int(np.argmax(self.values)) if self.current == NOTHING else self.current
 
     def demands(self, position: Mapping[str, int]) -> Table:

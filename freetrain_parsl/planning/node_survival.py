@@ -45,7 +45,7 @@ class Prospect(Enum):
 
 
 class _Node(NamedTuple):
-    """When a node opened, its prospect, and since when it has had it."""
+    """The time at which a node opened, its prospect, and the time since which it has had that."""
 
     opened: float
     prospect: Prospect
@@ -104,7 +104,7 @@ class Outlook:
         return self._survivals[known.prospect].closing_rate(max(0.0, now - known.opened), self._life)
 
     def horizon(self, start: float = 0.0) -> float:
-        """Return how long a decision is expected to last, seconds: the geometric mean of two times, with a minimum.
+        """Return the expected duration of a decision, seconds: the geometric mean of two times, with a minimum.
 
         One is the time between changes of the pool, each of which leads to a new decision; the other is the lifetime
         of a node. Too short a horizon leaves nodes idle that would have paid for a rescale; too long a horizon pays
@@ -130,7 +130,7 @@ class Outlook:
 
     @property
     def _life(self) -> float:
-        """Return the mean lifetime of a node: node-seconds, including those of nodes still there, over closings."""
+        """Return the mean lifetime of a node: node-seconds, including nodes that are still there, over closings."""
         return (self._node_seconds + _FIRST_LIFE) / (self._closings + 1)
 
     def _changed(self, time: float) -> float:

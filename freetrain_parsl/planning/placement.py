@@ -34,16 +34,16 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     Parameters
     ----------
     counts
-        PlannedJob -> number of nodes; absent trainers get none.
+        Trainer -> number of nodes; absent trainers get none.
     pool
         The nodes to allocate.
     current
-        PlannedJob -> its nodes before; nodes that have left the pool are ignored.
+        Trainer -> its nodes before; nodes that have left the pool are ignored.
 
     Returns
     -------
     dict
-        PlannedJob -> its nodes; trainers without nodes are absent.
+        Trainer -> its nodes; trainers without nodes are absent.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def _tightest(free: Mapping[str, Sequence[str]], wanted: int) -> str:
 def _place_on_hosts(
     counts: Mapping[str, int], pool: Pool, current: Allocation, choose: Choice
 ) -> dict[str, frozenset[str]]:
-    """Keep trainers whose count is that of their nodes, and place the others anew, in the order of `counts`."""
+    """Keep trainers whose count is their number of nodes, and place the others anew, in the order of `counts`."""
     kept = {
         name: nodes
         for name, nodes in current.items()

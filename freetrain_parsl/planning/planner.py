@@ -43,7 +43,7 @@ class _Member:
 
 @dataclass
 class PlannerStatistics:
-    """Statistics of the decisions so far; `plans`: how often the planner decided anew."""
+    """Statistics of the decisions so far; `plans`: number of new decisions."""
 
     plans: int = 0
     solve_seconds: list[float] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Planner:
 
     @property
     def assigned(self) -> Allocation:
-        """PlannedJob -> nodes, as last returned to the driver."""
+        """Trainer -> nodes, as last returned to the driver."""
         return dict(self._assigned)
 
     @property
@@ -104,7 +104,7 @@ class Planner:
         return self._holdings.windows
 
     def wake_at(self, now: float) -> float:
-        """Return when the planner needs the next event at the latest (a `Tick` is enough); infinity if never."""
+        """Return the latest time of the next event that the planner needs (a `Tick` is enough); infinity if none."""
         closings = (m.node.closes_or_inf - self.settings.closing_margin for m in self._members.values())
         settles = () if self._settle_until is None else (self._settle_until,)
         again = (self._planned_at + self.settings.replan_interval,) if self._trainers else ()
@@ -326,7 +326,7 @@ class Planner:
         try:
             decision = allocate_over_kinds(self.policy, pool, trainers, current, now)
             check_allocation(decision.allocation, pool, trainers)
-        except Exception:  # a policy may be user code: whatever it does, running training jobs continue
+        except Exception:  # a policy may be user code: its errors must not stop running training jobs
             logger.exception("policy %r failed or gave an invalid allocation; keeping the last one", self.policy.name)
             self.statistics.refused += 1
             return None

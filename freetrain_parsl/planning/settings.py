@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_COSTS", "PlannerSettings", "RescaleCosts", "SettingsInSecond
 
 @dataclass(frozen=True)
 class RescaleCosts:
-    """Training time lost when the nodes of a training job change.
+    """Training time that is lost when the nodes of a training job change.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class RescaleCosts:
 
 
 DEFAULT_COSTS = RescaleCosts(timedelta(seconds=2), timedelta(seconds=2), timedelta(seconds=2))
-"""For training jobs that state none."""
+"""Costs of training jobs that state none."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PlannerSettings:
     min_useful
         Minimum training time after start-up for a block to be worth requesting.
     closing_margin
-        How long before it closes a node is vacated.
+        Time before the closing of a node at which it is vacated.
     max_walltime
         Longest block; also the length of a block in a window of unknown closing.
     hidden_jobs_walltime
@@ -71,7 +71,7 @@ class PlannerSettings:
     replan_interval
         Longest time between two decisions: work left, and with it the benefit of a rescale, changes without events.
     settle
-        How long to wait for further nodes after one has joined, so that trainers grow once for all of them.
+        Time to wait for further nodes after one has joined, so that trainers grow once for all of them.
     max_pending_blocks
         Maximum number of blocks that may be pending or starting.
     max_nodes_per_block

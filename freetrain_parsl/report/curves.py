@@ -26,7 +26,7 @@ def draw_curves(
     ----------
     curves
         ``training`` (its place in `trainings`), ``name``, ``step`` and ``value``; see `RunView.since`. At least one.
-    training jobs
+    trainings
         Their names.
     path
         Output file; the suffix selects the format.

@@ -30,7 +30,7 @@ def read_logs(directory: Path, trainings: Sequence[str], *, everything: bool = F
     ----------
     directory
         The run's logs.
-    training jobs
+    trainings
         Their names; those without a log are skipped.
     everything
         Whether to include the output of processes other than the first.
@@ -56,7 +56,7 @@ def follow_logs(
     ----------
     directory, everything
         See `read_logs`.
-    training jobs
+    trainings
         Returns their names; further ones may be added.
     ended
         Returns whether nothing more will be added.

@@ -43,7 +43,7 @@ class BestEpoch:
     Parameters
     ----------
     verb
-        The session's verb that it is for; begins the messages of errors.
+        The session's verb; begins the messages of errors.
     metric
         Name of the value in the rows of the history.
     mode
@@ -121,7 +121,7 @@ class BestEpoch:
         return {"metric": self.metric, "mode": self.mode, "best": best, "judged": self.judged}
 
     def load(self, state: Mapping[str, Any]) -> bool:
-        """Load a state; return false if it is that of another metric or mode, which says nothing."""
+        """Load a state; return false if it belongs to another metric or mode."""
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             return False
         self.best = None if state["best"] is None else EpochValue(*state["best"])
@@ -173,7 +173,7 @@ class BestEpochs:
         return {"epochs": {verb: each.state() for verb, each in self.followed.items()}, "model": self._kept}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state, as far as the same is followed."""
+        """Load a state, for the metrics that are still followed."""
         for verb, each in self.followed.items():
             known = state["epochs"].get(verb)
             if known is not None and each.load(known) and verb == KEEP:

@@ -1,4 +1,4 @@
-"""What the members of a group decide together at a boundary: one sum of their votes, the same for all."""
+"""The joint decision of a group's members at a boundary: one sum of their votes, the same for all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between,
 
 
 class BoundaryDecision(NamedTuple):
-    """What the members have decided; the first that holds is done.
+    """The members' decision; the first field that is true is carried out.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class BoundaryDecision(NamedTuple):
     closing
         A node closes before another step and a checkpoint are certain.
     requested
-        The driver has asked for a pause.
+        The driver has requested a pause.
     save_due
         A periodic save is due.
     """
@@ -123,7 +123,7 @@ class Decisions:
         return cursor.pass_ended and epochs is not None and cursor.epoch + 1 >= epochs
 
     def _is_due(self) -> bool:
-        """Return whether there may be something to decide, for a group of one: the time is looked at now and then."""
+        """Return whether a group of one may have something to decide; it reads the clock only now and then."""
         now = self._clock()
         if now < self._due_at:
             mailbox = self._mailbox
@@ -135,7 +135,7 @@ class Decisions:
     def _requested_batch(self) -> int:
         """Take the batch size that the driver has sent to this member; zero if there is none, or if it is late.
 
-        Only that of the first member counts: it was sent to an earlier first member otherwise. A batch that has had
+        Only the first member's counts: any other was sent to an earlier first member. A batch that has had
         one of several steps keeps its samples.
         """
         size = self._mailbox.take_batch()

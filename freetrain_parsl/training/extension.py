@@ -1,4 +1,4 @@
-"""The port of a training job's session: what takes part in a training job in this process, and how it is found.
+"""The port of a session: extensions that take part in a training job in this process, and how they are found.
 
 A session has one extension. It is made by the run, such as for training jobs that share a process, or it is found by
 the objects given to ``session.prepare``: by its entry point in the group ``freetrain.sessions``, whose name is its own.
@@ -29,7 +29,7 @@ __all__ = ["SESSIONS", "BatchSource", "DataSource", "SessionExtension", "extensi
 
 @dataclass(frozen=True)
 class DataSource:
-    """What determines the batches of a loader.
+    """The parameters that determine a loader's batches.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class SessionExtension:
     def fill(cls, saved: Any, target: Stateful, checkpoint: Path) -> Any:  # noqa: ARG003
         """Return an object's saved state as `target` can load it.
 
-        Every known extension is asked, since the checkpoint may be of a training job that had another one.
+        Every known extension is called, since the checkpoint may have been written with another one.
 
         Parameters
         ----------
@@ -102,28 +102,28 @@ class SessionExtension:
         return saved
 
     def gives_way(self) -> None:
-        """Take notice that the prepared objects need another extension, which takes part from here on instead."""
+        """Note that the prepared objects need another extension, which takes part from here on instead."""
 
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
-        """Take notice of new objects, which are not restored yet; raises UsageError to refuse them."""
+        """Note new objects, which are not restored yet; raises UsageError to refuse them."""
 
     def data(self, source: DataSource) -> BatchSource | None:  # noqa: ARG002
-        """Return what provides a loader's batches; ``None``: the loader fetches them."""
+        """Return the source of a loader's batches; ``None``: the loader fetches them."""
         return None
 
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:
-        """Begin the loop over the epochs; raises UsageError to refuse what the session was asked for before it.
+        """Begin the loop over the epochs; raises UsageError to refuse requests that the session got before it.
 
         Parameters
         ----------
         state
-            What the session was asked for.
+            The requests that the session got.
         in_batch
             Returns whether the user's code has a batch, or a piece of one.
         """
 
     def boundary(self) -> None:
-        """Take notice of a boundary, before the members decide how to continue."""
+        """Note a boundary, before the members decide how to continue."""
 
     def backward(self, loss: torch.Tensor, *, steps: bool) -> None:
         """Compute the gradients of a loss, if the extension `computes`; `steps`: or in the `step` that follows."""
@@ -136,7 +136,7 @@ class SessionExtension:
         return False
 
     def saver(self, parts: SaverParts) -> Saver | None:  # noqa: ARG002
-        """Return what writes the state; ``None``: the first member writes it."""
+        """Return the saver of the state; ``None``: the first member writes it."""
         return None
 
     def acts(self) -> bool:

@@ -66,7 +66,7 @@ def run_fragment(
     clock: Clock = time.monotonic,
     recorder: Recorder | None = None,
 ) -> Finished | Paused:
-    """Run a training job in this process until the training job is done or this process has to leave.
+    """Run a training job in this process until it is done or this process has to leave.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def run_local(
     Returns
     -------
     value
-        What the function returned.
+        Return value of the function.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The session's verbs beside training: the best epoch, early stopping, and what a process uses of its node."""
+"""The session's verbs beside training: the best epoch, early stopping, and resource usage."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class HelperVerbs:
     _usage: ResourceUsage | None = None
 
     def usage(self) -> dict[str, float]:
-        """Return what this process uses of its node, and how fast the training job is, for `log`.
+        """Return this process's resource usage and the training job's throughput, for `log`.
 
         ::
 
@@ -89,8 +89,8 @@ class HelperVerbs:
         values
             ``samples_per_second`` of the whole training job, ``cpu_percent`` of one core and ``memory_gib`` of this
             process without its loader's workers; on a GPU ``gpu_memory_gib``, in use by all its processes, and, if
-            ``nvidia-ml-py`` is installed, ``gpu_percent``. Rates are means since the values were measured before, at
-            least one second. Empty in the first second.
+            ``nvidia-ml-py`` is installed, ``gpu_percent``. Rates are means since the previous measurement, at least
+            one second. Empty in the first second.
         """
         samples = self._runtime.state.training_metrics.samples
         if self._usage is None:

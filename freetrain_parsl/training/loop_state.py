@@ -77,7 +77,7 @@ class LoopState:
 
 
 class LoopStates:
-    """The loop state of a training job: what all its members share, and what each has for itself."""
+    """The loop state of a training job: the values that its members share, and each member's own."""
 
     def __init__(self) -> None:
         self._shared: list[LoopState] = []
@@ -92,7 +92,7 @@ class LoopStates:
         return bool(self._declared)
 
     def declare(self, values: Mapping[str, Any], *, per_process: bool, device: torch.device) -> LoopState:
-        """Keep values from now on; modules move to the device, as those of ``session.prepare``.
+        """Keep values from now on; modules move to the device, as with ``session.prepare``.
 
         Raises
         ------
@@ -129,26 +129,26 @@ class LoopStates:
             yield from vars(state).items()
 
     def first_values(self) -> Iterator[Any]:
-        """Yield what was given to ``session.state``: code before the loop may refer to these objects."""
+        """Yield the values given to ``session.state``: code before the loop may refer to these objects."""
         yield from self._declared.values()
 
     # ── interrupted batches ───────────────────────────────────────────────────────────────────────
 
     def open_batch(self, group: Group) -> None:
-        """Remember the values at the beginning of a batch; that of a single member is never interrupted."""
+        """Remember the values at the beginning of a batch; a single member's batch is never interrupted."""
         if self._declared:
             self._saved = {} if group.size == 1 else {name: self._remember(name, value) for name, value in self._all()}
 
     def can_be_undone(self, *, has_stepped: bool) -> bool:
         """Return whether all changes since the batch began can be undone.
 
-        Not those of large tensors and modules before the step. Nor any that may belong to an earlier step of the same
-        batch, which is not made again.
+        Changes of large tensors and modules before the step cannot, and none that may belong to an earlier step of
+        the same batch, which is not repeated.
         """
         return not self._saved or (not has_stepped and all(saved.can_be_put_back for saved in self._saved.values()))
 
     def cut(self) -> None:
-        """Undo what all members share, before it is sent; assignments have no effect until `release`."""
+        """Undo changes of the shared values, before they are sent; assignments have no effect until `release`."""
         self._interrupted = self._repeats = True
         self._put_back(self._shared)
 
@@ -213,7 +213,7 @@ class LoopStates:
         return parts
 
     def state(self, own: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Return the values that all members share, and those of each for itself as gathered."""
+        """Return the shared values, and each member's own as gathered."""
         return {"shared": self._contents(self._shared), "own": [dict(part) for part in own]}
 
     def load(self, state: Mapping[str, Any], *, rank: int | None = None, names: set[str] | None = None) -> None:
@@ -224,7 +224,7 @@ class LoopStates:
         state
             The state.
         rank
-            Whose own values are loaded, too; ``None``: each keeps its own.
+            Rank whose own values are also loaded; ``None``: each member keeps its own.
         names
             Only these; ``None``: all.
         """
@@ -258,11 +258,11 @@ def _checked(name: str, value: Any, *, deep: bool = False, top: bool = True) -> 
     Parameters
     ----------
     name
-        Of the attribute, for the message.
+        Name of the attribute, for the message.
     value
         The value.
     deep
-        Whether to look into lists and dictionaries, too; their elements cannot become others.
+        Whether to check the elements of lists and dictionaries, which cannot be replaced.
     top
         Whether it is the attribute itself.
 

@@ -30,11 +30,11 @@ class Membership:
         Name of the training job.
     generation
         Number of the group: never used twice in one training job, so that a process of an earlier group
-        cannot meet those of this one.
+        cannot meet processes of this one.
     rank, world_size
-        This process's number, from 0, and how many there are.
+        Rank of this process, from 0, and number of processes.
     timeout
-        How long a collective waits for an unresponsive peer unless it is aborted before: a dead peer is detected at
+        Maximum wait of a collective for an unresponsive peer unless it is aborted before: a dead peer is detected at
         once, a hanging peer by the sender of the commands (`ControlMailbox.waited`, `Regroup.abort`).
     meeting
         Maximum wait of the members for each other to form the group.

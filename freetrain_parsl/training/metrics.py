@@ -1,7 +1,7 @@
 """The metrics of a training job: steps, samples, losses, sample counts, the user's metrics, and the rows for trackers.
 
 The last rows are part of the state: a process that becomes the first member, and a training job that resumes from a
-checkpoint, reports them again, and the driver leaves out what it has. So none is lost when a process or the driver
+checkpoint, reports them again, and the driver drops duplicates. So no row is lost when a process or the driver
 fails between a value and its report.
 """
 
@@ -35,7 +35,7 @@ _LONGEST_REPORT: Final = 256_000  # characters
 
 
 class LoggedRows:
-    """The last rows, and how many there have been.
+    """The last rows, and the number of rows so far.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class Tally:
     """Losses, items, sample counts and checksum of one step, in one tensor that is summed with the gradients.
 
     Each shard has its own elements for the loss and the items: so the sums over the members have the same bits,
-    whichever member had which shard. The items are what the loss is a mean over: samples, unless others are given.
+    whichever member had which shard. The loss is a mean over the items: samples, unless others are given.
 
     Parameters
     ----------
@@ -130,12 +130,12 @@ class Tally:
 
     @property
     def items(self) -> torch.Tensor | float:
-        """How many items there are; on a GPU a tensor, unless they are samples."""
+        """Number of items; on a GPU a tensor, unless they are samples."""
         return self._sums[1] if self._read is None else self._read.items
 
     @property
     def totals(self) -> torch.Tensor | _Unread | _Totals:
-        """Sum of the losses, items, samples and checksum; if they are those of several members, of shape (4,)."""
+        """Sum of the losses, items, samples and checksum; of shape (4,) if they are sums over several members."""
         if self._read is not None:
             return self._read
         if self._is_of_one and len(self._losses) == 1:
@@ -197,7 +197,7 @@ class _Totals(NamedTuple):
 
 
 class _Unread(NamedTuple):
-    """Those of a step on a GPU: its loss is the mean over the items, and has not been read."""
+    """The totals of a step on a GPU: its loss is the mean over the items, and has not been read."""
 
     loss: torch.Tensor
     items: float

@@ -1,4 +1,4 @@
-"""The objects given to ``session.prepare``: their names in checkpoints, and checks of what they are."""
+"""The objects given to ``session.prepare``: their names in checkpoints, and checks of their types."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 def prepared(
     things: Sequence[Any], options: Mapping[str, Any], known: Mapping[str, Stateful], device: torch.device
 ) -> tuple[list[Any], dict[str, Stateful]]:
-    """Move models to the device, make optimizers of classes, and name what is new.
+    """Move models to the device, create optimizers from classes, and name new objects.
 
     Parameters
     ----------
@@ -35,14 +35,14 @@ def prepared(
     options
         Arguments for an optimizer class.
     known
-        What earlier calls were given.
+        The objects of earlier calls.
     device
-        Where models are moved.
+        Device to which models are moved.
 
     Returns
     -------
     things
-        The same, optimizers instead of their classes.
+        The same, with optimizers instead of their classes.
     new
         Name in checkpoints -> object, without those that are known.
 

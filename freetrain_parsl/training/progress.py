@@ -80,7 +80,7 @@ class ProgressReporter:
         self.total_epochs: int | None = None
         """Epochs of the whole training job, once the user's loop has begun."""
         self.extension = extension
-        """That of the run, even if the prepared objects have another."""
+        """The run's extension, even if the prepared objects have another."""
         self.in_place = True
         """Whether the group may change without a checkpoint."""
         self._state = state
@@ -100,7 +100,7 @@ class ProgressReporter:
         self._resumed_from, self._refused = self._state.training_metrics.step, restored.refused
 
     def start_counting(self, now: float) -> None:
-        """Leave out what was before: samples of earlier fragments, time before the loop."""
+        """Leave out everything before: samples of earlier fragments, time before the loop."""
         self._counted_until = now
         self._counted_samples = self._state.training_metrics.samples
 

@@ -1,4 +1,4 @@
-"""What a check of a training function needs of a session: to see it train, and to shorten it.
+"""The session's interface for a check of a training function, which observes the training and shortens it.
 
 An ordinary training job has no recorder.
 """
@@ -21,7 +21,7 @@ __all__ = ["RecordedTraining", "Recorder"]
 
 
 class RecordedTraining(Protocol):
-    """What a recorder sees of the runtime."""
+    """The part of the runtime that a recorder sees."""
 
     state: SessionState
     members: GroupMember
@@ -47,16 +47,16 @@ class Recorder(Protocol):
         """See that the loop begins, after a newcomer has received its state."""
 
     def boundary(self, training: RecordedTraining) -> None:
-        """See a boundary before it is decided there how to continue."""
+        """See a boundary before its decision is taken."""
 
     def batch(self, data: Any) -> Any:
-        """Return what the user's loop gets instead of a batch, after its random numbers were seeded."""
+        """Return the data for the user's loop instead of a batch; called after the random numbers were seeded."""
 
     def loss(self, training: RecordedTraining, loss: torch.Tensor) -> None:
         """See a loss before its gradients are computed."""
 
     def gradients(self, training: RecordedTraining) -> None:
-        """See that the gradients of a piece are there; of the last one, that they are those of the whole batch."""
+        """See that a piece's gradients are computed; after the last piece, the whole batch's."""
 
     def step(self) -> None:
         """See that an optimizer step was made."""

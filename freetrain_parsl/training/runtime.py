@@ -1,4 +1,4 @@
-"""What happens between two steps: votes, commands, changes of the group, saves and pauses.
+"""The work between two steps: votes, commands, changes of the group, saves and pauses.
 
 Decisions to stop, to save or to regroup are made at *boundaries*: when the next batch or the next epoch is requested.
 By then the user's loop has done everything that follows a step, and the state is consistent. At a boundary the members
@@ -199,7 +199,7 @@ class Runtime:
             self.state.take_order(self._restored.state)
 
     def _make_batch_runner(self) -> BatchRunner:
-        """Return what trains the prepared objects in the order of the loader."""
+        """Return a batch runner for the prepared objects in the order of the loader."""
         order = self.state.order
         batch_runner = BatchRunner(
             self.state.objects["model"],  # type: ignore[arg-type]  # checked by prepare
@@ -346,10 +346,10 @@ class Runtime:
         return epoch
 
     def begin_pass(self) -> None:
-        """Undo what the code before the batches has changed, if it has run in this epoch before.
+        """Undo the changes of the code before the batches, if it has run in this epoch before.
 
         In a process that joins or resumes inside an epoch, ``for epoch in session.epochs(…)`` begins with code that was
-        run at the start of the epoch, such as ``state.total = 0``; the state is that of a later batch.
+        run at the start of the epoch, such as ``state.total = 0``; the state belongs to a later batch.
         """
         if self._restored is not None:
             self._load_again(self._restored, tell=False)
@@ -372,7 +372,7 @@ class Runtime:
         *,
         steps: bool = False,
     ) -> bool:
-        """Add a piece's gradients; after the last piece, ``.grad`` is that of the whole batch, on all members.
+        """Add a piece's gradients; after the last piece, ``.grad`` has the whole batch's gradients, on all members.
 
         Parameters
         ----------
@@ -461,7 +461,7 @@ class Runtime:
         return self._shared_calls.make(operation, name=name, of_parts=of_parts)
 
     def gradient_link(self, tensor: torch.Tensor, *, gathers: bool) -> Link | None:
-        """Return what leads gradients of a result back to all members; ``None`` if it gets none, or outside a batch."""
+        """Return the link that passes a result's gradients to all members; ``None`` without gradients or a batch."""
         batch_runner = self.batch_runner
         if batch_runner is None or not batch_runner.has_piece or not (tensor.requires_grad and torch.is_grad_enabled()):
             return None
@@ -486,7 +486,7 @@ class Runtime:
         cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
         self._bypass.end_epoch(cursor.epoch, trained=metrics.has_steps)
         metrics.close_epoch(cursor.epoch)
-        if best.followed:  # the first member's values count, since those of others may differ by rounding
+        if best.followed:  # the first member's values count, since the others' may differ by rounding
             values = best.values_in(metrics.metrics["history"][-1])
             values = self.together(lambda group: first_value(group, values), name=KEEP, of_parts=False)
             best.judge(cursor.epoch, values, self.state.objects["model"].state_dict)
@@ -504,7 +504,7 @@ class Runtime:
             self._restored.check_complete(self.state.objects)
         if self.state.objects:
             # Even if this step is saved already: functions may log or change their models after the loop.
-            # No process continues from here, so those of other members are not needed.
+            # No process continues from here, so the other members' values are not needed.
             own = self.state.loop.gather(Group())
             self._save_last(own, "the training job is done", mark=None, patiently=True)
         self.reporter.send(at_once=True)

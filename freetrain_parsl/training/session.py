@@ -134,7 +134,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
 
     @property
     def position(self) -> Position:
-        """How far the training job is in its data: epoch, samples of it that are done, whether all of them are.
+        """Position of the training job in its data: epoch, number of its samples that are done, whether all are.
 
         It changes when the next batch is requested, and is the same on all processes. A process that joins a running
         training job receives it at the start of the loop.
@@ -151,7 +151,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
         """Move a model to the device, restore it from the newest checkpoint, and keep its replicas equal.
 
         The model is the same object, not a wrapper. In a process that joins a running training job it receives its
-        state at the start of the loop, in ``session.epochs``. What is loaded or set between this call and the loop has
+        state at the start of the loop, in ``session.epochs``. Anything loaded or set between this call and the loop has
         no effect if there is a checkpoint of this training job: its state is the newest.
 
         It may be called several times, before or after `loader`: for a scheduler that needs ``len(data)``, or for each
@@ -160,7 +160,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
         Parameters
         ----------
         objects
-            Networks, optimizers, and everything else with ``state_dict`` and ``load_state_dict``: learning-rate
+            Networks, optimizers, and all other objects with ``state_dict`` and ``load_state_dict``: learning-rate
             schedulers, averaged models, a `Stream`. An optimizer may be given as its class, with `optimizer_options`:
             it then gets the parameters of the network before it. A ``torch.amp.GradScaler`` scales the losses and makes
             the optimizer steps.
@@ -190,7 +190,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
         return things[0] if len(things) == 1 else tuple(things)
 
     def state(self, *, per_process: bool = False, **values: Any) -> LoopState:
-        """Keep what the loop carries from step to step: counters, best values, hidden states; call it before the loop.
+        """Keep values that the loop carries from step to step: counters, best values, hidden states; call it before it.
 
         ::
 
@@ -200,10 +200,10 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
                 state.bad = 0 if loss < state.best else state.bad + 1
                 state.best = min(state.best, loss)
 
-        Local variables begin anew in every process that joins and after every restart; these do not: they are saved in
-        each checkpoint, restored here, and sent to newcomers at the start of the loop. Code before the loop may refer
-        to tensors, lists, dictionaries and objects by other names: they are filled in place. Changes in a batch that
-        is repeated after a failure are undone, so that ``state.it += 1`` counts each batch once.
+        Local variables begin anew in every process that joins and after every restart; these values do not: they are
+        saved in each checkpoint, restored here, and sent to newcomers at the start of the loop. Code before the loop
+        may refer to tensors, lists, dictionaries and objects by other names: they are filled in place. Changes in a
+        batch that is repeated after a failure are undone, so that ``state.it += 1`` counts each batch once.
 
         Parameters
         ----------
@@ -274,7 +274,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
         Returns
         -------
         complete
-            Whether ``.grad`` is that of the whole batch, so that `step` will make the optimizer step.
+            Whether ``.grad`` has the gradients of the whole batch, so that `step` will make the optimizer step.
 
         Raises
         ------
@@ -300,24 +300,24 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
             after `backward`. For an optimizer that evaluates the loss several times in a step, such as ``LBFGS``: a
             function without parameters that computes and returns the loss, without ``zero_grad`` and ``backward``.
         items
-            How many items the loss is a mean over, if these are not the samples: tokens without padding, pixels with a
-            label, the sum of weights. The gradient is then that of the mean over all items of the batch, on all
-            processes and in all micro-batches; so is the loss in `metrics` and `batch_loss`. A tensor on the GPU is not
-            read in the step. In all batches or in none. Not needed if the loss is only torch's ``cross_entropy``, which
-            knows them: with class weights, over tokens, with an ``ignore_index``.
+            Number of items over which the loss is a mean, if these are not the samples: tokens without padding, pixels
+            with a label, the sum of weights. Gradients, and the loss in `metrics` and `batch_loss`, are then of the
+            mean over all items of the batch, on all processes and in all micro-batches. A tensor on the GPU is not read
+            in the step. Pass it in all batches or in none. Not needed if the loss is only torch's ``cross_entropy``,
+            which knows them: with class weights, over tokens, with an ``ignore_index``.
         reduction
-            What the loss is: ``"mean"`` over this process's samples; ``"sum"`` over them, so that gradients are those
+            Kind of loss: ``"mean"`` over this process's samples; ``"sum"`` over them, so that gradients are those
             of the sum over the batch, while metrics remain means; ``"batch"``: a loss of the whole batch, the same in
-            all processes, of tensors from `gather` or `sum`. Default: as the graph of the loss shows; what it does not
-            show is refused, such as a bare ``.sum()`` over samples.
+            all processes, of tensors from `gather` or `all_reduce`. Default: as the graph of the loss shows; if it
+            does not, as with a bare ``.sum()`` over samples, an error is raised.
         optimizer
             The optimizer to step, if several take turns in a batch; default: all optimizers passed to `prepare`.
 
         Returns
         -------
         made
-            Whether the optimizer step was made. It was not if more micro-batches follow, or if a process has failed:
-            then the batch is repeated. Put code that must run once per step under ``if session.step(loss):``;
+            Whether the optimizer step was made. It is not made if more micro-batches follow, or if a process has
+            failed: then the batch is repeated. Put code that must run once per step under ``if session.step(loss):``;
             schedulers and averaged models passed to `prepare` handle this automatically.
 
         Raises

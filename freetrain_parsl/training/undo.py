@@ -44,9 +44,9 @@ def remember(value: Any, *, whole: bool = False, tensors: tuple[torch.Tensor, ..
     value
         Numbers, strings, ``None``, tensors, lists, tuples, dictionaries, deques, or an object with a state.
     whole
-        Whether to copy large tensors, too.
+        Whether to also copy large tensors.
     tensors
-        Those of a module, if they are known.
+        The tensors of a module, if they are known.
     """
     if type(value) in PLAIN:
         return Remembered(lambda: value, (), 0)
@@ -90,7 +90,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _undo(value: Any, *, copies: bool) -> Callable[[], Any]:
-    """Return what puts the content of a value back, and returns the value."""
+    """Return a function that restores the content of a value, and returns the value."""
     kind = type(value)
     if kind in PLAIN:
         return lambda: value
@@ -113,7 +113,7 @@ def _undo(value: Any, *, copies: bool) -> Callable[[], Any]:
 
 
 def _undos(values: Collection[Any], *, copies: bool) -> list[Callable[[], Any]]:
-    """Return what puts those values back that can change."""
+    """Return functions that restore the values that can change."""
     kinds = set(map(type, values)) - PLAIN
     if not kinds or (not copies and all(issubclass(kind, torch.Tensor) for kind in kinds)):
         return []

@@ -59,7 +59,7 @@ class Campaign:
         Original text of the file.
     variables
         Values of ``${NAME}`` in it.
-    training jobs
+    trainings
         In file order.
     import_paths
         Directories from which the nodes import the apps' modules.

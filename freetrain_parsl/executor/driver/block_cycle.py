@@ -30,8 +30,8 @@ _SETTLED = 10.0  # seconds; slots that crash earlier do not prove that blocks ca
 class BlockCycle:
     """Requests blocks, follows their states, and releases them in time. Owned by the control loop's thread.
 
-    It also tells the job submitter which blocks failed to start, and which work; blocks that were preempted, cancelled
-    or released for another reason are no evidence about starts.
+    It also reports to the job submitter which blocks failed to start, and which work; blocks that were preempted,
+    cancelled or released for another reason are no evidence about starts.
 
     `emit` passes an event to the planner, `write` a record to the journal; `lose` drops a slot, for a reason; `clock`
     shows seconds since the epoch and is never stepped.

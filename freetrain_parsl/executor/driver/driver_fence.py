@@ -18,16 +18,16 @@ __all__ = ["DriverFence"]
 Clocks: TypeAlias = "Callable[[], tuple[float, ...]]"
 
 _LEASE = 5.0  # seconds after a heartbeat in which no other driver begins: it first watches this one for 10 s
-_RETRY = 2.0  # seconds between questions to a store that does not answer
+_RETRY = 2.0  # seconds between queries to a store that does not answer
 
 
 def _clocks() -> tuple[float, float]:
-    """Return a clock that continues while the machine is suspended, and one that a paused virtual machine is set by."""
+    """Return a clock that continues during a suspension, and the wall clock, which is set after a pause of a VM."""
     return time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
 
 
 class DriverFence:
-    """Tells the threads of a driver whether it may still act. Its methods may be called from any thread.
+    """Checks whether a driver may still act. Its methods can be called from any thread.
 
     Without a store to ask, as in a script, a driver may always act. `ask` may block, and raises `DriverSuperseded` if
     another driver has begun. After a jump of any of the `clocks`, the process may have been suspended.
@@ -48,7 +48,7 @@ class DriverFence:
             self._confirmed, self._suspended = since, False
 
     def now(self) -> tuple[float, ...]:
-        """Return what the clocks show, for `confirm`."""
+        """Return the times of the clocks, for `confirm`."""
         return self._clocks()
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class DriverFence:
                 self._consult()
 
     def allows(self) -> bool:
-        """Return what `check` finds."""
+        """Return whether `check` raises no error."""
         try:
             self.check()
         except DriverSuperseded:
@@ -109,7 +109,7 @@ class DriverFence:
         except DriverSuperseded as error:
             self._superseded = error
             raise
-        except Exception as error:  # whatever keeps the store from answering
+        except Exception as error:  # any reason for which the store does not answer
             raise OSError(errno.EIO, f"the state of the run cannot be read: {text_of(error)}") from error
         self._confirmed, self._suspended, self._ask_after = since, False, None
 

@@ -1,7 +1,7 @@
 """The control loop: the driver's thread that runs the planner in real time.
 
-It passes what slots, the job submitter and the user's threads report to those who own blocks (`BlockCycle`), slots
-(`SlotCycle`), trainings (`JobManager`) and ordinary tasks (`TaskQueue`), and their planner events to the planner,
+It passes what slots, the job submitter and the user's threads report to the owners of blocks (`BlockCycle`), slots
+(`SlotCycle`), jobs (`JobManager`) and ordinary tasks (`TaskQueue`), and their planner events to the planner,
 whose actions they carry out.
 """
 
@@ -101,14 +101,14 @@ class ControlLoop:
     refuse_new
         Called with the reason when no further block is submitted, although training jobs may still run.
     take_output
-        Called with what a process of a training job has printed: its name, the process, and lines; must not block.
+        Called with the output of a training job's process: the job's name, the process, and lines; must not block.
     take_values
         Called with values of a training job for trackers: its name, and the rows as in `Logged`; must not block.
     check_driver
         Raises `DriverSuperseded` once another driver has taken over the run; must not block, except after this process
         was suspended.
     clock, monotonic
-        Of the `SteadyClock` that the loop uses.
+        The clocks of the loop's `SteadyClock`.
     """
 
     _PASS = 0.25  # maximum seconds between iterations: bounds the delay in detecting a timeout
@@ -205,7 +205,7 @@ class ControlLoop:
         )
         self._notes: tuple[str, ...] = ()
 
-    # Other threads.
+    # For other threads.
 
     def start(self) -> None:
         """Start the thread."""
@@ -238,7 +238,7 @@ class ControlLoop:
             while not self._stopping.is_set():
                 self._turn()
         except DriverSuperseded as error:
-            farewell = Exit(now=True)  # nothing is saved: the training jobs are the other driver's
+            farewell = Exit(now=True)  # nothing is saved: the training jobs belong to the other driver
             self._fail_all(error)
         except BaseException as error:  # a bug in the loop: its futures must not stay pending forever
             logger.exception("the driver failed")
@@ -286,7 +286,7 @@ class ControlLoop:
     def _listen(self, wait: float) -> None:
         """Handle the slots' messages for `wait` seconds, or until one of them may require a decision.
 
-        If this process was stopped, handle also all messages sent meanwhile.
+        If this process was stopped, also handle all messages sent in that time.
         """
         until = self._clock() + wait
         while self._receive(until - self._clock()) and self._posted.empty() and self._clock() < until:
@@ -323,7 +323,7 @@ class ControlLoop:
         if seconds >= self._COUNTING:
             self._counted_at = self._clock()
 
-    # What other threads posted.
+    # Messages that other threads posted.
 
     def _on_post(self, item: object) -> None:  # noqa: C901 - one case for each kind
         match item:
@@ -396,7 +396,7 @@ class ControlLoop:
     # Slots.
 
     def _take(self, name: str, message: ToDriver) -> None:
-        """Handle a message from a slot; whatever it contains, the training jobs of other slots continue."""
+        """Handle a message from a slot; an error in it does not affect the training jobs of other slots."""
         try:
             match message:
                 case Output():  # also of a slot that was dropped

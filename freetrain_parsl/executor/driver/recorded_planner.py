@@ -44,7 +44,7 @@ class RecordedPlanner(Planner):
         super().__init__(policy, settings, self._record_decision)
         self._write = write
         self._progress: dict[str, ev.TrainerProgressed] = {}
-        """PlannedJob -> its latest progress, not recorded yet."""
+        """Trainer -> its latest progress, not recorded yet."""
         self._recorded_tasks = ev.TasksWaiting(now, 0)
         self._recorded_windows: _WindowsAndTerms | None = None
         write(now, record.PlannerStarted("", policy.name, asdict(settings)))

@@ -1,4 +1,4 @@
-"""Settling futures: in a thread, for this runs user code, which may block; and one reason for which many fail."""
+"""Settling futures in a thread, because this runs user code, which may block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settler:
     """Settles futures in order, in a thread of its own.
 
     Results are unpickled and callbacks of futures are called there. In the control loop's thread, a callback that takes
-    a minute would end all slots, whose heartbeats would not be answered meanwhile.
+    a minute would end all slots, whose heartbeats would not be answered in that time.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Settler:
         self._started = False
 
     def post(self, settle: Callable[[], None]) -> None:
-        """Settle a future soon; `settle` must not raise exceptions. For one thread, until `close`."""
+        """Settle a future soon; `settle` must not raise exceptions. Call it from one thread, before `close`."""
         self._actions.put(settle)
         if not self._started:
             self._started = True

@@ -233,7 +233,7 @@ class SlotCycle:
             self._write(record.SlotJoined(name, known.node, known.block, message.pid))
             return
         if name in self._known:
-            self._server.send(name, Exit(now=True))  # dropped meanwhile
+            self._server.send(name, Exit(now=True))  # it has been dropped
             return
         self._known.add(name)
         self._registry.tasks_queued = max(0, self._registry.tasks_queued - 1)
@@ -356,8 +356,8 @@ class SlotCycle:
     def kill_silent(self, listened: float) -> None:
         """Kill the slots that had sent nothing for too long when their messages were last received, at `listened`.
 
-        Also those that have been silent nearly as long: the slots of a node, or the nodes behind a switch, are cut off
-        together, but were last heard up to a heartbeat apart. One after another, they would be as many failures.
+        This includes slots that have been silent nearly as long: the slots of a node, or the nodes behind a switch, are
+        cut off together, but were last heard up to a heartbeat apart. Otherwise they would count as several failures.
         """
         timeout, slots = self._heartbeat_timeout, self._registry.slots.values()
         if any(listened - slot.heard > timeout for slot in slots):
@@ -372,7 +372,7 @@ class SlotCycle:
     def lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Drop a slot: its node is incomplete, and its training job must continue without it.
 
-        That it was a `crash` is ignored if its node or block was about to end anyway.
+        `crash` is ignored if its node or block was about to end anyway.
         """
         crash = self._drop(slot, reason, crash=crash)
         self._leave_pool(slot, reason)
@@ -381,8 +381,8 @@ class SlotCycle:
     def _replace(self, slot: Slot, reason: str) -> None:
         """Drop a slot whose process has crashed, as its node's worker pool reports: it soon starts another one there.
 
-        Until then the planner keeps the node. Else it would stop a training job that needs all its nodes, to start it
-        anew a moment later: a second restart, while the first has just made the survivors continue.
+        Until then the planner keeps the node. Otherwise it would stop a training job that needs all its nodes, and
+        start it again a moment later, although the survivors have just continued.
         """
         crash = self._drop(slot, reason, crash=True)
         if not crash:

@@ -24,7 +24,7 @@ class Slot:
     Parameters
     ----------
     name, token
-        Its name, and that of the HTEX task behind it.
+        Its name, and the token of its HTEX task.
     node, block
         Where it runs.
     heard
@@ -62,22 +62,22 @@ class Block:
     seconds: float
     """Its walltime."""
     closes: float | None
-    """When its window closes."""
+    """Time at which its window closes."""
     node_kind: str = ""
     started: float | None = None
     ends: float | None = None
-    """When it loses its nodes, once it has started; ``None`` if unknown."""
+    """Time at which it loses its nodes, once it has started; ``None`` if unknown."""
     yields: float | None = None
-    """When it releases its nodes early."""
+    """Time at which it releases its nodes early."""
     yields_because: str = ""
     warned: bool = False
     """Whether the batch system has signalled its processes that it reclaims the nodes."""
     joined: float | None = None
-    """When its first slot connected."""
+    """Time at which its first slot connected."""
     works: bool = False
     """Whether it has had a slot for long enough to prove that blocks can start here."""
     releasing: str = ""
-    """Why it is being released; empty if it is not."""
+    """Reason for releasing it; empty if it is not being released."""
     refilled: float | None = None
 
     def start(self, now: float, nodes: tuple[str, ...], ends: float | None) -> None:
@@ -96,7 +96,7 @@ class Block:
         return next((node for node in self.nodes if node == host or node.partition(".")[0] == short), host)
 
     def loses_nodes_at(self, now: float) -> float:
-        """Return when it loses its nodes, or the latest possible time if its start is not known yet."""
+        """Return the time at which it loses its nodes, or the latest possible one if its start is not known yet."""
         latest = now + self.seconds if self.ends is None else self.ends
         return min(time for time in (latest, self.closes, self.yields) if time is not None)
 
@@ -129,7 +129,7 @@ class SlotRegistry:
     """The driver's blocks and slots, by name.
 
     With `slots_per_node` connected slots a node is complete and joins the pool; where there are several kinds of nodes,
-    `kinds` says how many.
+    `kinds` has their numbers.
     """
 
     def __init__(self, slots_per_node: int, kinds: Mapping[str, KindOfSlots] = MappingProxyType({})) -> None:
@@ -142,7 +142,7 @@ class SlotRegistry:
         self._aside: dict[str, float] = {}
         self._times_aside: Counter[str] = Counter()
         self.start_errors: dict[str, str] = {}
-        """Node -> why a slot could not start there, until all its slots have started."""
+        """Node -> reason why a slot could not start there, until all its slots have started."""
         self.avoided: frozenset[str] = frozenset()
         """The free nodes on which no block should start at present: they are set aside."""
 
@@ -226,7 +226,7 @@ class SlotRegistry:
         return [slot for node in nodes for slot in self.slots.on(node)[:1]]
 
     def closing(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Return those of these nodes that the batch system reclaims."""
+        """Return the nodes, out of these, that the batch system reclaims."""
         return frozenset(node for node in nodes if any(slot.leaving for slot in self.slots.on(node)))
 
     def complete_slots(self, nodes: Iterable[str]) -> list[Slot] | None:
@@ -242,7 +242,7 @@ class SlotRegistry:
         return [slot for slot in slots if slot.busy is None and not slot.leaving]
 
     def missing_tasks(self) -> int:
-        """Return how many more HTEX tasks are needed for the slots that have not connected."""
+        """Return the number of further HTEX tasks needed for the slots that have not connected."""
         awaited = sum(self._lacking(block) for block in self.blocks.values())
         return max(0, awaited - self.tasks_queued)
 
@@ -257,7 +257,7 @@ class SlotRegistry:
         return count
 
     def _lacking(self, block: Block) -> int:
-        """Return how many slots a block lacks, apart from nodes on which none can start at present."""
+        """Return the number of slots that a block lacks, apart from nodes on which none can start at present."""
         held_back = self._aside.keys() & self.start_errors.keys() & set(block.nodes)
         connected = sum(slot.node not in held_back for slot in self.of_block(block.name))
         return max(0, (len(block.nodes) - len(held_back)) * self.kinds[block.node_kind].per_node - connected)

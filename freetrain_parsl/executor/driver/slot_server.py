@@ -76,13 +76,13 @@ class SlotServer:
         self._poller.register(self._waker, zmq.POLLIN)
 
     def wake(self) -> None:
-        """Make `receive` return early; may be called from any thread."""
+        """Make `receive` return early; can be called from any thread."""
         self._waker.wake()
 
     def send(self, slot: str, message: ToSlot) -> bool:
         """Send a message to a slot; return false if it is not connected.
 
-        A slot that numbers its messages receives it after reconnecting, unless it has been forgotten meanwhile.
+        A slot that numbers its messages receives it after reconnecting, unless `forget` was called for it.
         """
         delivery = self._deliveries.get(slot)
         return self._send(slot.encode(), Envelope(message) if delivery is None else delivery.outgoing(message))
@@ -175,7 +175,7 @@ class SlotServer:
     def _send(self, identity: bytes, envelope: Envelope) -> bool:
         """Send an envelope; return false if the peer is gone or accepts no more messages."""
         try:
-            # Large arguments are not copied: meanwhile no other thread of the driver would run.
+            # Large arguments are not copied, because that would block the driver's other threads.
             self._socket.send_multipart([identity, *encode(envelope)], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):

@@ -103,7 +103,7 @@ class _Look:
             probe()
         except CheckpointError as error:
             self.problem = getattr(error, "condition", str(error))
-        except Exception as error:  # noqa: BLE001 - reported to the training manager, whatever it is
+        except Exception as error:  # noqa: BLE001 - reported to the job manager
             self.problem = f"{type(error).__name__}: {error}"
 
 

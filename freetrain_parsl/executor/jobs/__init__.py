@@ -1,1 +1,1 @@
-"""The jobs that the driver holds, and what it learns about them."""
+"""The driver's jobs, and the learning of their scaling curves."""

@@ -49,7 +49,7 @@ class _Stretch:
 
 
 class _Recalled:
-    """Rates of an earlier training job, and those that this one has measured itself."""
+    """Rates of an earlier training job, and this job's own measurements."""
 
     def __init__(self, rates: Mapping[int, float], prior: ScalingCurve) -> None:
         self._rates = rates
@@ -57,7 +57,7 @@ class _Recalled:
         self.own = Profile(prior)
 
     def contradicted(self, nodes: int, samples: float, seconds: float) -> bool:
-        """Take a measurement; return whether those on this number of nodes contradict the earlier training job's."""
+        """Take a measurement; return whether this number of nodes contradicts the earlier job's rates."""
         self.own.observe(nodes, samples, seconds)
         self._seconds[nodes] = self._seconds.get(nodes, 0.0) + seconds
         if nodes not in self._rates or self._seconds[nodes] < _RECALLED_SECONDS:
@@ -67,7 +67,7 @@ class _Recalled:
 
 
 class _Known:
-    """What is known about one training job, and what was sent to the planner."""
+    """The measurements of one training job, and its description as sent to the planner."""
 
     def __init__(self, trainer: PlannedJob, kinds: Iterable[str]) -> None:
         self.trainer = trainer
@@ -88,9 +88,9 @@ class _Known:
                     self.profiles[kind].observe(nodes, rate * _RECALLED_SECONDS, _RECALLED_SECONDS)
 
     def observe(self, kind: str, nodes: int, samples: float, seconds: float) -> None:
-        """Take a measurement. If it contradicts the rates of the earlier job, forget all of these on this kind.
+        """Take a measurement. If it contradicts the earlier job's rates, forget all of them for this kind of node.
 
-        Those on other numbers of nodes would not be measured again: a size that they make look bad is not chosen.
+        Rates on other numbers of nodes might never be measured again: a size that looks slow is not chosen.
         """
         recalled = self._recalled.get(kind)
         if recalled is not None and recalled.contradicted(nodes, samples, seconds):
@@ -112,7 +112,7 @@ class _Known:
         return replace(self.trainer, curve=sent.curve, max_nodes=sent.max_nodes, curves=sent.curves, work_left=left)
 
     def with_goodput(self, trainer: PlannedJob) -> PlannedJob:
-        """Replace learned curves by those of the goodput, where it is known how batch sizes differ."""
+        """Replace learned curves by goodput curves, where the effect of the batch size is known."""
         measured = ((kind, one.curve(trainer.max_nodes)) for kind, one in self.elastic.items())
         found = {kind: curve for kind, curve in measured if curve is not None}
         if not found:
@@ -133,7 +133,7 @@ class _Known:
         return next(iter(self.elastic.values())).efficiency(self.batch)  # the noise is the same on all kinds
 
     def take_batch(self, report: BatchReport) -> None:
-        """Take what a report says of the batch."""
+        """Take a report about the batch."""
         limits = BatchRange(report.initial, report.least, report.most)
         if any(one.limits != limits for one in self.elastic.values()) or not self.elastic:
             self.elastic = {kind: ElasticProfile(limits) for kind in self.profiles}
@@ -149,8 +149,8 @@ class CurveLearning:
     The relative curve of a training job that has not been measured is scaled to the fastest other training job, so that
     it does not wait behind training jobs whose rates are known.
 
-    Where there are several kinds of nodes, each has a curve of its own; see `curves.learning` for those on which a
-    training job has not been measured.
+    Where there are several kinds of nodes, each has a curve of its own; see `curves.learning` for kinds on which
+    a training job has not been measured.
 
     Parameters
     ----------
@@ -189,12 +189,12 @@ class CurveLearning:
         return event
 
     def recall(self, name: str, rates: Rates) -> None:
-        """Take what a training job that was like this one has measured, before this one is submitted to the planner."""
+        """Take the rates of an earlier, similar training job, before this one is submitted to the planner."""
         if rates:
             self._recalled[name] = rates
 
     def measured(self, name: str) -> Rates:
-        """Return what a training job has measured; nothing if its batch size changes, on which its rates depend."""
+        """Return a training job's measured rates; none if its batch size changes, because they depend on it."""
         known = self._known.get(name)
         if known is None or known.elastic:
             return {}
@@ -205,7 +205,7 @@ class CurveLearning:
     def observe(
         self, now: float, name: str, *, group: int, nodes: int, slots: int, progress: Progress, kind: str = ""
     ) -> list[planner.TrainerLearned]:
-        """Take a progress report; return what the planner should know if curves have changed significantly.
+        """Take a progress report; return an event for the planner if curves have changed significantly.
 
         Parameters
         ----------
@@ -314,7 +314,7 @@ class CurveKeeper:
             self._thread.start()
 
     def close(self) -> None:
-        """Write what is left, unless the directory hangs."""
+        """Write the remaining curves, unless the directory hangs."""
         self._ended.set()
         self._changed.set()
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""Which training jobs are alike, so that one is as fast as the other: those of the same code with equal shapes."""
+"""Finds training jobs that are equally fast on the same nodes: the same code with equal shapes."""
 
 from __future__ import annotations
 

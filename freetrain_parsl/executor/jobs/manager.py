@@ -54,11 +54,11 @@ class _Held:
     job: HeldJob
     trainings: dict[str, Training]
     look_at: float = 0.0
-    """When time may next have an effect; only a job that waits for nodes is not looked at in every turn."""
+    """Time of the next look at it: every turn, unless it waits for nodes."""
 
 
 class _Trainings(JobKind):
-    """Each training job by itself: what no other kind has taken."""
+    """Training jobs that no other kind has taken, each as a job of its own."""
 
     def submit(self, training: Training) -> bool:
         jobs = self.jobs
@@ -95,7 +95,7 @@ class JobManager:
 
     Notes
     -----
-    Ten thousand training jobs may wait at a time: what concerns one of them must not look at the others.
+    Ten thousand training jobs may wait at a time: an operation on one of them must not loop over the others.
     """
 
     _LOOK = 10.0  # seconds between looks at a job that waits for nodes: time only explains why it waits
@@ -132,7 +132,7 @@ class JobManager:
         self._keeper = CurveKeeper(settings.options.checkpoint_root)
         kinds = [kind(self) for kind in usable_kinds()]
         self._jobs: dict[JobKind, list[_Held]] = {kind: [] for kind in (*kinds, _Trainings(self))}
-        """In the order in which kinds are asked, and jobs advanced."""
+        """In the order in which they are offered training jobs, and advanced."""
         self._by_name: dict[str, _Held] = {}
         self._by_future: dict[Future[Any], tuple[_Held, str]] = {}
         """Future -> the job to which its training job was added last, and its name."""
@@ -184,7 +184,7 @@ class JobManager:
         self.offer(training)
 
     def machine_has(self, nodes: int | None, by_kind: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Set the total number of nodes, if known, and that of each kind; training jobs that need more fail."""
+        """Set the total number of nodes, if known, and the number of each kind; training jobs that need more fail."""
         machine = None if nodes is None else on.MachineSized(nodes, dict(by_kind))
         if machine not in (None, self._machine):
             self._tell_all(machine)
@@ -225,7 +225,7 @@ class JobManager:
         return chain.from_iterable(kind.withdraw(future) for kind in self._jobs)
 
     def close(self) -> None:
-        """Keep what was learned of the scaling curves: the run is over."""
+        """Keep the learned scaling curves: the run is over."""
         self._keeper.close()
 
     def advance(self) -> None:
@@ -254,7 +254,7 @@ class JobManager:
         self._by_slot = {slot: one for slot, one in self._by_slot.items() if one not in forgotten}
         jobs[:] = [one for one in jobs if one not in forgotten]
 
-    # What slots say. A slot's messages arrive in order, and it has one assignment at a time.
+    # Messages of slots. A slot's messages arrive in order, and it has one assignment at a time.
 
     def on_message(self, slot: Slot, message: RunMessage) -> None:
         """Handle a message about a run."""
@@ -312,7 +312,7 @@ class JobManager:
         held
             The job.
         name, training
-            Whom it concerns; ``None``: all training jobs of the job, whose name it is.
+            The training job that it concerns; ``None``: all training jobs of the job, whose name it is.
         command
             The command.
         """
@@ -427,7 +427,7 @@ class JobManager:
                 self._handle(held, on.StorageBack())
 
     def log(self, entry: record.Record) -> None:
-        """Write a record to the journal, and to the log what a user should know."""
+        """Write a record to the journal and, if a user should know it, to the log."""
         self._journal.write(self.clock(), entry)
         name = entry.subject
         match entry:

@@ -1,4 +1,4 @@
-"""The port for kinds of jobs: what the driver's manager, slots and commands ask of them.
+"""The port for kinds of jobs: their interface for the driver's manager, slots and commands.
 
 A job is one trainer of the planner: a training job by itself, or training jobs that a kind of jobs runs together. Kinds
 are found by their entry points in the group ``freetrain.jobs``; a training job that none of them takes is a job of its
@@ -42,11 +42,11 @@ class HeldJob(Protocol):
 
     @property
     def name(self) -> str:
-        """For the planner, slots and the journal; unique among the jobs that are not over."""
+        """Name for the planner, slots and the journal; unique among the jobs that are not over."""
 
     @property
     def states_curve(self) -> bool:
-        """Whether its curve is what it says; otherwise it is learned from what it observes."""
+        """Whether it states its own curve; otherwise the curve is learned from its measurements."""
 
     @property
     def ended(self) -> bool:
@@ -58,7 +58,7 @@ class HeldJob(Protocol):
 
     @property
     def waits_for_nodes(self) -> bool:
-        """Whether only an event can change it, so that it is seldom told that time has passed."""
+        """Whether only an event can change it, so that it rarely gets `TimePassed`."""
 
     @property
     def forming(self) -> int | None:
@@ -85,7 +85,7 @@ class HeldJob(Protocol):
 
 
 class Jobs(Protocol):
-    """What the driver's manager of jobs offers to kinds of jobs."""
+    """The job manager's interface for kinds of jobs."""
 
     settings: SharedSettings
     registry: SlotRegistry
@@ -106,11 +106,11 @@ class Jobs(Protocol):
         """Add training jobs to a job."""
 
     def log(self, entry: Record) -> None:
-        """Write a record to the journal, and to the log what a user should know."""
+        """Write a record to the journal and, if a user should know it, to the log."""
 
 
 class RunMailbox(Protocol):
-    """What a slot tells a run."""
+    """Messages from a slot to its run."""
 
     def close_after(self, remaining: timedelta | None) -> None:
         """Set the time until the node closes; ``None`` if it is unknown or no longer known."""
@@ -132,16 +132,16 @@ class Run(ABC):
     send
         Sends a message to the driver; may be called from any thread.
     files
-        Where a large result goes; ``None``: all results are sent in messages.
+        Storage of large results; ``None``: all results are sent in messages.
     """
 
     mailbox: RunMailbox
-    """Takes what concerns the process."""
+    """Takes the slot's messages about the process."""
 
     def __init__(self, command: RunStart, send: Callable[[ToDriver], None], files: ValueFiles | None = None) -> None:
         self.number = command.run
         self.output: OutputCapture | None = None
-        """Takes what is printed, while it runs."""
+        """Captures the output, while it runs."""
         self._training = command.training
         self._send = send
         self._files = files
@@ -149,7 +149,7 @@ class Run(ABC):
     @property
     @abstractmethod
     def source(self) -> str:
-        """Whose output it is at first, as `attribute` takes it."""
+        """The initial source of its output; see `attribute`."""
 
     @property
     @abstractmethod
@@ -166,14 +166,14 @@ class Run(ABC):
 
     @abstractmethod
     def deliver(self, source: str, lines: bytes) -> None:
-        """Pass on what was printed."""
+        """Pass on printed lines."""
 
     @abstractmethod
     def close(self) -> None:
         """Wait for nothing more: the driver has failed, or the run is over."""
 
     def attribute(self, source: str) -> None:
-        """State whose output it is from now on."""
+        """Set the source of the output from now on."""
         if self.output is not None:
             self.output.attribute(source)
 
@@ -228,7 +228,7 @@ class JobKind:
 
     @classmethod
     def key(cls, request: TrainingRequest) -> Hashable | None:  # noqa: ARG003
-        """Return what is equal for training jobs that would be one job; ``None``: it would not take this one."""
+        """Return a key, equal for training jobs that would form one job; ``None``: it would not take this one."""
         return None
 
     @classmethod
@@ -240,7 +240,7 @@ class JobKind:
         Parameters
         ----------
         number
-            Of the job, from 1.
+            Number of the job, from 1.
         requests
             Its training jobs, of one key.
         costs

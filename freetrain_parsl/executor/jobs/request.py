@@ -42,7 +42,7 @@ Fuse: TypeAlias = "Literal['auto'] | int"
 """Whether a job may run fused with others: ``"auto"``, False, or the maximum number of jobs, at least 2."""
 
 _MOST_NODES = 1_000_000  # more than any cluster has; the planner tabulates a rate for each number of nodes
-_LARGEST_COUNT = (1 << 53) - 1  # of what a message or the journal can hold
+_LARGEST_COUNT = (1 << 53) - 1  # that a message or the journal can hold
 
 
 def _is_training_name(value: object) -> bool:
@@ -51,7 +51,7 @@ def _is_training_name(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Fusion:
-    """With which training jobs a training job may run fused, in one process.
+    """The training jobs with which a training job may run fused, in one process.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Fusion:
 
 
 def fusion_of(fuse: object, code: Code | None) -> Fusion | None:
-    """Return what a training job may run fused with; ``None``: nothing, or its code is unknown.
+    """Return the training jobs that one may run fused with; ``None``: none, or its code is unknown.
 
     Parameters
     ----------
@@ -119,15 +119,15 @@ class TrainingRequest:
     costs
         Rescale costs; ``None``: the executor's.
     deadline
-        When it should be finished: a time, or the time after it was submitted; for objectives that use one.
+        Time by which it should finish, or duration after its submission; for objectives that use one.
     fusion
-        With which training jobs it may run fused; ``None``: with none.
+        The training jobs with which it may run fused; ``None``: none.
     node_kinds
         Kinds of nodes on which it may run; empty: any.
     scaling_by_kind
         Kind of node -> `scaling` there, where it differs.
     trackers
-        Where the values that it logs go; ``None``: the executor's.
+        Trackers of the values that it logs; ``None``: the executor's.
     likeness
         Equal for training jobs that are as fast as each other on the same nodes (`likeness_of`); empty: unknown.
     """
@@ -201,7 +201,7 @@ class TrainingRequest:
 
 
 def cache_identity(request: TrainingRequest, output_ref: bool = False) -> bytes:  # noqa: ARG001, FBT001, FBT002 - Parsl's
-    """Identify a request in Parsl's cache of results: its options decide about the result as the arguments do."""
+    """Identify a request in Parsl's cache of results: its options affect the result as the arguments do."""
     options = request.options
     code = "" if options.code is None else options.code.identity
     return repr((options.name, options.seed, options.epochs, code)).encode()
@@ -244,7 +244,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """What the driver gives to all of its training jobs.
+    """Settings that all training jobs of a driver share.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ class Training:
     future
         Its future.
     curve_key
-        Under which its scaling curve is kept; empty: it is not.
+        Key under which its scaling curve is kept; empty: it is not kept.
     rates
         The rates that training jobs of this key have measured before.
     """

@@ -79,7 +79,7 @@ class CellCampaign:
 
         Parameters
         ----------
-        training jobs
+        trainings
             As in a campaign file, with Python values.
         name
             Name of the campaign.

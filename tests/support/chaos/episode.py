@@ -46,7 +46,7 @@ class EpisodeReport:
         Determines the faults.
     faults
         Injected faults, in order.
-    training jobs
+    trainings
         Number of finished training jobs.
     problems
         Problems found, one line each.

@@ -37,7 +37,7 @@ __all__ = ["TrainingProcesses"]
 
 
 class TrainingProcesses:
-    """The participants of one training job, and its phase; it tells `PlannerView.measured` what changes cost.
+    """The participants of one training job, and its phase; it reports the costs of changes to `PlannerView.measured`.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class TrainingProcesses:
     # Start.
 
     def start(self, nodes: frozenset[str], slots: Sequence[Slot]) -> None:
-        """Start a group on these nodes; `slots` are all of theirs."""
+        """Start a group on these nodes; `slots` are all slots there."""
         group = GroupMembers(next(self._numbers), nodes, tuple(slot.name for slot in slots), self._response.now)
         self._enter(Starting(group))
         self._response.do(do.OpenStore(group.number))

@@ -5,8 +5,8 @@ group changes in place: newcomers prepare on added nodes while the members train
 form the next group. The survivors of a failure receive the same command. Only a training job that loses all its nodes,
 or cannot change in place, is paused with a checkpoint and started again.
 
-The machine decides. `TrainingProcesses` makes the changes of the group and its phase, `ProgressTracker` knows what the
-training job has achieved, and `PlannerView` what the planner knows of it.
+The machine decides. `TrainingProcesses` makes the changes of the group and its phase, `ProgressTracker` follows
+the training job's progress, and `PlannerView` reports it to the planner.
 """
 
 from __future__ import annotations

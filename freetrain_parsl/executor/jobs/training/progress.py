@@ -1,4 +1,4 @@
-"""What a training job has achieved, why it makes no progress, and what the planner knows of it."""
+"""The progress of a training job, the reason for a lack of it, and reports to the planner."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class StepWatch:
         self.step, self._at = step, now
 
     def overdue(self, since: float, now: float) -> float | None:
-        """Return how long there has been no step at least, in seconds; ``None``: not longer than is usual.
+        """Return a lower bound on the time without a step, in seconds; ``None``: it is not unusually long.
 
         The result only doubles, so that it rarely changes.
 
         Parameters
         ----------
         since
-            When its group began, seconds.
+            Time at which its group began, seconds.
         now
             Seconds.
         """
@@ -196,15 +196,15 @@ def stall_reason(
     Parameters
     ----------
     phase, participants
-        Of a training job that is not over.
+        Phase and participants of a training job that is not over.
     steps
         The times of its steps.
     desired
-        The nodes that it is to have.
+        Nodes that are assigned to it.
     assigned
-        When it last got nodes after it had none, seconds.
+        Time at which it last got nodes after it had none, seconds.
     needed
-        The least number of nodes on which it runs.
+        Minimum number of nodes on which it runs.
     now
         Seconds.
     """
@@ -224,14 +224,14 @@ def stall_reason(
 
 
 def waiting_reason(desired: Collection[str], needed: int, seconds: float) -> str:
-    """Return why nothing runs that has waited for `seconds`; empty if that is a short time.
+    """Return the reason why a job that has waited for `seconds` does not run; empty if the time is short.
 
     Parameters
     ----------
     desired, needed
         As for `stall_reason`.
     seconds
-        Since it last had nodes, or got some.
+        Time since it last had nodes, or got some.
     """
     if seconds < _EXPLAINED_AFTER:
         return ""

@@ -73,7 +73,7 @@ class Participant:
     complaint
         The error of its collective at that time.
     waited
-        Seconds for which it has only waited for the other members, as of its last heartbeat.
+        Seconds for which it has only waited for the other members, according to its last heartbeat.
     deadline
         When its process is killed unless it has ended or joined the next group, seconds.
     unreachable
@@ -250,7 +250,7 @@ class Recovering:
     Parameters
     ----------
     phase
-        The phase in which the failures happened, and which continues meanwhile.
+        The phase in which the failures happened, and which continues until the response.
     failures
         Failures without a response yet.
     latest

@@ -107,7 +107,7 @@ class SiteAnswer:
         Of its driver.
     message
         What the user should know of the driver.
-    training jobs
+    trainings
         Training -> its state there.
     held
         Nodes of our blocks.

@@ -185,7 +185,7 @@ class SitesQuestion:
         Seconds until the next look.
     sites
         All sites.
-    training jobs
+    trainings
         All training jobs that are not done.
     transfers
         (from collection, to site) -> measured rate. Without a rate there is no transfer.
