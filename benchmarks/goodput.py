@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--start", type=float, default=24.0, help="hour of the log at which to start (default 24)")
     parser.add_argument("--least", type=float, default=120.0, help="shortest window, replayed seconds (default 120)")
     parser.add_argument("--nodes", type=int, default=8, help="nodes of the cluster (default 8)")
-    parser.add_argument("--trainings", type=int, default=3, help="concurrent trainings (default 3)")
+    parser.add_argument("--trainings", type=int, default=3, help="concurrent training jobs (default 3)")
     parser.add_argument("--most", type=int, default=4, help="maximum nodes per training job (default 4)")
     parser.add_argument("--policy", default="milp", help="allocation policy (default milp)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the node choice, and of a drawn log (default 1)")

@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--mean-run", type=float, default=60.0, help="mean run time of main jobs, seconds (default 60)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of the main queues, run in sequence")
     parser.add_argument("--poll", type=float, default=POLL, help=f"seconds between polls (default {POLL:g})")
-    parser.add_argument("--trainings", type=int, default=4, help="concurrent trainings (default 4)")
+    parser.add_argument("--trainings", type=int, default=4, help="concurrent training jobs (default 4)")
     parser.add_argument("--fixed-nodes", type=int, default=2, help="nodes of a requeued job (default 2)")
     parser.add_argument("--fixed-minutes", type=int, default=5, help="time limit of a requeued job (default 5)")
     parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="modes besides 'without'")

@@ -7,6 +7,7 @@ must be installed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import MutableMapping
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,6 +19,8 @@ from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["EntryPoints", "own_entry_points", "subclass_of"]
 
@@ -69,6 +72,7 @@ class EntryPoints(MutableMapping[str, T], Generic[T]):
     def __init__(self, group: str, what: str, read: Callable[[Any], T] = lambda found: found) -> None:
         self._group, self._what, self._read = group, what, read
         self._loaded: dict[str, T] = {}
+        self._unusable: set[str] = set()
 
     @cached_property
     def _registered(self) -> dict[str, dict[str, str]]:
@@ -117,6 +121,19 @@ class EntryPoints(MutableMapping[str, T], Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._loaded or name in self._registered
+
+    def usable(self) -> Iterator[T]:
+        """Yield the objects that can be loaded; the log names each of the others once."""
+        for name in self:
+            if name in self._unusable:
+                continue
+            try:
+                found = self[name]
+            except InvalidSettings as error:
+                self._unusable.add(name)
+                logger.warning("%s", error)
+            else:
+                yield found
 
     def find(self, name: str) -> T:
         """Return the object of this name.

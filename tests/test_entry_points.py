@@ -68,7 +68,11 @@ odd = acme:greet
 steady = acme:steady
 
 [freetrain.windows]
+broken = acme_missing:Nothing
 flux = acme:Flux
+
+[freetrain.sessions]
+broken = acme_missing:Nothing
 
 [freetrain.trackers]
 noting = acme:Noting
@@ -87,14 +91,15 @@ broken = acme:nothing
 SCRIPT = """
 import sys
 from freetrain_parsl.campaign.files.yaml_file import Variables
-from freetrain_parsl.campaign.site.home import usable_homes
+from freetrain_parsl.campaign.site.home import HOME_KINDS
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.errors import InvalidInput, InvalidSettings
 from freetrain_parsl.executor.batch.systems import SYSTEMS
-from freetrain_parsl.executor.jobs.port import usable_kinds
+from freetrain_parsl.executor.jobs.port import JOBS
 from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import POLICIES, resolve_policy
+from freetrain_parsl.training.extension import SESSIONS
 
 try:
     print(eval(sys.argv[1]))
@@ -142,16 +147,18 @@ _TRACKERS = "csv, mlflow, tensorboard, wandb, noting, module:Class"
         ("resolve_policy('milp')", "policy 'milp' is registered by freetrain-parsl and acme; uninstall all but one"),
         ("resolve_policy('missing')", f"policy 'missing' of acme {_BROKEN} No module named 'acme_missing'"),
         ("resolve_policy('fairy')", f"unknown policy 'fairy'; available: {_POLICIES}"),
-        ("[kind.__name__ for kind in usable_homes()]", "['GlobusHome']"),
+        ("[kind.__name__ for kind in HOME_KINDS.usable()]", "['GlobusHome']"),
         (
             f"Site.parse('{_SITE}', 's.yaml', Variables())",
             f"s.yaml:3: checkpoints.bucket: kind of home 'bucket' of acme {_BROKEN} No module named 'acme_missing'",
         ),
         ("resolve_objective('steady')", "objective 'steady' is registered by acme and other; uninstall all but one"),
         ("resolve_objective('deadline') is resolve_objective('deadline')", "True"),
-        ("list(SYSTEMS), SYSTEMS['flux'].title", "(['local', 'slurm', 'pbs', 'flux'], 'Flux')"),
+        ("list(SYSTEMS), SYSTEMS['flux'].title", "(['local', 'slurm', 'pbs', 'broken', 'flux'], 'Flux')"),
         ("parse_trackers({'noting': {'since': 3}})[0].make().since", "3"),
-        ("[kind.__name__ for kind in usable_kinds()]", "['FusionKind']"),
+        ("[kind.__name__ for kind in JOBS.usable()]", "['FusionKind']"),
+        ("[kind.__name__ for kind in SESSIONS.usable()]", "['Sharding']"),
+        ("[system.name for system in SYSTEMS.usable()]", "['local', 'slurm', 'pbs', 'flux']"),
         ("parse_trackers('notin')", f"there is no tracker 'notin' (did you mean 'noting'?); known: {_TRACKERS}"),
     ],
 )

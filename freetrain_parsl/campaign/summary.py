@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.lock import DriverState, driver_state
-from freetrain_parsl.campaign.site.home import usable_homes
+from freetrain_parsl.campaign.site.home import HOME_KINDS
 from freetrain_parsl.report.projection.incidents import count_failures
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.run_reader import DAMAGED
@@ -80,7 +80,7 @@ def home_lines(store: StoredRun) -> list[str]:
     """Return what the living driver's home is doing."""
     if driver_state(store.last_driver()) is not DriverState.ALIVE:
         return []
-    return [line for kind in usable_homes() for line in kind.lines(store.directory)]
+    return [line for kind in HOME_KINDS.usable() for line in kind.lines(store.directory)]
 
 
 def ago(seconds: float) -> str:

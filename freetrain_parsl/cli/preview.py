@@ -127,9 +127,9 @@ def _as_trainers(
     requests: Sequence[TrainingRequest], costs: CostsInSeconds, now: float
 ) -> tuple[list[PlannedJob], list[str]]:
     """Return the jobs of the requests as the planner will see them, and a note for each of several training jobs."""
-    from freetrain_parsl.executor.jobs.port import usable_kinds
+    from freetrain_parsl.executor.jobs.port import JOBS
 
-    kinds = list(usable_kinds())
+    kinds = list(JOBS.usable())
     groups: dict[tuple[type[JobKind] | None, object], list[TrainingRequest]] = {}
     for request in requests:
         kind, key = next(((k, key) for k in kinds if (key := k.key(request)) is not None), (None, request.name))

@@ -223,7 +223,7 @@ def _of_site(site: Site, remark: str = "") -> ChosenSource:
 
 def known_systems() -> list[BatchSystem]:
     """Return all batch systems; which comes first is chosen first: those that are shared."""
-    return sorted(SYSTEMS.values(), key=lambda system: not system.shared)
+    return sorted(SYSTEMS.usable(), key=lambda system: not system.shared)
 
 
 def system_named(name: str) -> BatchSystem:

@@ -350,7 +350,7 @@ def _check_owner(path: Path, facts: os.stat_result) -> None:
     if facts.st_uid not in (os.geteuid(), 0):
         raise ForeignCheckpoint(
             f"{path} belongs to {user_name(facts.st_uid)}, who could have put anything there; remove it, or use "
-            "another trainer name or checkpoint directory"
+            "another name or checkpoint directory"
         )
 
 

@@ -80,7 +80,7 @@ def directory_name(trainer: str) -> str:
     if encoded.startswith("."):
         encoded = "%2E" + encoded[1:]
     if not 1 <= len(encoded) <= _LONGEST_NAME:
-        raise InvalidSettings(f"trainer name {trainer!r}: use 1 to {_LONGEST_NAME} plain characters")
+        raise InvalidSettings(f"name of training job {trainer!r}: use 1 to {_LONGEST_NAME} plain characters")
     return encoded
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    from freetrain_parsl.testing.window_suite import WindowSourceConformance
+    from freetrain_parsl.testing.window_suite import BatchSystemConformance, WindowSourceConformance
 
     class TestMySource(WindowSourceConformance):
         def make_source(self):
@@ -14,6 +14,7 @@ A batch system itself is not queried::
     class TestMySystem(BatchSystemConformance):
         system = MySystem()
         block = "{queue: main}"
+        kinds = "{gpu: {queue: gpu}, cpu: {queue: main}}"
 """
 
 from __future__ import annotations

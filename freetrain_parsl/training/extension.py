@@ -159,7 +159,7 @@ SESSIONS: Final = EntryPoints[type[SessionExtension]](
 
 def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) -> SessionExtension:
     """Return the extension that a training job of these objects needs; the `present` one if it needs no other."""
-    kind = next((each for each in SESSIONS.values() if each.applies(objects)), None)
+    kind = next((each for each in SESSIONS.usable() if each.applies(objects)), None)
     if kind is None or isinstance(present, kind):
         return present
     present.gives_way()
@@ -168,6 +168,6 @@ def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) ->
 
 def filled(saved: Any, target: Stateful, checkpoint: Path) -> Any:
     """Return an object's saved state as `target` can load it; see `SessionExtension.fill`."""
-    for kind in SESSIONS.values():
+    for kind in SESSIONS.usable():
         saved = kind.fill(saved, target, checkpoint)
     return saved

@@ -105,7 +105,7 @@ def run_fragment(
     except Exception as error:
         if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerFailed):
             raise PeerFailed(
-                f"trainer {options.name!r}: a member of a group of {members.group.size} failed ({gist(error)})"
+                f"training job {options.name!r}: a member of a group of {members.group.size} failed ({gist(error)})"
             ) from error
         raise
     finally:

@@ -64,7 +64,9 @@ class Membership:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise InvalidSettings(f"trainer {self.trainer!r}: rank {self.rank} is not in a group of {self.world_size}")
+            raise InvalidSettings(
+                f"training job {self.trainer!r}: rank {self.rank} is not in a group of {self.world_size}"
+            )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ and noted:
 
 In a preemptible partition, jobs of a higher tier take nodes at any time, so unplanned ones do not close windows.
 
-If other users' jobs are hidden, there is no such plan: see `windows.slurm.hidden_queue`.
+If other users' jobs are hidden, there is no such plan: see `windows.hidden_queue`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidSettings, did_you_mean
 from freetrain_parsl.planning.model import Window, WindowKind
+from freetrain_parsl.windows.hidden_queue import HiddenQueue
 from freetrain_parsl.windows.hostlist import natural_order
 from freetrain_parsl.windows.occupancy import Occupancy
-from freetrain_parsl.windows.slurm.hidden_queue import HiddenQueue
 from freetrain_parsl.windows.yield_requests import find_claims
 
 if TYPE_CHECKING:

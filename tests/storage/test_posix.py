@@ -267,7 +267,7 @@ def test_trainer_names_are_safe_file_names_and_never_collide(names: list[str]) -
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "\ud800"])
 def test_names_that_no_file_can_have_are_refused(name: str) -> None:
-    with pytest.raises(InvalidSettings, match="trainer name"):
+    with pytest.raises(InvalidSettings, match="name of training job"):
         directory_name(name)
 
 

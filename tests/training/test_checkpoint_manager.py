@@ -105,7 +105,7 @@ def test_a_background_write_that_fails_is_told_with_its_cause_and_the_next_try(
     controlled.save(1, wait=True)
     controlled.fail(code)
     fail_in_background(controlled, 2)
-    where = f"trainer net: cannot write a checkpoint of step 2 in {controlled.manager.path}"
+    where = f"training job net: cannot write a checkpoint of step 2 in {controlled.manager.path}"
     assert caplog.messages == [f"{where}: {os.strerror(code)}; training continues, next attempt in 0:00:10"]
     assert controlled.steps() == [1]
 

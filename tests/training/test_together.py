@@ -100,7 +100,7 @@ def test_all_processes_have_the_same_results_while_some_come_go_and_die(crew: Cr
 
 @pytest.mark.slow
 def test_a_process_that_dies_before_a_decision_in_a_batch_changes_no_result(crew: Crew, tmp_path: Path) -> None:
-    """The others wait for the first in `agree`, and repeat the batch; then all leave the loop at the same step."""
+    """The others wait for the first in `broadcast`, and repeat the batch; then all leave the loop at the same step."""
     events = (Event(3, "kill", 0), Event(6, "regroup", 3))
     values = disturbed(crew, tmp_path, 3, events, decide, in_batch=True, stop_at=10, epochs=2)
     assert [value["steps"] for value in values] == [10] * 3
@@ -141,6 +141,7 @@ def test_who_misses_a_result_gets_it_from_who_has_it(
 
     run = crew.start(2, tmp_path / "cut", losing, at=at, verb=verb, in_batch=in_batch)
     run.until(lambda: all(member.last(GroupFailed) for member in run.members) or run.ended)
+    assert all(member.last(GroupFailed) for member in run.members), "one has noticed a failure"
     run.order(run.members, [], abort=True)
     values = [outcome.end.value for outcome in run.outcomes() if outcome]  # type: ignore[union-attr]  # both finish
     assert values[0]["agreed"] == values[1]["agreed"]

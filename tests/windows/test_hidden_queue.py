@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from freetrain_parsl.windows.slurm.hidden_queue import hides_jobs
+from freetrain_parsl.windows.hidden_queue import hides_jobs
 from freetrain_parsl.windows.state import Node, PendingJob
 from tests.windows.test_staircase import NOW, cluster, find, steps
 

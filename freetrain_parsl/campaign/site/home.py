@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
-from freetrain_parsl.errors import InvalidSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.storage.home import Home
 
-__all__ = ["HOME_KINDS", "HomeKind", "open_home", "read_home", "usable_homes"]
+__all__ = ["HOME_KINDS", "HomeKind", "open_home", "read_home"]
 
 
 class HomeKind(ABC):
@@ -99,13 +98,6 @@ HOME_KINDS: Final = EntryPoints[type[HomeKind]]("freetrain.storage", "kind of ho
 """Section below ``checkpoints`` of a site file -> the kind of home that it describes."""
 
 
-def usable_homes() -> Iterator[type[HomeKind]]:
-    """Yield the kinds of homes that a run can have: those that can be loaded."""
-    for name in HOME_KINDS:
-        with suppress(InvalidSettings):
-            yield HOME_KINDS[name]
-
-
 def read_home(checkpoints: Section, directory: Path | None) -> HomeKind | None:
     """Read the home of a site's checkpoints, if its file describes one."""
     for name in HOME_KINDS:
@@ -124,7 +116,7 @@ def open_home(home: HomeKind | None, run: RunStore, allowed: Callable[[], bool])
     No secret of a home is in the environment afterwards, also without a home: jobs would inherit it.
     """
     with nullcontext() if home is None else home.open(run, allowed) as opened:
-        for kind in usable_homes():
+        for kind in HOME_KINDS.usable():
             for name in kind.secrets:
                 os.environ.pop(name, None)
         yield opened

@@ -113,4 +113,4 @@ def _word(keys: Keys, key: str) -> str | None:
 
 def system_of(provider: Any) -> BatchSystem | None:
     """Return the batch system of a Parsl provider; ``None`` if none handles it."""
-    return next((system for system in SYSTEMS.values() if system.handles(provider)), None)
+    return next((system for system in SYSTEMS.usable() if system.handles(provider)), None)

@@ -17,7 +17,7 @@ from freetrain_parsl.executor.driver.storage_watch import StorageWatch
 from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.executor.jobs import events as on
 from freetrain_parsl.executor.jobs.curve_learning import CurveKeeper, CurveLearning
-from freetrain_parsl.executor.jobs.port import JobKind, usable_kinds
+from freetrain_parsl.executor.jobs.port import JOBS, JobKind
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 from freetrain_parsl.executor.jobs.training.progress import FailureRate
 from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_error, settle_with_value
@@ -130,7 +130,7 @@ class JobManager:
             lambda: probe_root(settings.options.checkpoint_root, settings.options.root_identity), clock
         )
         self._keeper = CurveKeeper(settings.options.checkpoint_root)
-        kinds = [kind(self) for kind in usable_kinds()]
+        kinds = [kind(self) for kind in JOBS.usable()]
         self._jobs: dict[JobKind, list[_Held]] = {kind: [] for kind in (*kinds, _Trainings(self))}
         """In the order in which they are offered training jobs, and advanced."""
         self._by_name: dict[str, _Held] = {}

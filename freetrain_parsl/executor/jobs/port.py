@@ -7,12 +7,10 @@ own.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
-from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.protocol import messages
 from freetrain_parsl.protocol.codec import by_type
 
@@ -32,9 +30,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.protocol.messages import RunEnded, RunMessage, RunStart, StoreReply, ToDriver
 
-logger = logging.getLogger(__name__)
-
-__all__ = ["JOBS", "TO_DRIVER", "TO_SLOT", "HeldJob", "JobKind", "Jobs", "Run", "kind_of", "usable_kinds"]
+__all__ = ["JOBS", "TO_DRIVER", "TO_SLOT", "HeldJob", "JobKind", "Jobs", "Run", "kind_of"]
 
 
 class HeldJob(Protocol):
@@ -255,18 +251,9 @@ JOBS: Final = EntryPoints[type[JobKind]]("freetrain.jobs", "kind of job", subcla
 """Name -> kind of jobs, besides training jobs by themselves."""
 
 
-def usable_kinds() -> Iterator[type[JobKind]]:
-    """Yield the kinds of jobs that can be loaded; name the others in the log."""
-    for name in JOBS:
-        try:
-            yield JOBS[name]
-        except InvalidSettings as error:  # noqa: PERF203 - each is usable without the others
-            logger.warning("%s", error)
-
-
 def kind_of(command: RunStart) -> type[JobKind]:
     """Return the kind of a command that begins a run."""
-    return next(kind for kind in usable_kinds() if isinstance(command, kind.to_slot))
+    return next(kind for kind in JOBS.usable() if isinstance(command, kind.to_slot))
 
 
 class _Messages(dict[str, type]):
@@ -279,7 +266,7 @@ class _Messages(dict[str, type]):
 
     def __contains__(self, name: object) -> bool:
         if not (self._is_complete or super().__contains__(name)):
-            of_kinds = [message for kind in usable_kinds() for message in self._of_kind(kind)]
+            of_kinds = [message for kind in JOBS.usable() for message in self._of_kind(kind)]
             self.update({**by_type(*of_kinds), **self})
             self._is_complete = True
         return super().__contains__(name)

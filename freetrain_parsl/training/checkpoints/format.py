@@ -172,13 +172,13 @@ class Checkpoints:
         entry, manifest = self._directory.complete(draft, fields_of_manifest)
         self._write_seconds.append(manifest["write_seconds"])
         logger.info(
-            "trainer %s: checkpoint %s (%s), %d bytes in %.3f s",
+            "training job %s: checkpoint %s (%s), %d bytes in %.3f s",
             self._trainer, entry.path, facts.reason, manifest["bytes"], manifest["write_seconds"],
         )  # fmt: skip
         try:
             self._directory.prune(entry, self._keep, self._damaged)
         except CheckpointError as error:  # the new one is durable; the next save retries
-            logger.warning("trainer %s: %s", self._trainer, error)
+            logger.warning("training job %s: %s", self._trainer, error)
         return entry
 
     def make_room(self) -> bool:
@@ -221,7 +221,7 @@ class Checkpoints:
             try:
                 restored = self.load(entry)
             except DamagedCheckpoint as problem:  # noqa: PERF203 - falling back is what this loop is for
-                logger.warning("trainer %s: %s; falling back to the previous one", self._trainer, problem)
+                logger.warning("training job %s: %s; falling back to the previous one", self._trainer, problem)
                 problems[entry] = problem
             else:
                 self._damaged = frozenset(problems)
@@ -229,7 +229,7 @@ class Checkpoints:
         if any(entry.step for entry in entries):
             first = next(iter(problems.values()))
             raise DamagedCheckpoint(
-                f"trainer {self._trainer!r}: none of {len(problems)} checkpoints is intact ({first}); "
+                f"training job {self._trainer!r}: none of {len(problems)} checkpoints is intact ({first}); "
                 f"restore a good copy, or remove {self._directory.path} to start over"
             ) from first
         return None

@@ -136,7 +136,7 @@ class Restoration:
     def _mismatch(self, difference: str, cause: Exception | None = None) -> NoReturn:
         raise CheckpointMismatch(
             f"checkpoint {self._restored.entry.path} belongs to another training job: {difference}; "
-            "undo the change, or use another trainer name or checkpoint directory"
+            "undo the change, or use another name or checkpoint directory"
         ) from cause
 
 

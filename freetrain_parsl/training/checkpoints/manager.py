@@ -206,7 +206,7 @@ class CheckpointManager:
                 time.sleep(pause)
         newest = "no checkpoint exists" if self.newest is None else f"the newest is {self.newest.path}"
         logger.warning(
-            "trainer %s: ends without a checkpoint of step %d; %s", self._options.name, facts["step"], newest
+            "training job %s: ends without a checkpoint of step %d; %s", self._options.name, facts["step"], newest
         )
 
     def mark_saved(self, mark: Hashable) -> None:
@@ -299,12 +299,12 @@ class CheckpointManager:
                 self._claim.lose()
         elif self.newest is None and failures >= TRIES:
             raise TrainingError(
-                f"trainer {self._options.name!r}: none of {failures} checkpoints could be written ({error}); "
+                f"training job {self._options.name!r}: none of {failures} checkpoints could be written ({error}); "
                 "free space there, or use another checkpoint directory"
             ) from error
         logger.log(
             logging.INFO if known_cause else logging.WARNING,
-            "trainer %s: %s; training continues, next attempt in %s",
+            "training job %s: %s; training continues, next attempt in %s",
             self._options.name, error, self.interval,
         )  # fmt: skip
 
@@ -345,5 +345,5 @@ class CheckpointManager:
         else:
             found, self.code_note = accept_code(found, self._options, self._directory)
         if self.code_note:
-            logger.warning("trainer %s: %s", self._options.name, self.code_note)
+            logger.warning("training job %s: %s", self._options.name, self.code_note)
         return found

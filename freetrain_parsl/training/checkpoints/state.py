@@ -179,5 +179,5 @@ class SessionState:
     def _mismatch(self, difference: str) -> NoReturn:
         raise CheckpointMismatch(
             f"checkpoint {self._source()} belongs to another training job: {difference}; "
-            "undo the change, or use another trainer name or checkpoint directory"
+            "undo the change, or use another name or checkpoint directory"
         )

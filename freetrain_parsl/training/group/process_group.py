@@ -385,7 +385,7 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
             # torch numbers its groups, and the number is part of the rendezvous keys: newcomers count from 0.
             dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public API
             raise PeerFailed(
-                f"trainer {membership.trainer!r}: its {membership.world_size} processes did not all connect "
+                f"training job {membership.trainer!r}: its {membership.world_size} processes did not all connect "
                 f"({gist(error)})"
             ) from error
         kept = environment.pop_all()  # NCCL reads its variable only at the first exchange of gradients

@@ -13,7 +13,7 @@ from freetrain_parsl.planning.model import BlockTerms
 from freetrain_parsl.windows.availability_profile import NodeNeeds, find_windows
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 from freetrain_parsl.windows.commands import Commands
-from freetrain_parsl.windows.slurm.hidden_queue import hides_jobs
+from freetrain_parsl.windows.hidden_queue import hides_jobs
 from freetrain_parsl.windows.slurm.jobs import block_status, plain_features, sort_jobs
 from freetrain_parsl.windows.slurm.known_nodes import KnownNodes
 from freetrain_parsl.windows.slurm.queries import SlurmQueries

@@ -25,7 +25,7 @@ export function createCurves(element, store) {
     const chosen = selected !== null && [...store.curves.values()].some((curve) => curve.training === selected);
     note.textContent = !names.size ? "No values were reported so far."
       : chosen ? `Of ${trainings.name[selected]} in colour; choose it again to see all alike.`
-        : "Choose a training in the first table to highlight its lines.";
+        : "Choose a training job in the first table to highlight its lines.";
     const sorted = [...names].sort(([a], [b]) => (b === "loss") - (a === "loss") || a.localeCompare(b));
     charts.replaceChildren(...sorted.map(([name, curves]) => chart(name, curves, trainings, chosen)));
   };
@@ -53,7 +53,7 @@ export function createCurves(element, store) {
     }, makeSvg("title", {}, `${trainings.name?.[curve.training] ?? ""}: ${words.number(curve.value.at(-1))}`)));
     const some = lines.slice(-6).map((curve) => `${trainings.name?.[curve.training] ?? ""} ${words.number(curve.value.at(-1))}`).join(", ");
     const picture = makeSvg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${name} against steps; last values: ${some}` }, ...marks, ...paths);
-    const cut = shown.length > lines.length ? `, ${lines.length} of ${shown.length} trainings` : "";
+    const cut = shown.length > lines.length ? `, ${lines.length} of ${shown.length} training jobs` : "";
     return make("figure", {}, make("figcaption", {}, make("strong", {}, name), ` against steps${cut}`), picture);
   };
   return { draw, select(training) { selected = training; } };

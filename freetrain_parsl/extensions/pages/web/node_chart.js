@@ -132,7 +132,7 @@ export function createNodeChart(element, store, select) {
     tip.hidden = !found;
     if (!found) return;
     const who = found.training !== undefined ? store.table("trainings").name[found.training]
-      : { [IDLE]: "idle", [OTHERS]: "other users, or down", [OURS]: "ours, without a training" }[found.state] ?? "unknown";
+      : { [IDLE]: "idle", [OTHERS]: "other users, or down", [OURS]: "ours, without a training job" }[found.state] ?? "unknown";
     const kind = store.table("nodes").kind[found.node];
     tip.textContent = `${store.table("nodes").name[found.node]}${kind ? ` (${kind})` : ""}, ${words.clock(store, found.time)}: ${who}`;
     const box = frame.getBoundingClientRect();

@@ -11,7 +11,7 @@ const LEVELS = ["repair", "failure", "error"];
 const PHASES = {
   starting: "starting, until the workers are ready",
   training: "training",
-  between: "ready, without a training",
+  between: "ready, without a training job",
   leaving: "leaving: saving, and ending the block",
 };
 const ROWS_SHOWN = 100;
@@ -217,7 +217,7 @@ export function createRunView(element) {
     const counts = Object.fromEntries(STATES.map((name) => [name, 0]));
     for (let i = 0; i < store.count("trainings"); i++) counts[rows.state[i]] += 1;
     put(title, run.name);
-    // As in notebooks and of remote runs: a driver that finished, but not all of its trainings.
+    // As in notebooks and of remote runs: a driver that finished, but not all of its training jobs.
     const outcome = run.ended === "finished" && counts.failed + counts.waiting + counts.running ? "failed" : run.ended;
     const ended = run.reading ? "reading …" : outcome ?? "running";
     put(state, ended);
