@@ -234,6 +234,7 @@ class Endless:
         (range(9), {"batch_size": 2, "order": lambda epoch: [0, 9]}, "outside the dataset of 9"),
         (range(9), {"batch_size": 2, "order": lambda epoch: []}, "the sampler is empty"),
         (range(9), {"batch_size": 2, "order": lambda epoch: [1], "sampler": [2]}, "pass one"),
+        (DataLoader(range(9), 2), {"order": "torch", "sampler": [2]}, "keeps the DataLoader's sampler"),
         (range(9), {"batch_size": 2, "worker_options": {"timeout": 3}}, "timeout need workers"),
         (range(9), {"batch_size": 2, "num_workers": 1, "worker_options": {"shuffle": 3}}, "got shuffle"),
     ],

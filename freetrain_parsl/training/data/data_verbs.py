@@ -118,6 +118,8 @@ class DataVerbs:
             }
             found, own = parts_of(dataset)
             own |= {name: value for name, value in given.items() if value}
+            if order == "torch" and sampler is not None:
+                raise UsageError("session.loader: order='torch' keeps the DataLoader's sampler: no sampler=…")
             if order == "torch":
                 own["sampler"] = torch_order_like(dataset, **own)
             elif order is not None and sampler is None:
