@@ -178,11 +178,14 @@ class Journal:
             descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
             os.fchmod(descriptor, 0o600)  # SQLite gives its log the same mode
             os.close(descriptor)
-            self._database = sqlite3.connect(path, check_same_thread=False)
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")
-            self._database.executescript(_SCHEMA)
-            self._database.commit()
+            with contextlib.ExitStack() as on_error:
+                self._database = sqlite3.connect(path, check_same_thread=False)
+                on_error.callback(self._database.close)
+                self._database.execute("PRAGMA journal_mode=WAL")
+                self._database.execute("PRAGMA synchronous=NORMAL")
+                self._database.executescript(_SCHEMA)
+                self._database.commit()
+                on_error.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise InvalidInput(
                 f"cannot create the journal {path}: {error}; choose a run directory with free space"

@@ -84,12 +84,13 @@ class SimulatedSite:
         """Training -> its member of rank 0."""
         self.slots = 0
         self.journal_path = directory / "journal.sqlite"
+        self.journal = Journal(self.journal_path)
         self.loop = ControlLoop(
             policy=resolve_policy("milp", "throughput"),
             planner_settings=settings,
             server=self,  # type: ignore[arg-type]
             submitter=self,  # type: ignore[arg-type]
-            journal=Journal(self.journal_path),
+            journal=self.journal,
             shared_settings=SharedSettings(SessionOptions("site", directory)),
             slots_per_node=1,
             outdated=1e9,

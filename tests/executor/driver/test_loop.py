@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,13 +13,15 @@ from freetrain_parsl.protocol.messages import Output, Values
 from tests.executor.driver.simulated_site import SimulatedSite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> SimulatedSite:
-    return SimulatedSite(tmp_path, (), (), PlannerSettings().in_seconds(), start_delay=1.0)
+def site(tmp_path: Path) -> Iterator[SimulatedSite]:
+    simulated = SimulatedSite(tmp_path, (), (), PlannerSettings().in_seconds(), start_delay=1.0)
+    with closing(simulated.journal):
+        yield simulated
 
 
 def test_whatever_ends_the_loop_fails_what_is_not_done(site: SimulatedSite, monkeypatch: pytest.MonkeyPatch) -> None:
