@@ -53,7 +53,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 6_700,
+    "planning": 7_300,
     "protocol": 1_920,
     "report": 2_940,
     "storage": 2_090,

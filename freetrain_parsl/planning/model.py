@@ -123,6 +123,11 @@ class PoolNode:
     node_kind: str = ""
 
     @property
+    def machine(self) -> str:
+        """The machine that it is, or is a part of."""
+        return self.host or self.name
+
+    @property
     def closes_or_inf(self) -> float:
         """The known closing time; infinity if unknown."""
         return math.inf if self.closes is None else self.closes
@@ -148,20 +153,24 @@ class Pool(Mapping[str, PoolNode]):
         Time for which a decision about them is expected to last, seconds.
     max_blocks
         Number of blocks that may be requested for the nodes that need one; ``None`` for no limit.
+    slots_per_host
+        Slots of a host that has all of them, if the nodes are slots of hosts that trainers share; ``None``: as many as
+        the fullest host has, which is 1 if each node is a machine of its own.
     """
 
     def __init__(
-        self, nodes: Iterable[PoolNode] = (), horizon: float = DEFAULT_HORIZON, max_blocks: int | None = None
+        self,
+        nodes: Iterable[PoolNode] = (),
+        horizon: float = DEFAULT_HORIZON,
+        max_blocks: int | None = None,
+        slots_per_host: int | None = None,
     ) -> None:
         self.horizon = horizon
         self.max_blocks = max_blocks
         self._nodes = {node.name: node for node in sorted(nodes, key=lambda node: node.name)}
-        self._hosts = Counter(node.host for node in self._nodes.values() if node.host)
-
-    @property
-    def nodes_per_host(self) -> int:
-        """The largest number of nodes on one host; 1 if each node is a machine of its own."""
-        return max(self._hosts.values(), default=1)
+        self.slots_per_host = slots_per_host or max(
+            Counter(node.host for node in self._nodes.values() if node.host).values(), default=1
+        )
 
     def __getitem__(self, name: str) -> PoolNode:
         return self._nodes[name]

@@ -38,6 +38,7 @@ from freetrain_parsl.planning.objectives.base import (
     value_table,
 )
 from freetrain_parsl.planning.placement import current_counts
+from freetrain_parsl.planning.sizes import are_sizes
 from freetrain_parsl.planning.solvers.highs import is_proven
 from freetrain_parsl.planning.solvers.multiple_choice import NOTHING, ChoiceSolution, maximise_choices
 
@@ -67,7 +68,12 @@ def allocate_over_kinds(
         return policy.allocate(pool, trainers, current, now)
     started = time.perf_counter()
     pools = {
-        kind: Pool((node for node in pool.values() if node.node_kind == kind), pool.horizon, pool.max_blocks)
+        kind: Pool(
+            (node for node in pool.values() if node.node_kind == kind),
+            pool.horizon,
+            pool.max_blocks,
+            pool.slots_per_host,
+        )
         for kind in kinds_here
     }
     ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
@@ -113,7 +119,8 @@ class _Choices:
     @property
     def are_those_of_policy(self) -> bool:
         """Whether the policy maximises the same value, so that its optimum on the chosen kinds is the optimum."""
-        return self.policy.by_counts and not isinstance(self.policy.objective, Contextual)
+        on_whole_nodes = all(pool.slots_per_host == 1 for pool in self.pools.values())
+        return self.policy.by_counts and on_whole_nodes and not isinstance(self.policy.objective, Contextual)
 
     def _objective_on(self, kind: str) -> Objective:
         """Return the objective of this moment, as if every trainer that may use the kind had to run on it."""
@@ -155,6 +162,7 @@ class _Choices:
         for kind in kinds:
             held, most = self._held[kind][trainer.name], len(self.pools[kind])
             table = value_table(self._objectives[kind], trainer.on_kind(kind), held, most, self._seconds[kind])
+            table[~are_sizes(np.arange(most + 1), self.pools[kind].slots_per_host)] = -np.inf
             # Values are compared with stopping, which costs a trainer that leaves this kind as much.
             saved = self._stopping(trainer, kind) if kind == running else 0.0
             for count in np.flatnonzero(np.isfinite(table[1:])) + 1:

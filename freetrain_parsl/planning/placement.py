@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from freetrain_parsl.errors import PlanningError
+from freetrain_parsl.planning.sizes import are_sizes, round_down, sizes_within
+from freetrain_parsl.planning.solvers.shared_hosts import Parts, most_valuable_stays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,20 +20,27 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from freetrain_parsl.planning.model import Allocation, PlannedJob, Pool
+    from freetrain_parsl.planning.solvers.highs import Counts
 
-__all__ = ["check_allocation", "current_counts", "keep_to_whole_hosts", "place", "place_emptiest_first"]
+__all__ = ["SharedHosts", "check_allocation", "current_counts", "place", "place_anywhere", "place_emptiest_first"]
 
 
-def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
+def place(
+    counts: Mapping[str, int],
+    pool: Pool,
+    current: Allocation,
+    move_costs: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, frozenset[str]]:
     """Choose nodes for decided counts without moving trainers between nodes.
 
     A trainer keeps as many of its nodes as its count allows, those that close last. Growing trainers, in order of
     name, take the free nodes that close last, ready ones first. Unknown closings are replaced by the expected ones;
     ties are broken by node name.
 
-    If nodes share hosts, a trainer whose count changes is placed anew, on as few hosts as possible: any change is a
-    restart in such a cluster, and nearby nodes are faster. Larger trainers choose first, and a small one takes the host
-    that it leaves with the fewest free nodes.
+    If nodes are slots of hosts that trainers share, counts are sizes of `planning.sizes`: each small trainer is placed
+    inside one host, and larger ones on whole hosts. Trainers of unchanged count stay where they are if all fit;
+    otherwise those move whose moves cost least, which is solved exactly. After them, as many slots as possible of the
+    others are kept. The rest, largest first, take the hosts that are ready and close last, fullest first.
 
     Parameters
     ----------
@@ -39,6 +50,8 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
         The nodes to allocate.
     current
         Trainer -> its nodes before; nodes that have left the pool are ignored.
+    move_costs
+        Trainer -> cost of moving it to another host, where hosts are shared; absent ones cost 1.
 
     Returns
     -------
@@ -48,11 +61,12 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     Raises
     ------
     PlanningError
-        A negative count, more nodes in total than the pool has, or a node that two trainers already hold.
+        A negative count, more nodes in total than the pool has, a node that two trainers already hold, or sizes that
+        do not fit on shared hosts, or a count that is no size.
     """
     _check_counts(counts, pool)
-    if pool.nodes_per_host > 1:
-        return _place_on_hosts(dict(sorted(counts.items(), key=lambda item: -item[1])), pool, current, _tightest)
+    if pool.slots_per_host > 1:
+        return _place_sizes(counts, pool, current, move_costs)
     held = _holders(current, pool)
     order = sorted(pool, key=lambda name: (pool[name].startup, -pool[name].lasts_until, name))
     kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
@@ -69,12 +83,25 @@ def place(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[st
     return {trainer: frozenset(nodes) for trainer, nodes in kept.items() if nodes}
 
 
+def place_anywhere(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
+    """Choose nodes for any counts on hosts that trainers share, for policies of any layout.
+
+    A trainer whose count changes is placed anew, on as few hosts as possible: any change is a restart in such a
+    cluster, and nearby nodes are faster. Larger trainers choose first, and a small one takes the host that it leaves
+    with the fewest free nodes. Without shared hosts it is `place`.
+    """
+    if pool.slots_per_host == 1:
+        return place(counts, pool, current)
+    _check_counts(counts, pool)
+    return _place_on_hosts(dict(sorted(counts.items(), key=lambda item: -item[1])), pool, current, _tightest)
+
+
 def place_emptiest_first(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
-    """Choose nodes as `place` does, but each host with the most free nodes first, in the order of `counts`.
+    """Choose nodes as `place_anywhere` does, but each host with the most free nodes first, in the order of `counts`.
 
     Tiresias and Optimus place trainers like this in Pollux' evaluation. Without shared hosts it is `place`.
     """
-    if pool.nodes_per_host == 1:
+    if pool.slots_per_host == 1:
         return place(counts, pool, current)
     _check_counts(counts, pool)
     return _place_on_hosts(counts, pool, current, _emptiest)
@@ -107,7 +134,7 @@ def _place_on_hosts(
     free: dict[str, list[str]] = {}
     for node in pool.values():
         if node.name not in taken:
-            free.setdefault(node.host or node.name, []).append(node.name)
+            free.setdefault(node.machine, []).append(node.name)
     placed = dict(kept)
     for name, count in counts.items():
         if name in kept or not count:
@@ -124,29 +151,136 @@ def _place_on_hosts(
     return placed
 
 
-def keep_to_whole_hosts(values: npt.NDArray[np.float64], nodes_per_host: int) -> None:
-    """Disallow counts that need a part of a host besides whole ones: such trainers would share hosts and slow down.
+class SharedHosts:
+    """The hosts of a pool whose slots trainers share, and what trainers have there.
 
-    A trainer that could then have no count at all keeps those that it has. `values`, of each trainer on 0, 1, …, N
-    nodes, shape (J, N + 1), become minus infinity for these counts.
+    Parameters
+    ----------
+    pool
+        Its nodes are slots of hosts.
+    current
+        Trainer -> its slots; those that have left the pool are ignored.
     """
-    if nodes_per_host == 1:
-        return
-    counts = np.arange(values.shape[1])
-    partial = (counts > nodes_per_host) & (counts % nodes_per_host != 0)
-    runs_otherwise = np.isfinite(values[:, ~partial][:, 1:]).any(axis=1)
-    values[np.ix_(runs_otherwise, partial)] = -np.inf
+
+    def __init__(self, pool: Pool, current: Allocation) -> None:
+        self.slots = pool.slots_per_host
+        self.on: dict[str, list[str]] = {}
+        """Host -> its slots in the pool."""
+        for node in pool.values():
+            self.on.setdefault(node.machine, []).append(node.name)
+        self._pool = pool
+        self._number = {host: number for number, host in enumerate(self.on)}
+        self.held: dict[str, dict[str, list[str]]] = {}
+        """Trainer -> host -> its slots there."""
+        for slot, trainer in sorted(_holders(current, pool).items()):
+            self.held.setdefault(trainer, {}).setdefault(self.host_of(slot), []).append(slot)
+
+    def host_of(self, slot: str) -> str:
+        """Return the host of a slot."""
+        return self._pool[slot].machine
+
+    def whole(self, trainer: str) -> list[str]:
+        """Return the hosts that a trainer has for itself, those that close last first."""
+        mine = self.held.get(trainer, {})
+        return sorted((host for host in mine if len(mine[host]) == self.slots), key=self._last_closing)
+
+    def is_laid_out(self, trainer: str) -> bool:
+        """Return whether its slots are part of one host, of a size, or whole hosts."""
+        mine = self.held.get(trainer, {})
+        count = sum(map(len, mine.values()))
+        if count >= self.slots:
+            return len(mine) * self.slots == count
+        return len(mine) == 1 and round_down(count, self.slots) == count
+
+    def parts(self, trainers: Sequence[str], counts: Counts) -> Parts:
+        """Return what trainers keep on one host each if they get these counts; nothing of a trainer of whole hosts."""
+        host, sizes = np.full(len(trainers), -1, dtype=np.int64), np.zeros(len(trainers), dtype=np.int64)
+        for row, (name, count) in enumerate(zip(trainers, counts.tolist(), strict=True)):
+            mine = self.held.get(name, {})
+            if count and mine and not (count >= self.slots and self.whole(name)):
+                best = min(mine, key=lambda host: (-len(mine[host]), self._last_closing(host)))
+                host[row], sizes[row] = self._number[best], min(count, self.slots)
+        return Parts(self.slots, np.array([len(slots) for slots in self.on.values()], dtype=np.int64), host, sizes)
+
+    def _last_closing(self, host: str) -> tuple[float, float, str]:
+        first = self._pool[self.on[host][0]]
+        return (first.startup, -min(self._pool[slot].lasts_until for slot in self.on[host]), host)
+
+    def choose(self, free: Mapping[str, Sequence[str]], wanted: int) -> str | None:
+        """Return the best host, out of these with free slots, for `wanted` slots; ``None`` if none has as many."""
+        fitting = [host for host in free if len(free[host]) >= wanted]
+        return min(fitting, key=lambda h: (*self._last_closing(h)[:2], len(free[h]), h), default=None)
 
 
-def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[PlannedJob]) -> None:
+def _place_sizes(
+    counts: Mapping[str, int], pool: Pool, current: Allocation, move_costs: Mapping[str, float]
+) -> dict[str, frozenset[str]]:
+    hosts = SharedHosts(pool, current)
+    if not are_sizes(np.fromiter(counts.values(), dtype=np.int64), hosts.slots).all():
+        raise PlanningError(f"placement: not all of {dict(counts)} are sizes on hosts of {hosts.slots} slots")
+    free = {host: set(slots) for host, slots in hosts.on.items()}
+    placed: dict[str, set[str]] = {name: set() for name in sorted(counts) if counts[name]}
+
+    def take(name: str, host: str, number: int) -> None:
+        own = hosts.held.get(name, {}).get(host, [])
+        first = sorted(free[host], key=lambda slot: (slot not in own, slot))[:number]
+        placed[name].update(first)
+        free[host].difference_update(first)
+
+    for name in placed:
+        for host in hosts.whole(name)[: counts[name] // hosts.slots]:
+            take(name, host, hosts.slots)
+    names = [name for name in placed if len(placed[name]) < counts[name]]
+    missing = np.array([counts[name] - len(placed[name]) for name in names], dtype=np.int64)
+    parts = hosts.parts(names, np.where(missing == [counts[name] for name in names], missing, 0))
+    parts = replace(parts, free=np.array([len(slots) for slots in free.values()], dtype=np.int64))
+    number_of = list(hosts.on)
+    stays = most_valuable_stays(parts, missing, _weights(names, counts, hosts, move_costs))
+    for row in range(len(names)):
+        if stays[row]:
+            take(names[row], number_of[parts.host[row]], int(parts.sizes[row]))
+    for name in sorted(names, key=lambda name: (-counts[name], name)):
+        while left := counts[name] - len(placed[name]):
+            size = min(left, hosts.slots)
+            best = hosts.choose({host: sorted(slots) for host, slots in free.items()}, size)
+            if best is None:
+                raise PlanningError(f"placement: no host has {size} free slots for trainer {name!r}")
+            take(name, best, size)
+    return {name: frozenset(slots) for name, slots in placed.items()}
+
+
+def _weights(
+    names: Sequence[str], counts: Mapping[str, int], hosts: SharedHosts, move_costs: Mapping[str, float]
+) -> npt.NDArray[np.float64]:
+    """Value stays by the cost of the move that they avoid; then, far below any of these, by the slots that are kept."""
+    kept = np.array([max(map(len, hosts.held.get(name, {"": ""}).values())) for name in names], dtype=np.float64)
+    unchanged = np.array([hosts.is_laid_out(n) and sum(map(len, hosts.held[n].values())) == counts[n] for n in names])
+    costs = np.where(unchanged, [move_costs.get(name, 1.0) for name in names], 0.0)
+    least = costs[costs > 0].min(initial=np.inf)
+    scale = 1e-3 * (least if np.isfinite(least) else 1.0) / max(kept.sum(), 1.0)
+    weights: npt.NDArray[np.float64] = costs + scale * kept
+    return weights
+
+
+def check_allocation(
+    allocation: Allocation, pool: Pool, trainers: Iterable[PlannedJob], *, any_layout: bool = False
+) -> None:
     """Reject an allocation that violates the contract of `Policy`.
+
+    Parameters
+    ----------
+    allocation, pool, trainers
+        Of one decision.
+    any_layout
+        Whether trainers may have any slots of hosts that they share; see `Policy.any_layout`.
 
     Raises
     ------
     PlanningError
         It names an unknown trainer or node, gives a node to two trainers, or gives a trainer nodes of several kinds,
         nodes of a kind that it cannot use, or a number of nodes outside its bounds (including an empty set: a trainer
-        without nodes must be absent).
+        without nodes must be absent); or, where hosts are shared, slots that are neither part of one host nor whole
+        hosts, or a number of them that is no size.
     """
     known = {trainer.name: trainer for trainer in trainers}
     owner: dict[str, str] = {}
@@ -170,6 +304,14 @@ def check_allocation(allocation: Allocation, pool: Pool, trainers: Iterable[Plan
             raise PlanningError(f"allocation: trainer {name!r} got nodes of several kinds: {', '.join(kinds)}")
         if not trainer.may_use(kinds[0]):
             raise PlanningError(f"allocation: trainer {name!r} got nodes of kind {kinds[0]!r}, which it cannot use")
+    if pool.slots_per_host > 1 and not any_layout:
+        hosts = SharedHosts(pool, allocation)
+        for name in allocation:
+            if not hosts.is_laid_out(name):
+                raise PlanningError(
+                    f"allocation: trainer {name!r} got {len(allocation[name])} slots on hosts of {hosts.slots}: a "
+                    f"trainer takes {', '.join(map(str, sizes_within(hosts.slots)))} slots of one host, or whole hosts"
+                )
 
 
 def current_counts(trainers: Sequence[PlannedJob], pool: Pool, current: Allocation) -> dict[str, int]:

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidApp, PlanningError
+from freetrain_parsl.places import slot_place
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.alike import without_surplus
 from freetrain_parsl.planning.blocks import Holdings
@@ -62,6 +63,9 @@ class Planner:
     on_decision
         Called with (time, purpose, decision) after each accepted solve, for records; must not call the planner. The
         purpose is ``assign`` or ``demand``.
+    slots_per_node
+        Slots of a node if trainers share nodes: slots are then what it allocates, and `PoolNode.host` is their node. 1:
+        it allocates whole nodes.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class Planner:
         policy: Policy,
         settings: SettingsInSeconds | None = None,
         on_decision: Callable[[float, str, Decision], None] | None = None,
+        slots_per_node: int = 1,
     ) -> None:
         self.policy = policy
+        self.slots_per_node = slots_per_node
         self.settings = settings or PlannerSettings().in_seconds()
         self.statistics = PlannerStatistics()
         self.outlook = Outlook()
@@ -163,28 +169,30 @@ class Planner:
             case ev.WindowsOutdated():
                 self._holdings.doubt()
             case ev.BlockStarted():
-                self._holdings.start(event, self._members.keys())
+                self._holdings.start(event, self._machines)
             case ev.BlockEnded():
                 gone = [name for name, member in self._members.items() if member.block == event.block]
                 self._drop(gone, event.time)
                 self._holdings.end(event.block)
             case ev.NodesJoined():
+                known = self._machines
                 for node in event.nodes:
                     self._members[node.name] = _Member(node, event.block)
-                    self._holdings.join(event.block, node.name)
-                self.outlook.opened(event.time, (node.name for node in event.nodes))
-                if self._settle_until is None and self._holdings.still_joining(self._members):
+                    self._holdings.join(event.block, node.machine)
+                self.outlook.opened(event.time, dict.fromkeys(n.machine for n in event.nodes if n.machine not in known))
+                if self._settle_until is None and self._holdings.still_joining(self._machines):
                     self._settle_until = event.time + self.settings.settle
                 self._dirty = True
             case ev.NodesLeft():
-                for name in event.nodes:
-                    if (member := self._members.get(name)) is not None:
-                        self._holdings.lack(member.block, name, event.time)
-                        self._holdings.doubt()
+                blocks = {m.node.machine: m.block for name, m in self._members.items() if name in event.nodes}
                 self._drop(event.nodes, event.time)
+                for machine in blocks.keys() - self._machines:
+                    self._holdings.lack(blocks[machine], machine, event.time)
+                    self._holdings.doubt()
             case ev.NodesClosing():
-                for name in event.nodes:
-                    if (member := self._members.get(name)) is not None:
+                closing = frozenset(event.nodes)
+                for member in self._members.values():
+                    if member.node.machine in closing:
                         member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
                         if event.closes - event.time <= self.settings.startup:
                             self._holdings.doubt()
@@ -224,9 +232,10 @@ class Planner:
                 raise PlanningError(f"the planner does not know events of type {type(event).__name__}")
 
     def _drop(self, names: Iterable[str], now: float) -> None:
-        for name in names:
-            if (member := self._members.pop(name, None)) is not None:
-                self.outlook.closed(now, [name], given_back=self._holdings.is_over(member.block, now))
+        dropped = [member for name in names if (member := self._members.pop(name, None)) is not None]
+        blocks = {member.node.machine: member.block for member in dropped}
+        for machine in [machine for machine in blocks if machine not in self._machines]:
+            self.outlook.closed(now, [machine], given_back=self._holdings.is_over(blocks[machine], now))
         self._dirty = True
 
     # Planning.
@@ -240,7 +249,7 @@ class Planner:
         actions = self._lend(usable)
         pool = self._pool((node for name, node in usable.items() if name not in self._lent), now)
         if self._settle_until is not None and (
-            now >= self._settle_until or not self._holdings.still_joining(self._members)
+            now >= self._settle_until or not self._holdings.still_joining(self._machines)
         ):
             self._settle_until = None
         actions += self._reassign(pool, now)
@@ -254,8 +263,8 @@ class Planner:
             (
                 replace(
                     node,
-                    expected=now + outlook.remaining(node.name, now),
-                    closing_rate=outlook.closing_rate(node.name, now),
+                    expected=now + outlook.remaining(node.machine, now),
+                    closing_rate=outlook.closing_rate(node.machine, now),
                 )
                 if node.closes is None
                 else node
@@ -263,6 +272,7 @@ class Planner:
             ),
             outlook.horizon(self._mean_start()),
             self._holdings.may_be_requested,
+            self.slots_per_node if self.slots_per_node > 1 else None,
         )
 
     def _mean_start(self) -> float:
@@ -325,7 +335,7 @@ class Planner:
         """Call the policy; return ``None`` and log the error if it fails or its allocation is invalid."""
         try:
             decision = allocate_over_kinds(self.policy, pool, trainers, current, now)
-            check_allocation(decision.allocation, pool, trainers)
+            check_allocation(decision.allocation, pool, trainers, any_layout=self.policy.any_layout)
         except Exception:  # a policy may be user code: its errors must not stop running training jobs
             logger.exception("policy %r failed or gave an invalid allocation; keeping the last one", self.policy.name)
             self.statistics.refused += 1
@@ -346,24 +356,30 @@ class Planner:
         if not (len(holdings) or holdings.windows or self._tasks.nodes_wanted):
             return []  # the nodes do not come from blocks: nothing to request or release
         lost = holdings.give_up(now) + holdings.withdraw(now)
-        awaited = holdings.awaited(self._members.keys(), now)
-        offers = holdings.offers(self._members.keys(), now)
+        machines = self._machines
+        awaited = [unit for node in holdings.awaited(machines, now) for unit in self._units_of(node)]
+        offers = holdings.offers(machines, now)
         offered = [
-            PoolNode(name, window.closes, startup=holdings.startup_on(window.node_kind), node_kind=window.node_kind)
+            unit
             for window, names in offers
             for name in names
+            for unit in self._units_of(
+                PoolNode(name, window.closes, startup=holdings.startup_on(window.node_kind), node_kind=window.node_kind)
+            )
         ]
         # Nodes requested now arrive after those that close soon have closed.
         ready = now + holdings.startup + self.settings.closing_margin
         here = [*pool.values(), *awaited]
         lasting = [node for node in here if node.closes_or_inf > ready]
         wanted = self._wanted(lasting, offered, now)
-        spare = Counter(node.node_kind for node in here)
-        spare.subtract(node.node_kind for node in here if node.name in wanted)
-        waiting_tasks = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
+        kind_of = {node.machine: node.node_kind for node in here}
+        in_use = {node.machine for node in here if node.name in wanted}
+        spare = Counter(kind for machine, kind in kind_of.items() if machine not in in_use)
+        waiting = max(0, self._tasks.nodes_wanted + len(self._tasks.busy) - len(self._lent))
+        waiting_tasks = -(-waiting // self.slots_per_node)
         chosen = _beyond(lasting, offered, wanted)
         missing = max(0, waiting_tasks - spare.total())
-        growing = holdings.kinds if missing else {node.node_kind for node in offered if node.name in chosen}
+        growing = holdings.kinds if missing else {node.node_kind for node in offered if node.machine in chosen}
         for kind in growing:
             holdings.keep(kind)
         actions = lost + (holdings.request(chosen, missing, offers, now) if chosen or missing else [])
@@ -371,16 +387,28 @@ class Planner:
         for kind in sorted(holdings.kinds - growing):
             released, nodes = holdings.release(kind, min(spare[kind], may_go), self._used, now)
             may_go -= len(nodes)
-            for name in nodes:
-                self._members.pop(name, None)
+            for unit in [unit for unit, member in self._members.items() if member.node.machine in nodes]:
+                del self._members[unit]
             self.outlook.closed(now, nodes, given_back=True)
             actions += released
         return actions
 
     @property
     def _used(self) -> frozenset[str]:
-        """The nodes that training jobs and tasks have."""
-        return self._lent.union(*self._assigned.values())
+        """The machines that training jobs and tasks have."""
+        units = self._lent.union(*self._assigned.values())
+        return frozenset(self._members[unit].node.machine if unit in self._members else unit for unit in units)
+
+    @property
+    def _machines(self) -> frozenset[str]:
+        """The machines of which any slot is ready."""
+        return frozenset(member.node.machine for member in self._members.values())
+
+    def _units_of(self, node: PoolNode) -> list[PoolNode]:
+        """Return what is allocated of a node that has not joined: itself, or its slots."""
+        if self.slots_per_node == 1:
+            return [node]
+        return [replace(node, name=slot_place(node.name, lane), host=node.name) for lane in range(self.slots_per_node)]
 
     def _wanted(self, had: list[PoolNode], offered: list[PoolNode], now: float) -> frozenset[str]:
         """Return the nodes that trainers would use if every obtainable node were available."""
@@ -413,7 +441,7 @@ class Planner:
 
 
 def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]) -> frozenset[str]:
-    """Return the wanted nodes among those offered that no node already held can replace.
+    """Return the machines of the wanted nodes among those offered that no node already held can replace.
 
     A policy may prefer a node that is free for longer to one whose block ends; that is no reason to hold both.
     """
@@ -421,9 +449,14 @@ def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]
     kinds = {node.name: node.node_kind for node in chain(had, offered)}
     for kind in kinds_of(offered):
         candidates = [node for node in offered if node.node_kind == kind and node.name in wanted]
-        best = sorted(candidates, key=lambda node: (-node.lasts_until, node.name))
-        number = sum(kinds[name] == kind for name in wanted) - sum(node.node_kind == kind for node in had)
-        chosen.update(node.name for node in best[: max(0, number)])
+        best = dict.fromkeys(n.machine for n in sorted(candidates, key=lambda node: (-node.lasts_until, node.name)))
+        slots = Counter(node.machine for node in offered if node.node_kind == kind)
+        missing = sum(kinds[name] == kind for name in wanted) - sum(node.node_kind == kind for node in had)
+        for machine in best:
+            if missing <= 0:
+                break
+            chosen.add(machine)
+            missing -= slots[machine]
     return frozenset(chosen)
 
 

@@ -79,7 +79,8 @@ def shared_hosts_instance(seed: int, *, hosts: int = 4, nodes_per_host: int = 4,
         if rng.random() > 0.1
     ]
     made = [_elastic_trainer(rng, index, hosts * nodes_per_host, nodes_per_host) for index in range(trainers)]
-    return Instance(Pool(nodes), tuple(made), running(rng, made, [node.name for node in nodes]), now=0.0)
+    pool = Pool(nodes, slots_per_host=nodes_per_host)
+    return Instance(pool, tuple(made), running(rng, made, [node.name for node in nodes]), now=0.0)
 
 
 def _elastic_trainer(rng: np.random.Generator, index: int, nodes: int, nodes_per_host: int) -> PlannedJob:

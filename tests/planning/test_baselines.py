@@ -7,7 +7,7 @@ import pytest
 from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import PlannedJob, Pool, PoolNode
-from freetrain_parsl.planning.placement import place, place_emptiest_first
+from freetrain_parsl.planning.placement import place_anywhere, place_emptiest_first
 from freetrain_parsl.planning.policies import FirstComeFirstServedPolicy
 
 LINEAR = ScalingCurve({1: 1.0, 64: 64.0})
@@ -69,12 +69,12 @@ def test_emptiest_host_first_in_the_given_order():
 
 
 def test_tightest_host_for_the_smaller_trainer():
-    allocation = place({"small": 1, "large": 3}, pool_of(4, 4), {})
+    allocation = place_anywhere({"small": 1, "large": 3}, pool_of(4, 4), {})
     assert hosts(allocation["large"]) == ["h0"] * 3
     assert hosts(allocation["small"]) == ["h0"]
 
 
-@pytest.mark.parametrize("choose", [place, place_emptiest_first])
+@pytest.mark.parametrize("choose", [place_anywhere, place_emptiest_first])
 def test_unchanged_trainers_stay_and_changed_ones_are_placed_anew(choose):
     current = {"stays": frozenset({"h0/0", "h1/0"}), "grows": frozenset({"h0/1"})}
     allocation = choose({"stays": 2, "grows": 4}, pool_of(2, 2, 4), current)
@@ -82,7 +82,7 @@ def test_unchanged_trainers_stay_and_changed_ones_are_placed_anew(choose):
     assert hosts(allocation["grows"]) == ["h2"] * 4
 
 
-@pytest.mark.parametrize("choose", [place, place_emptiest_first])
+@pytest.mark.parametrize("choose", [place_anywhere, place_emptiest_first])
 def test_trainers_that_lost_a_node_are_placed_anew(choose):
     allocation = choose({"t": 2}, pool_of(2, 2), {"t": frozenset({"h0/0", "gone"})})
     assert len(allocation["t"]) == 2

@@ -56,14 +56,14 @@ class TestWindow(PolicyConformance):
 
 
 class TestOnes(PolicyConformance):
-    test_nobody_changes_hosts_at_the_same_count = None  # it may move a trainer to fewer hosts
+    test_nobody_changes_hosts_when_all_counts_are_the_same = None  # it may move a trainer to fewer hosts
 
     def make_policy(self):
         return OnesPolicy()
 
 
 class TestOnesPublished(PolicyConformance):
-    test_nobody_changes_hosts_at_the_same_count = None  # it reorders trainers
+    test_nobody_changes_hosts_when_all_counts_are_the_same = None  # it reorders trainers
 
     def make_policy(self):
         return OnesPublishedPolicy()

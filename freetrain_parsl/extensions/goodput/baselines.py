@@ -25,6 +25,7 @@ class OptimusPolicy(BaselinePolicy):
 
     name = "optimus"
     needs_hosts = True
+    any_layout = True
     emptiest_first = True
 
     def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
@@ -74,6 +75,7 @@ class TiresiasPolicy(BaselinePolicy):
 
     name = "tiresias"
     needs_hosts = True
+    any_layout = True
     emptiest_first = True
 
     def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege

@@ -24,8 +24,9 @@ from freetrain_parsl.planning.objectives.base import (
     resolve_objective,
     value_table,
 )
-from freetrain_parsl.planning.placement import current_counts, keep_to_whole_hosts, place
+from freetrain_parsl.planning.placement import current_counts, place, place_anywhere
 from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.policies.milp import MilpPolicy
 from freetrain_parsl.planning.solvers.counts import maximise_counts
 from freetrain_parsl.planning.solvers.highs import Solution, is_proven
 from freetrain_parsl.settings_checks import check_count, check_duration
@@ -38,7 +39,7 @@ __all__ = ["OnesPolicy", "PlacedValues", "placement_of"]
 
 def placement_of(nodes: Iterable[str], pool: Pool) -> tuple[int, ...]:
     """Return how many of some nodes are on each host, largest first; machines of their own count as one host."""
-    shared = pool.nodes_per_host > 1
+    shared = pool.slots_per_host > 1
     on = Counter((pool[node].host or node) if shared else "" for node in nodes)
     return tuple(sorted(on.values(), reverse=True))
 
@@ -96,7 +97,7 @@ class PlacedValues:
             nodes = allocation.get(trainer.name, frozenset())
             before = current.get(trainer.name, frozenset()) & pool.keys()
             moved = bool(nodes) and nodes != before and len(nodes) == len(before)
-            total += self.value(number, placement_of(nodes, pool), moved=moved and pool.nodes_per_host > 1)
+            total += self.value(number, placement_of(nodes, pool), moved=moved and pool.slots_per_host > 1)
         return total
 
     def _value_at(self, number: int, nodes: int, rate: float, *, moved: bool) -> float:
@@ -145,6 +146,7 @@ class OnesPolicy(Policy):
 
     name = "ones"
     needs_hosts = True
+    any_layout = True
 
     def __init__(
         self,
@@ -169,6 +171,7 @@ class OnesPolicy(Policy):
         self._population, self._generations, self._patience = population, generations, patience
         self._warm_start, self._seed = warm_start, seed
         self._time_limit = time_limit.total_seconds()
+        self._in_sizes = MilpPolicy(objective, horizon=horizon, time_limit=time_limit)
 
     def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
@@ -177,7 +180,8 @@ class OnesPolicy(Policy):
         if not ranked or not len(pool):
             return Decision({}, 0.0, proven_optimal=True, bound=0.0)
         moment = Moment(ranked, current_counts(ranked, pool, current), len(pool), now)
-        problem = _Problem(pool, current, moment, PlacedValues(self._objective, moment, self._horizon or pool.horizon))
+        values = PlacedValues(self._objective, moment, self._horizon or pool.horizon)
+        problem = _Problem(pool, current, moment, values, self._in_sizes)
         exact, starts = problem.exact(self._time_limit)
         if not self._warm_start:
             starts = starts[:1]
@@ -209,9 +213,12 @@ class _Problem:
     A pool whose nodes are machines of their own is one host: its nodes are alike.
     """
 
-    def __init__(self, pool: Pool, current: Allocation, moment: Moment, values: PlacedValues) -> None:
+    def __init__(
+        self, pool: Pool, current: Allocation, moment: Moment, values: PlacedValues, in_sizes: MilpPolicy
+    ) -> None:
         self._pool, self._current, self._moment, self._values = pool, current, moment, values
-        self._shared = pool.nodes_per_host > 1
+        self._in_sizes, self._case = in_sizes, (pool, moment.trainers, current, moment.now)
+        self._shared = pool.slots_per_host > 1
         hosts = {name: (node.host or name) if self._shared else "" for name, node in pool.items()}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
         self._host_of = {name: numbers[host] for name, host in hosts.items()}
@@ -235,10 +242,7 @@ class _Problem:
         exact = maximise_counts(tables, kept, time_limit=time_limit)
         starts = [keeping, self._placed(exact)]
         if self._shared:
-            whole = tables.copy()
-            keep_to_whole_hosts(whole, self._pool.nodes_per_host)
-            kept = np.where(np.isfinite(whole[np.arange(len(whole)), kept]), kept, 0)
-            starts.append(self._placed(maximise_counts(whole, kept, time_limit=time_limit)))
+            starts.append(self._layout(self._in_sizes.allocate(*self._case).allocation))
         return exact, starts
 
     def allocation(self, layout: Layout) -> Allocation:
@@ -276,7 +280,7 @@ class _Problem:
 
     def _placed(self, solution: Solution) -> Layout:
         counts = {t.name: int(count) for t, count in zip(self._moment.trainers, solution.counts, strict=True)}
-        return self._layout(place(counts, self._pool, self._current))
+        return self._layout(place_anywhere(counts, self._pool, self._current))
 
     def _layout(self, allocation: Allocation) -> Layout:
         rows = []

@@ -66,6 +66,7 @@ class OnesPublishedPolicy(BaselinePolicy):
 
     name = "ones-published"
     needs_hosts = True
+    any_layout = True
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class OnesPublishedPolicy(BaselinePolicy):
 
     def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
         """Choose contiguous nodes with the fewest changes; see `BaselinePolicy.place`."""
-        if pool.nodes_per_host == 1:
+        if pool.slots_per_host == 1:
             return super().place(counts, pool, current)
         nodes = list(pool)
         first = {name: min(had) for name in counts if (had := current.get(name, frozenset()) & pool.keys())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time as wall_clock
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.settings import PlannerSettings
+from freetrain_parsl.planning.sizes import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.simulate.jobs.job import SimulatedJob
     from freetrain_parsl.extensions.simulate.jobs.step_times import Placement
     from freetrain_parsl.extensions.simulate.jobs.workload import JobRequest
-    from freetrain_parsl.planning.model import Decision
+    from freetrain_parsl.planning.model import Decision, PlannedJob
     from freetrain_parsl.planning.policies.base import Policy
 
 __all__ = ["DEFAULT_INTERVAL", "ClusterUse", "SimulatedRun", "simulate"]
@@ -111,11 +112,17 @@ class _Simulation:
         settings = PlannerSettings(
             closing_margin=timedelta(0), settle=timedelta(0), replan_interval=timedelta(seconds=interval)
         )
-        self._planner = Planner(policy, settings.in_seconds(), self._decided)
+        slots = 1 if policy.any_layout else cluster.gpus_per_node
+        self._planner = Planner(policy, settings.in_seconds(), self._decided, slots)
         self._hosts = {node.name: node.host for node in cluster.slots()}
         self._waiting = deque(self._run.jobs)
         self._alive: dict[str, SimulatedJob] = {}
         self._planner.advance(ev.NodesJoined(0.0, "cluster", cluster.slots()))
+
+    def _trainer_of(self, job: SimulatedJob) -> PlannedJob:
+        """Return the job as the planner sees it: one that no size fits may have the next larger one."""
+        trainer, slots = self._description.trainer(job), self._planner.slots_per_node
+        return replace(trainer, max_nodes=max(trainer.max_nodes, round_up(trainer.min_nodes, slots)))
 
     def run(self) -> SimulatedRun:
         began = wall_clock.perf_counter()
@@ -151,11 +158,11 @@ class _Simulation:
         for job in [job for job in self._alive.values() if job.is_done]:
             del self._alive[job.name]
             events.append(ev.TrainerFinished(now, job.name))
-        events += [ev.TrainerLearned(now, self._description.trainer(job)) for job in self._alive.values()]
+        events += [ev.TrainerLearned(now, self._trainer_of(job)) for job in self._alive.values()]
         while self._waiting and self._waiting[0].request.time <= now:
             job = self._waiting.popleft()
             self._alive[job.name] = job
-            events.append(ev.TrainerSubmitted(now, self._description.trainer(job)))
+            events.append(ev.TrainerSubmitted(now, self._trainer_of(job)))
         self._planner.advance(*events)
         assigned = self._planner.assigned
         for name, job in self._alive.items():

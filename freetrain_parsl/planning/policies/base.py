@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool
@@ -18,7 +21,8 @@ from freetrain_parsl.planning.objectives.base import (
     resolve_objective,
     value_table,
 )
-from freetrain_parsl.planning.placement import current_counts, place, place_emptiest_first
+from freetrain_parsl.planning.placement import current_counts, place, place_anywhere, place_emptiest_first
+from freetrain_parsl.planning.sizes import room, round_down, wanted
 from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ class Policy(ABC):
     name: ClassVar[str]
     by_counts: ClassVar[bool] = False
     """Whether it maximises the sum over trainers of the value of their numbers of nodes."""
+    any_layout: ClassVar[bool] = False
+    """Whether it gives trainers any number of slots on any hosts that they share, as published policies do."""
     needs_hosts: ClassVar[bool] = False
     """Whether it is about placing trainers on hosts that they share, which only replay and simulation have."""
 
@@ -99,7 +105,7 @@ class BaselinePolicy(Policy):
     """
 
     emptiest_first: ClassVar[bool] = False
-    """Whether trainers take the hosts with the most free nodes; see `place_emptiest_first`."""
+    """Whether trainers take the hosts with the most free nodes, if the policy has `any_layout`."""
 
     def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta | None = None) -> None:
         if horizon is not None:
@@ -121,13 +127,17 @@ class BaselinePolicy(Policy):
 
     def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
         """Choose the nodes, in the order of `counts` where the order matters."""
-        return (place_emptiest_first if self.emptiest_first else place)(counts, pool, current)
+        if not self.any_layout:
+            return place(counts, pool, current)
+        return (place_emptiest_first if self.emptiest_first else place_anywhere)(counts, pool, current)
 
     def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         counts = self.counts(ranked, pool, current)
+        if pool.slots_per_host > 1 and not self.any_layout:
+            counts = _as_sizes(counts, {trainer.name: trainer.min_nodes for trainer in ranked}, pool)
         allocation = self.place(counts, pool, current)
         seconds = time.perf_counter() - started
         held = current_counts(ranked, pool, current)
@@ -138,3 +148,17 @@ class BaselinePolicy(Policy):
             objective += float(values[counts.get(trainer.name, 0)])
             bound += float(values.max())
         return Decision(allocation, objective, proven_optimal=False, bound=bound, solve_seconds=seconds)
+
+
+def _as_sizes(counts: Mapping[str, int], least: Mapping[str, int], pool: Pool) -> dict[str, int]:
+    """Round counts down to sizes for which shared hosts have room, in the order of `counts`."""
+    slots = pool.slots_per_host
+    left = room(Counter(node.machine for node in pool.values()).values(), slots)
+    sizes: dict[str, int] = {}
+    for name, count in counts.items():
+        size = round_down(count, slots)
+        while size and (wanted(np.array([size]), slots) > left).any():
+            size = round_down(size - 1, slots)
+        sizes[name] = size if size >= least[name] else 0
+        left = left - wanted(np.array([sizes[name]]), slots)
+    return sizes

@@ -42,7 +42,6 @@ class FirstComeFirstServedPolicy(BaselinePolicy):
     """Each trainer gets all that it can use, in order of submission; nobody overtakes one that has to wait."""
 
     name = "fcfs"
-    emptiest_first = True
 
     def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - the order of submission decides
         """Decide the counts; see `BaselinePolicy.counts`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from datetime import timedelta
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -15,15 +16,21 @@ from freetrain_parsl.planning.objectives.base import (
     Moment,
     ObjectiveLike,
     at_moment,
+    charged,
+    objective_table,
     value_table,
+    without_own_costs,
 )
-from freetrain_parsl.planning.placement import current_counts, keep_to_whole_hosts, place
+from freetrain_parsl.planning.placement import SharedHosts, current_counts, place
 from freetrain_parsl.planning.policies.base import ObjectivePolicy
+from freetrain_parsl.planning.sizes import are_sizes
 from freetrain_parsl.planning.solvers.counts import maximise_counts
+from freetrain_parsl.planning.solvers.shared_hosts import maximise_on_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from freetrain_parsl.planning.objectives.base import Objective
     from freetrain_parsl.planning.solvers.highs import Counts, Solution, Table
 
 __all__ = ["MilpPolicy"]
@@ -34,7 +41,8 @@ _REMEMBERED = 16  # solves: the planner alternates between the nodes that it has
 class MilpPolicy(ObjectivePolicy):
     """Maximises the value over the next `horizon` less the costs of changing now.
 
-    Nodes are interchangeable, so it decides counts; `place` then chooses nodes without moving trainers. The allocation
+    Nodes are interchangeable, so it decides counts; `place` then chooses nodes without moving trainers. Where trainers
+    share hosts, a trainer is moved to another one only if that gains more than it costs. The allocation
     is never worth less than keeping the current one, and is deterministic unless the time limit is reached. The solver
     checks the time between steps: many trainers with convex values can exceed the limit.
 
@@ -77,27 +85,70 @@ class MilpPolicy(ObjectivePolicy):
         objective = at_moment(self._objective, Moment(ranked, held, len(pool), now))
         horizon = self._horizon or pool.horizon
         values = np.stack([value_table(objective, t, held[t.name], len(pool), horizon) for t in ranked])
-        keep_to_whole_hosts(values, pool.nodes_per_host)
-        solution = self._solve(values, _as_it_is(values, held, ranked))
+        shared = _Shared(pool, current, ranked, objective, values) if pool.slots_per_host > 1 else None
+        solution = self._solve(values, _as_it_is(values, held, ranked), shared)
         counts = {t.name: int(count) for t, count in zip(ranked, solution.counts, strict=True)}
         return Decision(
-            place(counts, pool, current),
+            place(counts, pool, current, shared.move_costs if shared else {}),
             solution.objective,
             proven_optimal=solution.is_proven,
             bound=solution.bound,
             solve_seconds=time.perf_counter() - started,
         )
 
-    def _solve(self, values: Table, incumbent: Counts) -> Solution:
+    def _solve(self, values: Table, incumbent: Counts, shared: _Shared | None) -> Solution:
         """Solve, unless this is one of the latest problems again: decisions recur while nothing changes."""
-        problem = blake2b(repr(values.shape).encode() + values.tobytes() + incumbent.tobytes()).digest()
+        parts = shared.digest() if shared else b""
+        problem = blake2b(repr(values.shape).encode() + values.tobytes() + incumbent.tobytes() + parts).digest()
         for known, solution in self._solved:
             if known == problem:
                 return solution
-        solution = maximise_counts(values, incumbent, time_limit=self._time_limit, gap=self._gap)
+        if shared is None:
+            solution = maximise_counts(values, incumbent, time_limit=self._time_limit, gap=self._gap)
+        else:
+            solution = shared.maximise(values, incumbent, time_limit=self._time_limit, gap=self._gap)
         if solution.is_proven:  # otherwise another attempt may find more
             self._solved.append((problem, solution))
         return solution
+
+
+class _Shared:
+    """The hosts that trainers share, and what it costs to move them; limits `values` to sizes that they may have."""
+
+    def __init__(
+        self, pool: Pool, current: Allocation, ranked: Sequence[PlannedJob], objective: Objective, values: Table
+    ) -> None:
+        hosts = SharedHosts(pool, current)
+        names = [trainer.name for trainer in ranked]
+        values[:, ~are_sizes(np.arange(values.shape[1]), hosts.slots)] = -np.inf
+        held = np.array([sum(map(len, hosts.held.get(name, {}).values())) for name in names], dtype=np.int64)
+        costs = np.array([_move_cost(t, n, objective) for t, n in zip(ranked, held.tolist(), strict=True)])
+        laid_out = np.array([hosts.is_laid_out(name) for name in names])
+        rows = np.arange(len(names))
+        values[rows, held] -= np.where((held > 0) & ~laid_out, costs, 0.0)  # it has to move in any case
+        parts = hosts.parts(names, held)
+        self.parts = replace(parts, host=np.where(laid_out & (held < hosts.slots), parts.host, -1))
+        self.costs = costs
+        self.move_costs = dict(zip(names, costs.tolist(), strict=True))
+
+    def digest(self) -> bytes:
+        """Return what distinguishes this problem from others with the same values."""
+        return b"".join(part.tobytes() for part in (self.parts.free, self.parts.host, self.parts.sizes, self.costs))
+
+    def maximise(self, values: Table, incumbent: Counts, *, time_limit: float, gap: float) -> Solution:
+        """Solve; `maximise_on_hosts` describes the parameters."""
+        stays = self.parts.all * (incumbent == self.parts.sizes)
+        if not self.parts.fit(stays, incumbent):  # slots were lost, so that what is left of a trainer blocks others
+            incumbent = np.zeros_like(incumbent)
+        return maximise_on_hosts(values, incumbent, self.parts, self.costs, time_limit=time_limit, gap=gap)
+
+
+def _move_cost(trainer: PlannedJob, held: int, objective: Objective) -> float:
+    """Return the cost of a move: a trainer grows on the other host, and leaves this one, at the rate that it has."""
+    if not trainer.min_nodes <= held <= trainer.max_nodes:
+        return 0.0
+    rate = objective_table(charged(without_own_costs(objective)), trainer, held)[held]
+    return (trainer.costs.up + trainer.costs.down) * float(rate)
 
 
 def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[PlannedJob]) -> Counts:

@@ -50,6 +50,8 @@ class WindowPolicy(ObjectivePolicy):
 
     In this model, the allocation is never worth less than that of the count model or the current one.
 
+    Where trainers share hosts, it decides as `MilpPolicy`: closings then count only for which hosts are taken first.
+
     Parameters
     ----------
     objective
@@ -79,6 +81,7 @@ class WindowPolicy(ObjectivePolicy):
         if max_classes < 1:
             raise InvalidSettings(f"policy 'window': max_classes must be at least 1, got {max_classes!r}")
         self._max_classes = max_classes
+        self._on_shared_hosts = MilpPolicy(objective, horizon=horizon, time_limit=time_limit, gap=gap)
 
     def seconds_of_use(self, pool: Pool, now: float) -> float:
         """Return the mean of the weighted seconds that the nodes last."""
@@ -94,6 +97,8 @@ class WindowPolicy(ObjectivePolicy):
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         if not ranked or not pool:
             return Decision({}, 0.0, proven_optimal=True, bound=0.0)
+        if pool.slots_per_host > 1:
+            return self._on_shared_hosts.allocate(pool, ranked, current, now)
         held = current_counts(ranked, pool, current)
         objective = without_own_costs(at_moment(self._objective, Moment(ranked, held, len(pool), now)))
         horizon = self._horizon or pool.horizon

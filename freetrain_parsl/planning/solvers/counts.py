@@ -35,7 +35,7 @@ from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-__all__ = ["ConcavePiece", "alike", "fill", "maximise_counts", "pieces_of"]
+__all__ = ["ConcavePiece", "alike", "fill", "maximise_counts", "pieces_of", "reduced_costs"]
 
 _ROUNDING = 1e-13  # of the largest value: smaller differences are rounding errors of the tables, not kinks
 _CLOSED = 1e-12  # of the sum of largest values: a smaller gap counts as zero
@@ -97,6 +97,15 @@ def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -
 
 def _total(values: Table, counts: Counts) -> float:
     return float(values[np.arange(len(values)), counts].sum())
+
+
+def reduced_costs(values: Table) -> tuple[float, Table, float]:
+    """Return the price L of a node, the regret of each count at this price, shape (J, N + 1), and the bound."""
+    nodes = values.shape[1] - 1
+    price = _relax(values)[0] if np.argmax(values, axis=1).sum() > nodes else 0.0
+    reduced = values - price * np.arange(nodes + 1)
+    tops = reduced.max(axis=1)
+    return price, tops[:, None] - reduced, price * nodes + float(tops.sum())
 
 
 _OPTIONS: Mapping[str, bool | float] = MappingProxyType(

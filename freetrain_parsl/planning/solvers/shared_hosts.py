@@ -1,0 +1,299 @@
+"""Allocate the slots of nodes that jobs share: counts as in `solvers.counts`, jobs that stay where they are, and moves.
+
+A job that keeps its number of slots may stay, or move to another node at a cost w_j. With x_jn = 1 if job j has n
+slots, k_j = 1 if it keeps C_j slots where they are, P_i the jobs that have a part of node i, f_i the slots of node i,
+and sizes d_r as in `planning.sizes`::
+
+    max  sum_jn v_j(n) x_jn  -  sum_j w_j (x_jC_j - k_j)
+    s.t. sum_n x_jn = 1,    k_j <= x_jC_j
+         d_r y_ir + sum_{j in P_i} C_j k_j <= f_i                                          for each node i, size d_r
+         sum_{j, n >= d_r} n x_jn  <=  sum_i d_r y_ir + sum_{j: C_j >= d_r} C_j k_j        for each size d_r
+         x, k binary,  y integer
+
+The last rows are the condition under which the jobs that do not stay fit beside those that do; y_ir is the number of
+jobs of d_r slots for which node i has room. A job of whole nodes never needs to move, as nodes are alike.
+
+The count model without all this bounds it from above. If its optimum can be placed without moves, which is the usual
+case, it is the optimum here. Otherwise the programme is solved over the counts that reduced-cost fixing leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import TYPE_CHECKING
+
+import highspy
+import numpy as np
+
+from freetrain_parsl.planning.sizes import room, sizes_within, wanted
+from freetrain_parsl.planning.solvers.counts import alike, maximise_counts, reduced_costs
+from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, Table, make_solver
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Parts", "maximise_on_hosts", "most_valuable_stays"]
+
+_UNITS = 1000.0  # the gap, in units of the programme's objective
+_OPTIONS = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Nodes that jobs share, and the parts of them that jobs have, or would have.
+
+    Parameters
+    ----------
+    slots
+        A, slots of a node that has all of them.
+    free
+        f_i, slots of each node that are there, shape (H,).
+    host
+        Node of each job's part, shape (J,); -1 for a job without one.
+    sizes
+        Slots of the part, shape (J,).
+    """
+
+    slots: int
+    free: Counts
+    host: Counts
+    sizes: Counts
+
+    @property
+    def all(self) -> Counts:
+        """1 for each job that has a part, shape (J,)."""
+        return (self.host >= 0).astype(np.int64)
+
+    def left(self, stays: Counts) -> Counts:
+        """Return the slots of each node that these parts leave, shape (H,)."""
+        taken = np.zeros_like(self.free)
+        there = stays > 0
+        np.add.at(taken, self.host[there], self.sizes[there])
+        return self.free - taken
+
+    def fit(self, stays: Counts, counts: Counts) -> bool:
+        """Return whether jobs of these counts can be placed so that the parts in `stays` remain."""
+        left = self.left(stays)
+        if (left < 0).any():
+            return False
+        others = np.where(stays > 0, counts - self.sizes, counts)
+        return bool((wanted(others, self.slots) <= room(left, self.slots)).all())
+
+
+def maximise_on_hosts(
+    values: Table, incumbent: Counts, parts: Parts, move_costs: Table, *, time_limit: float = 1.0, gap: float = 0.0
+) -> Solution:
+    """Find counts of the highest value less the costs of moves.
+
+    Parameters
+    ----------
+    values
+        v_j(n), shape (J, N + 1) for N slots; minus infinity where a count is not allowed, see `planning.sizes`.
+    incumbent
+        Counts that can be placed with all `parts` of unchanged size; the result is never worth less.
+    parts
+        The parts of nodes that jobs have now.
+    move_costs
+        w_j, cost of moving a part to another node, shape (J,).
+    time_limit, gap
+        As in `maximise_counts`.
+
+    Raises
+    ------
+    PlanningError
+        The solver failed.
+    """
+    deadline = time.perf_counter() + time_limit
+    relaxed = maximise_counts(values, incumbent, time_limit=time_limit, gap=gap)
+    best, objective = incumbent, _worth(values, incumbent, parts, move_costs, parts.all * (incumbent == parts.sizes))
+    if parts.fit(np.zeros_like(incumbent), relaxed.counts):
+        stays = _stays(parts, relaxed.counts, move_costs, time_limit)
+        if (worth := _worth(values, relaxed.counts, parts, move_costs, stays)) > objective:
+            best, objective = relaxed.counts, worth
+    if relaxed.bound - objective <= max(gap * abs(relaxed.bound), 1e-12 * abs(relaxed.bound)):
+        return Solution(best, objective, max(relaxed.bound, objective))
+    programme = _Programme(values, parts, move_costs, objective)
+    counts, bound = programme.solve(best, max(deadline - time.perf_counter(), 0.0), gap)
+    stays = _stays(parts, counts, move_costs, time_limit)
+    if (worth := _worth(values, counts, parts, move_costs, stays)) > objective:
+        best, objective = counts, worth
+    return Solution(best, objective, max(min(bound, relaxed.bound), objective))
+
+
+def _worth(values: Table, counts: Counts, parts: Parts, move_costs: Table, stays: Counts) -> float:
+    moved = (parts.host >= 0) & (counts == parts.sizes) & (stays == 0)
+    return float(values[np.arange(len(values)), counts].sum() - move_costs[moved].sum())
+
+
+def _stays(parts: Parts, counts: Counts, move_costs: Table, time_limit: float) -> Counts:
+    """Choose which of the jobs of unchanged size stay."""
+    unchanged = replace(parts, host=np.where(counts == parts.sizes, parts.host, -1))
+    return most_valuable_stays(unchanged, counts, move_costs, time_limit=time_limit)
+
+
+def most_valuable_stays(parts: Parts, counts: Counts, weights: Table, *, time_limit: float = 1.0) -> Counts:
+    """Choose the parts that remain where they are, of the highest total weight, so that all jobs can be placed.
+
+    Parameters
+    ----------
+    parts
+        What each job would keep: its count on one node, or a whole node of several.
+    counts
+        Decided slots of each job, shape (J,), which fit if none remains.
+    weights
+        Value of each part that remains, shape (J,), at least zero.
+    time_limit
+        Seconds after which the best choice so far is returned.
+
+    Returns
+    -------
+    numpy.ndarray
+        1 for each part that remains, shape (J,).
+    """
+    if parts.fit(parts.all, counts):
+        return parts.all
+    model = Programme()
+    rows = np.flatnonzero(parts.all)
+    model.add_columns(-weights[rows], np.ones(len(rows)), integer=True)
+    remaining = [_Remaining(column, int(row), int(parts.sizes[row])) for column, row in enumerate(rows)]
+    demand = [
+        [(one.column, -float(one.size)) for one in remaining if counts[one.row] >= size]
+        for size in sizes_within(parts.slots)
+    ]
+    _add_room(model, parts, remaining, demand, wanted(counts, parts.slots))
+    solver = make_solver({**_OPTIONS, "time_limit": time_limit})
+    model.run(solver, np.concatenate([np.zeros(len(rows)), _room_of(parts, parts.all * 0)]))
+    stays = np.zeros_like(counts)
+    stays[rows] = np.rint(solver.getSolution().col_value[: len(rows)])
+    return stays if parts.fit(stays, counts) else np.zeros_like(counts)
+
+
+@dataclass(frozen=True)
+class _Remaining:
+    """A column with the number of alike jobs whose part of `size` remains; `row` is one of them."""
+
+    column: int
+    row: int
+    size: int
+
+
+def _divided_hosts(parts: Parts) -> Counts:
+    """Return the nodes of which jobs have parts."""
+    return np.unique(parts.host[parts.host >= 0])
+
+
+def _room_of(parts: Parts, stays: Counts) -> Table:
+    """Return y_ir of the nodes of which jobs have parts, node by node."""
+    left = parts.left(stays)[_divided_hosts(parts)]
+    rooms: Table = (left[:, None] // np.array(sizes_within(parts.slots))).ravel().astype(float)
+    return rooms
+
+
+def _add_room(
+    model: Programme,
+    parts: Parts,
+    remaining: Sequence[_Remaining],
+    demand: Sequence[Sequence[tuple[int, float]]],
+    fixed: Counts,
+) -> None:
+    """Add y, and the rows that compare it with the demand for each size: columns with coefficients, and a constant."""
+    sizes = sizes_within(parts.slots)
+    hosts = _divided_hosts(parts)
+    on: dict[int, list[_Remaining]] = defaultdict(list)
+    for one in remaining:
+        on[int(parts.host[one.row])].append(one)
+    most = np.repeat(parts.free[hosts], len(sizes)) // np.tile(sizes, len(hosts))
+    first = model.add_columns(np.zeros(len(most)), most, integer=True)
+    for number, host in enumerate(hosts.tolist()):
+        taken = [(one.column, float(one.size)) for one in on[host]]
+        for level, size in enumerate(sizes):
+            _add(model, [(first + number * len(sizes) + level, float(size)), *taken], float(parts.free[host]))
+    elsewhere = room(np.delete(parts.free, hosts), parts.slots) - fixed
+    for level, size in enumerate(sizes):
+        given = [(first + number * len(sizes) + level, -float(size)) for number in range(len(hosts))]
+        _add(model, [*demand[level], *given], float(elsewhere[level]))
+
+
+def _add(model: Programme, terms: Sequence[tuple[int, float]], most: float) -> None:
+    if terms:
+        columns, coefficients = zip(*terms, strict=True)
+        model.add_row(np.array(columns), np.array(coefficients), -np.inf, most)
+
+
+class _Programme:
+    """The programme over the counts that reduced-cost fixing leaves, in units of regret as in `solvers.counts`.
+
+    Jobs with the same values and the same part of a node form a group, as there.
+    """
+
+    def __init__(self, values: Table, parts: Parts, move_costs: Table, known: float) -> None:
+        self._parts, self._nodes = parts, values.shape[1] - 1
+        self._price, regrets, self._bound = reduced_costs(values)
+        self._gap = max(self._bound - known, 1e-12 * abs(self._bound))
+        self._scale = _UNITS / self._gap
+        tables = (row.tobytes() for row in values)
+        self._groups = alike(zip(tables, parts.host.tolist(), parts.sizes.tolist(), move_costs, strict=True))
+        self._counts = [np.flatnonzero(regrets[rows[0]] <= self._gap * (1 + 1e-9)) for rows in self._groups]
+        self._regrets = [regrets[rows[0], at] for rows, at in zip(self._groups, self._counts, strict=True)]
+        self._move_costs = move_costs
+
+    def solve(self, start: Counts, time_limit: float, gap: float) -> tuple[Counts, float]:
+        """Return counts, and an upper bound on the value of any."""
+        model, columns, begin = self._build(start)
+        absolute = max(1e-6, gap * abs(self._bound) * self._scale)
+        solver = make_solver({**_OPTIONS, "time_limit": time_limit, "mip_abs_gap": absolute})
+        model.run(solver, begin)
+        info = solver.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return start, self._bound
+        found = np.rint(solver.getSolution().col_value).astype(np.int64)
+        counts = np.zeros_like(start)
+        for rows, at, first in zip(self._groups, self._counts, columns, strict=True):
+            each = chain.from_iterable(map(repeat, at.tolist(), found[first : first + len(at)].tolist()))
+            counts[rows] = sorted(each, reverse=True)
+        return counts, self._bound - float(np.clip(info.mip_dual_bound / self._scale, 0.0, self._gap))
+
+    def _build(self, start: Counts) -> tuple[Programme, list[int], Table]:
+        """Write the programme; return it, the first column of each group's counts, and where it begins."""
+        parts, model = self._parts, Programme()
+        begin: list[float] = []
+        columns: list[int] = []
+        remaining: list[_Remaining] = []
+        demand: list[list[tuple[int, float]]] = [[] for _ in sizes_within(parts.slots)]
+        used: list[tuple[int, float]] = []
+        stays = _stays(parts, start, self._move_costs, 1.0)
+        for rows, at, regrets in zip(self._groups, self._counts, self._regrets, strict=True):
+            many, size = len(rows), int(parts.sizes[rows[0]])
+            costs = regrets.copy()
+            stay = parts.host[rows[0]] >= 0 and size in at
+            if stay:
+                costs[at == size] += self._move_costs[rows[0]]
+            first = model.add_columns(costs * self._scale, np.full(len(at), many), integer=True)
+            columns.append(first)
+            begin += [float((start[rows] == count).sum()) for count in at]
+            model.add_row(np.arange(first, first + len(at)), np.ones(len(at)), many, many)
+            used += [(first + position, float(count)) for position, count in enumerate(at.tolist()) if count]
+            for level, least in enumerate(sizes_within(parts.slots)):
+                demand[level] += [(first + i, float(count)) for i, count in enumerate(at.tolist()) if count >= least]
+            if not stay:
+                continue
+            column = model.add_columns(
+                np.array([-self._move_costs[rows[0]] * self._scale]), np.array([many]), integer=True
+            )
+            begin.append(float(stays[rows].sum()))
+            remaining.append(_Remaining(column, int(rows[0]), size))
+            same = first + int(np.flatnonzero(at == size)[0])
+            model.add_row(np.array([column, same]), np.array([1.0, -1.0]), -np.inf, 0.0)
+            for level, least in enumerate(sizes_within(parts.slots)):
+                if size >= least:
+                    demand[level].append((column, -float(size)))
+        idle = model.add_columns(np.array([self._price * self._scale]), np.array([self._nodes]))
+        begin.append(float(self._nodes - start.sum()))
+        used.append((idle, 1.0))
+        numbers, coefficients = zip(*used, strict=True)
+        model.add_row(np.array(numbers), np.array(coefficients), self._nodes, self._nodes)
+        _add_room(model, parts, remaining, demand, np.zeros(len(demand), dtype=np.int64))
+        return model, columns, np.concatenate([begin, _room_of(parts, stays)])
