@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
@@ -170,6 +170,11 @@ class SharedHosts:
             self.on.setdefault(node.machine, []).append(node.name)
         self._pool = pool
         self._number = {host: number for number, host in enumerate(self.on)}
+        self.last_closing = {
+            host: (pool[slots[0]].startup, -min(pool[slot].lasts_until for slot in slots))
+            for host, slots in self.on.items()
+        }
+        """Host -> key that sorts ready ones first, then those that close last."""
         self.held: dict[str, dict[str, list[str]]] = {}
         """Trainer -> host -> its slots there."""
         for slot, trainer in sorted(_holders(current, pool).items()):
@@ -182,7 +187,9 @@ class SharedHosts:
     def whole(self, trainer: str) -> list[str]:
         """Return the hosts that a trainer has for itself, those that close last first."""
         mine = self.held.get(trainer, {})
-        return sorted((host for host in mine if len(mine[host]) == self.slots), key=self._last_closing)
+        return sorted(
+            (host for host in mine if len(mine[host]) == self.slots), key=lambda host: (*self.last_closing[host], host)
+        )
 
     def is_laid_out(self, trainer: str) -> bool:
         """Return whether its slots are part of one host, of a size, or whole hosts."""
@@ -198,18 +205,14 @@ class SharedHosts:
         for row, (name, count) in enumerate(zip(trainers, counts.tolist(), strict=True)):
             mine = self.held.get(name, {})
             if count and mine and not (count >= self.slots and self.whole(name)):
-                best = min(mine, key=lambda host: (-len(mine[host]), self._last_closing(host)))
+                best = min(mine, key=lambda host: (-len(mine[host]), *self.last_closing[host], host))
                 host[row], sizes[row] = self._number[best], min(count, self.slots)
         return Parts(self.slots, np.array([len(slots) for slots in self.on.values()], dtype=np.int64), host, sizes)
 
-    def _last_closing(self, host: str) -> tuple[float, float, str]:
-        first = self._pool[self.on[host][0]]
-        return (first.startup, -min(self._pool[slot].lasts_until for slot in self.on[host]), host)
-
-    def choose(self, free: Mapping[str, Sequence[str]], wanted: int) -> str | None:
+    def choose(self, free: Mapping[str, Collection[str]], wanted: int) -> str | None:
         """Return the best host, out of these with free slots, for `wanted` slots; ``None`` if none has as many."""
-        fitting = [host for host in free if len(free[host]) >= wanted]
-        return min(fitting, key=lambda h: (*self._last_closing(h)[:2], len(free[h]), h), default=None)
+        fitting = (host for host, slots in free.items() if len(slots) >= wanted)
+        return min(fitting, key=lambda host: (*self.last_closing[host], len(free[host]), host), default=None)
 
 
 def _place_sizes(
@@ -242,7 +245,7 @@ def _place_sizes(
     for name in sorted(names, key=lambda name: (-counts[name], name)):
         while left := counts[name] - len(placed[name]):
             size = min(left, hosts.slots)
-            best = hosts.choose({host: sorted(slots) for host, slots in free.items()}, size)
+            best = hosts.choose(free, size)
             if best is None:
                 raise PlanningError(f"placement: no host has {size} free slots for trainer {name!r}")
             take(name, best, size)

@@ -75,13 +75,3 @@ def test_a_checkpoint_of_a_gpu_goes_on_without_one(crew: Crew, tmp_path: Path, m
         without.close()
     assert isinstance(end, Finished)
     assert end.progress.resumed_from == 4
-
-
-def test_a_model_is_sharded_on_a_card_of_ones_own_only(crew: Crew, tmp_path: Path) -> None:
-    """FSDP's collectives on GPUs need NCCL."""
-    from sharded_trainings import classify_sharded
-
-    assert isinstance(first(crew.run(1, tmp_path / "own", classify_sharded, epochs=1)).end, Finished)
-    outcomes = crew.run(2, tmp_path / "shared", classify_sharded, epochs=1)
-    errors = [outcome.error for outcome in outcomes if outcome]
-    assert all(error.startswith("UsageError: session.mesh: processes that share a GPU") for error in errors), errors
