@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import highspy
 import numpy as np
 
-from freetrain_parsl.planning.sizes import room, sizes_within, wanted
+from freetrain_parsl.planning.sizes import room, round_down, round_up, sizes_within, wanted
 from freetrain_parsl.planning.solvers.counts import alike, maximise_counts, reduced_costs
 from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, Table, make_solver
 
@@ -109,10 +109,10 @@ def maximise_on_hosts(
     deadline = time.perf_counter() + time_limit
     relaxed = maximise_counts(values, incumbent, time_limit=time_limit, gap=gap)
     best, objective = incumbent, _worth(values, incumbent, parts, move_costs, parts.all * (incumbent == parts.sizes))
-    if parts.fit(np.zeros_like(incumbent), relaxed.counts):
-        stays = _stays(parts, relaxed.counts, move_costs, time_limit)
-        if (worth := _worth(values, relaxed.counts, parts, move_costs, stays)) > objective:
-            best, objective = relaxed.counts, worth
+    placeable = _repaired(values, relaxed.counts, parts)
+    stays = _stays(parts, placeable, move_costs, time_limit)
+    if (worth := _worth(values, placeable, parts, move_costs, stays)) > objective:
+        best, objective = placeable, worth
     if relaxed.bound - objective <= max(gap * abs(relaxed.bound), 1e-12 * abs(relaxed.bound)):
         return Solution(best, objective, max(relaxed.bound, objective))
     programme = _Programme(values, parts, move_costs, objective)
@@ -121,6 +121,36 @@ def maximise_on_hosts(
     if (worth := _worth(values, counts, parts, move_costs, stays)) > objective:
         best, objective = counts, worth
     return Solution(best, objective, max(min(bound, relaxed.bound), objective))
+
+
+def _repaired(values: Table, counts: Counts, parts: Parts) -> Counts:
+    """Lower counts that cannot be placed, at the least loss for each slot that is too many, then fill what is left."""
+    slots, jobs = parts.slots, np.arange(len(counts))
+    sizes = np.array(sizes_within(slots))
+    there = room(parts.free, slots)
+    best: Counts = counts.copy()
+    while (excess := wanted(best, slots) - there).max() > 0:
+        least = int(sizes[np.flatnonzero(excess > 0)[-1]])
+        lower = np.array([round_down(max(count - 1, 0), slots) for count in best.tolist()])
+        lower = np.where(np.isfinite(values[jobs, lower]), lower, 0)
+        freed = best - np.where(lower >= least, lower, 0)
+        loss = np.where(best >= least, (values[jobs, best] - values[jobs, lower]) / np.maximum(freed, 1), np.inf)
+        row = int(np.argmin(loss))
+        best[row] = lower[row]
+    for _ in range(len(best)):
+        higher = np.array([round_up(count + 1, slots) for count in best.tolist()])
+        allowed = higher < values.shape[1]
+        higher = np.where(allowed, higher, best)
+        gain = np.where(allowed, values[jobs, higher] - values[jobs, best], -np.inf)
+        for row in np.argsort(-gain, kind="stable")[:8].tolist():
+            trial: Counts = best.copy()
+            trial[row] = higher[row]
+            if gain[row] > 0 and (wanted(trial, slots) <= there).all():
+                best = trial
+                break
+        else:
+            break
+    return best
 
 
 def _worth(values: Table, counts: Counts, parts: Parts, move_costs: Table, stays: Counts) -> float:
@@ -223,6 +253,44 @@ def _add(model: Programme, terms: Sequence[tuple[int, float]], most: float) -> N
         model.add_row(np.array(columns), np.array(coefficients), -np.inf, most)
 
 
+@dataclass(frozen=True)
+class _Prices:
+    """A Lagrangian bound: jobs of at least `least` slots pay `price` for each slot of a `capacity`.
+
+    Parameters
+    ----------
+    regrets
+        What a count loses against the job's best one at this price, shape (J, N + 1).
+    bound
+        Upper bound on the value of any counts; less the regret of a count, on those with this count.
+    """
+
+    price: float
+    least: int
+    capacity: int
+    regrets: Table
+    bound: float
+
+
+def _prices(values: Table, parts: Parts) -> _Prices:
+    """Return the tighter one of two bounds: slots are scarce, or whole nodes are, as some nodes lack slots."""
+    price, regrets, bound = reduced_costs(values)
+    of_slots = _Prices(price, 1, values.shape[1] - 1, regrets, bound)
+    whole = int((parts.free == parts.slots).sum())
+    if whole == len(parts.free) or not whole:
+        return of_slots
+    small = values[:, : parts.slots].max(axis=1)
+    in_nodes = np.column_stack([small, values[:, parts.slots :: parts.slots][:, :whole]])
+    price, _, bound = reduced_costs(in_nodes)
+    if bound >= of_slots.bound:
+        return of_slots
+    counts = np.arange(values.shape[1])
+    reduced = values - price / parts.slots * np.where(counts >= parts.slots, counts, 0)
+    reduced[:, counts > whole * parts.slots] = -np.inf
+    regrets = reduced.max(axis=1)[:, None] - reduced
+    return _Prices(price / parts.slots, parts.slots, whole * parts.slots, regrets, bound)
+
+
 class _Programme:
     """The programme over the counts that reduced-cost fixing leaves, in units of regret as in `solvers.counts`.
 
@@ -230,8 +298,8 @@ class _Programme:
     """
 
     def __init__(self, values: Table, parts: Parts, move_costs: Table, known: float) -> None:
-        self._parts, self._nodes = parts, values.shape[1] - 1
-        self._price, regrets, self._bound = reduced_costs(values)
+        self._parts, self._prices = parts, _prices(values, parts)
+        self._bound, regrets = self._prices.bound, self._prices.regrets
         self._gap = max(self._bound - known, 1e-12 * abs(self._bound))
         self._scale = _UNITS / self._gap
         tables = (row.tobytes() for row in values)
@@ -275,7 +343,7 @@ class _Programme:
             columns.append(first)
             begin += [float((start[rows] == count).sum()) for count in at]
             model.add_row(np.arange(first, first + len(at)), np.ones(len(at)), many, many)
-            used += [(first + position, float(count)) for position, count in enumerate(at.tolist()) if count]
+            used += [(first + i, float(count)) for i, count in enumerate(at.tolist()) if count >= self._prices.least]
             for level, least in enumerate(sizes_within(parts.slots)):
                 demand[level] += [(first + i, float(count)) for i, count in enumerate(at.tolist()) if count >= least]
             if not stay:
@@ -290,10 +358,11 @@ class _Programme:
             for level, least in enumerate(sizes_within(parts.slots)):
                 if size >= least:
                     demand[level].append((column, -float(size)))
-        idle = model.add_columns(np.array([self._price * self._scale]), np.array([self._nodes]))
-        begin.append(float(self._nodes - start.sum()))
-        used.append((idle, 1.0))
+        capacity = self._prices.capacity
+        idle = model.add_columns(np.array([self._prices.price * self._scale]), np.array([capacity]))
+        begin.append(float(capacity - start[start >= self._prices.least].sum()))
+        used = [(idle, 1.0), *((column, count) for column, count in used if count)]
         numbers, coefficients = zip(*used, strict=True)
-        model.add_row(np.array(numbers), np.array(coefficients), self._nodes, self._nodes)
+        model.add_row(np.array(numbers), np.array(coefficients), capacity, capacity)
         _add_room(model, parts, remaining, demand, np.zeros(len(demand), dtype=np.int64))
         return model, columns, np.concatenate([begin, _room_of(parts, stays)])
