@@ -175,12 +175,14 @@ class TrainingRequest:
         """Name of the training job and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
         return self.options.name
 
-    def trainer(self, costs: CostsInSeconds | None = None, submitted: float = 0.0) -> PlannedJob:
-        """Return the training job as the planner sees it."""
+    def trainer(
+        self, costs: CostsInSeconds | None = None, submitted: float = 0.0, *, units_per_node: int = 1
+    ) -> PlannedJob:
+        """Return the training job as the planner sees it, which assigns so many units of each node."""
         return PlannedJob(
             name=self.name,
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
+            min_nodes=self.min_nodes * units_per_node,
+            max_nodes=self.max_nodes * units_per_node,
             curve=self.scaling,
             costs=self.costs or costs or CostsInSeconds(),
             work_left=float("inf") if self.samples is None else float(self.samples),
