@@ -175,14 +175,12 @@ class TrainingRequest:
         """Name of the training job and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
         return self.options.name
 
-    def trainer(
-        self, costs: CostsInSeconds | None = None, submitted: float = 0.0, *, units_per_node: int = 1
-    ) -> PlannedJob:
-        """Return the training job as the planner sees it, which assigns so many units of each node."""
+    def trainer(self, costs: CostsInSeconds | None = None, submitted: float = 0.0) -> PlannedJob:
+        """Return the training job as the planner sees it."""
         return PlannedJob(
             name=self.name,
-            min_nodes=self.min_nodes * units_per_node,
-            max_nodes=self.max_nodes * units_per_node,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
             curve=self.scaling,
             costs=self.costs or costs or CostsInSeconds(),
             work_left=float("inf") if self.samples is None else float(self.samples),

@@ -106,7 +106,7 @@ class TrainingMachine:
         self._limits = limits
         self._units_per_node = units_per_node
         self._response = Response(now)
-        self._planner = PlannerView(request, costs, self._response, units_per_node)
+        self._planner = PlannerView(request, costs, self._response)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
             request, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
@@ -255,7 +255,7 @@ class TrainingMachine:
                 phase.group,
                 self.desired,
                 self._registry,
-                least=self._planner.least,
+                least=self.request.min_nodes,
                 now=self._response.now,
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
@@ -291,7 +291,7 @@ class TrainingMachine:
                 steps=self._tracker.steps,
                 desired=self.desired,
                 assigned=self._assigned,
-                needed=self._planner.least,
+                needed=self.request.min_nodes,
                 shared=self._units_per_node > 1,
                 now=self._response.now,
             )
@@ -483,7 +483,7 @@ class TrainingMachine:
         self._log(record.TrainingCancelled(self.name))
 
     def _refuse_if_too_large(self, machine: on.MachineSized) -> None:
-        needed, by_kind = -(-self._planner.least // self._units_per_node), machine.by_kind
+        needed, by_kind = -(-self.request.min_nodes // self._units_per_node), machine.by_kind
         kinds = self.request.node_kinds or by_kind
         nodes = max((by_kind[kind] for kind in kinds if kind in by_kind), default=machine.nodes)
         if self.over or self._processes.group is not None or needed <= nodes:

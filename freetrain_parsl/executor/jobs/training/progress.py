@@ -307,20 +307,13 @@ class FailureRate:
 class PlannerView:
     """Informs the planner of a training job: its existence, its remaining work and its rescale costs."""
 
-    def __init__(
-        self, request: TrainingRequest, costs: CostsInSeconds, response: Response, units_per_node: int
-    ) -> None:
+    def __init__(self, request: TrainingRequest, costs: CostsInSeconds, response: Response) -> None:
         self._name = request.name
         self._samples = request.samples
         self._costs_are_stated = request.costs is not None
-        self._trainer = request.trainer(costs, response.now, units_per_node=units_per_node)
+        self._trainer = request.trainer(costs, submitted=response.now)
         self._costs = self._trainer.costs
         self._response = response
-
-    @property
-    def least(self) -> int:
-        """The minimum number of its units: whole nodes, or slots of shared ones."""
-        return self._trainer.min_nodes
 
     def submit(self) -> None:
         """Let the planner assign nodes to it."""

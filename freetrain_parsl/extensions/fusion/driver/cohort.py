@@ -238,7 +238,7 @@ class Cohort:
     def _use_all_nodes(self) -> None:
         """Let members train alone on whole units if each can have one or more, and could use more than one slot."""
         for member in list(self._members.values()):
-            if self._slots_per_unit > 1 or member.request.trainer(units_per_node=self._units_per_node).max_nodes > 1:
+            if self._slots_per_unit > 1 or member.request.max_nodes > 1:
                 self._leave(member, "")
 
     def _free(self, places: Iterable[str]) -> list[Slot]:
