@@ -88,6 +88,15 @@ class KindOfSlots:
     speed: float = 1.0
 
 
+def units_per_node(kinds: Collection[KindOfSlots], *, share_nodes: bool) -> int:
+    """Return the number of units of a node that the planner assigns: its slots, or 1 if jobs do not share nodes.
+
+    The planner counts in one unit, so jobs share nodes only if nodes of all kinds have the same number of slots.
+    """
+    numbers = {kind.per_node for kind in kinds}
+    return numbers.pop() if share_nodes and len(numbers) == 1 else 1
+
+
 def refuse_unknown_kinds(request: TrainingRequest, kinds: Collection[str]) -> None:
     """Check that a training job asks for kinds of nodes that exist.
 
