@@ -31,6 +31,7 @@ from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.jobs.port import kind_of
 from freetrain_parsl.executor.slot.channel import Channel, Connection, SignalSocket
+from freetrain_parsl.executor.slot.node_share import Lane, core_share, number_visible_devices, physical_cores
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import Pulse, occupy
@@ -65,7 +66,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["SlotNotStarted", "SlotSettings", "run_slot"]
 
 # Environment variables in which batch systems pass the node's name; others: the host name is used.
-_NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
+_VIRTUAL_NODE = "FREETRAIN_CLUSTER_NODE"  # of the embedded cluster, whose nodes have the same cores
+_NODE_VARIABLES = (_VIRTUAL_NODE, "SLURMD_NODENAME")
 
 # Slurm may send the warning signal up to this many seconds before the walltime's end, which the driver knows.
 _EARLIEST_WARNING = 120.0
@@ -115,6 +117,8 @@ class SlotSettings:
         nowhere.
     files
         Where large results go; ``None``: all are sent in messages.
+    bind_cores
+        Whether each of several slots of a node is bound to its share of the cores.
     """
 
     addresses: tuple[str, ...]
@@ -126,6 +130,7 @@ class SlotSettings:
     interface: str | None = None
     log_dir: str | None = None
     files: ValueFiles | None = None
+    bind_cores: bool = True
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,11 @@ def run_slot(settings: SlotSettings, token: str) -> None:
         torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
         for name in _SECRETS:
             os.environ.pop(name, None)
+        number_visible_devices(os.environ)
+        if settings.bind_cores and _VIRTUAL_NODE not in os.environ:
+            share = core_share(Lane.of_worker(), physical_cores())
+            if share is not None:
+                share.take()
         gc.freeze()  # garbage collections would copy the memory of all imported objects
         pulse = Pulse(settings.heartbeat_timeout)
         occupy(lambda before: _Slot(settings, token, pulse, before).serve(), pulse)
