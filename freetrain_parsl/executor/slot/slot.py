@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import uuid
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ from freetrain_parsl.executor.slot.node_watch import NodeWatch
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import Pulse, end_process, occupy
-from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result
+from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result, write_error
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.executor.training_logs import as_text, leave_behind
 from freetrain_parsl.protocol.messages import (
@@ -180,12 +180,6 @@ def run_slot(settings: SlotSettings, token: str) -> None:
 
 def _name_of_node() -> str:
     return next((os.environ[v] for v in _NODE_VARIABLES if os.environ.get(v)), platform.node())
-
-
-def _say(text: str) -> None:
-    """Print in the log of the job; not by ``sys.stderr``, which the user's code may have replaced."""
-    with suppress(OSError):
-        os.write(2, text.encode())
 
 
 class _Slot:
@@ -476,7 +470,7 @@ class _Slot:
             training,
             self._lane,
             pool,
-            tell=_say,
+            tell=write_error,
             end=lambda reason: self._end_run(run, training, reason),
             saving=saving,
         )
