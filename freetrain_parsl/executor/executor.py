@@ -299,6 +299,7 @@ class FreeTrainExecutor(PlannedHtex):
             interface=self.interface,
             log_dir=str(log_dir),
             files=self._files,
+            bind_cores=self.trainings.bind_cores,
         )
         self._submitter = JobSubmitter(
             source,
