@@ -47,7 +47,7 @@ BUDGET: Final = {
     "extensions/notebook": 1_980,
     "extensions/pages": 1_110,
     "extensions/pbs": 1_510,
-    "extensions/replay": 6_910,
+    "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 750,
     "extensions/simulate": 1_860,

@@ -82,9 +82,7 @@ class Case:
             for item in self.rates.trainers
         ]
         settings = replace(self.settings, cost=Cost.FULL if start else Cost.PAPER, start_seconds=start)
-        return replay(
-            self.log, BestRates(trainers, self.rates.objective, self.rates.kinds), self.make_policy(), settings
-        ).value
+        return replay(self.log, replace(self.rates, trainers=trainers), self.make_policy(), settings).value
 
 
 def what_if(
@@ -309,7 +307,7 @@ def _units(
         return log, rates, Yardstick.of(rates, log, concurrent=settings.concurrent)
     each = accelerators.per_node
     slots = SlotLog(log, each)
-    rates = BestRates(trainers.trainers, trainers.worth)
+    rates = BestRates(trainers.trainers, trainers.worth, slots_per_node=each)
     yardstick = Yardstick.of(rates, slots, concurrent=settings.concurrent)
     if accelerators.shared:
         return slots, rates, yardstick

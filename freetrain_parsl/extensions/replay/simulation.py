@@ -182,7 +182,12 @@ class Replay:
         blocks = settings.blocks
         perfect = settings.knowledge is Knowledge.PERFECT
         self._site = None if blocks is None else BlockSite(blocks, log.start, perfect=perfect)
-        self._planner = Planner(policy, _PLANNER if blocks is None else blocks.planner.in_seconds(), self._decided)
+        self._planner = Planner(
+            policy,
+            _PLANNER if blocks is None else blocks.planner.in_seconds(),
+            self._decided,
+            settings.slots_per_node,
+        )
         self._outcome = Outcome(Bins(log.start, log.end), Bins(log.start, log.end))
         self._accounts = {
             trainer.name: Account(trainer, log.start + trainer.submitted, self._weight(trainer), kinds=log.kinds)

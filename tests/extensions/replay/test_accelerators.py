@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.replay.accelerators import Accelerators, SlotLog, over_accelerators, over_whole_nodes
@@ -74,6 +74,29 @@ def test_single_jobs_share_a_node_and_leave_the_rest_to_a_large_one():
     assert (shared["dedicated_nodes"], shared["efficiency"]) == (2.0, pytest.approx(1.0))
     assert max(shared["policies"][0]["series"]["idle"]) == 2.0
     assert by_name["s0"]["node_hours"] == pytest.approx(50 / 4 / 3600)
+
+
+def test_a_job_has_sizes_that_divide_a_node():
+    """Of a node with 4 slots and a job on one, another gets 2 of the 3 that are left."""
+    log = SmallLog([("n0", 0, 100)])
+    one = PlannedJob("one", 1, 1, ScalingCurve({1: 100.0}))
+    other = PlannedJob("other", 1, 3, ScalingCurve({1: 10.0, 3: 30.0}))
+    shared = replayed(log, TrainerSet("small", (one, other), "throughput"), Accelerators(4))
+    assert shared["samples"] == pytest.approx(100 * (100 + 20))
+    assert shared["efficiency"] == shared["oracle"] == pytest.approx(1.0)
+    assert shared["accelerator_hours"]["held"] == pytest.approx(300 / 3600)
+
+
+@given(random_logs())
+@settings(max_examples=15)
+def test_no_policy_exceeds_the_oracle(log):
+    shared = replayed(log, singles_and_a_large_job(3), Accelerators(4))
+    assert shared["policies"][0]["refused"] == 0
+    hours = shared["accelerator_hours"]
+    assert hours["held"] <= hours["idle"] * (1 + 1e-9)
+    endless = replayed(log, trainer_set("hpo:2", accelerators=4), Accelerators(4))
+    if (ratio := endless["oracle_ratio"]) is not None:
+        assert ratio <= 1 + 1e-9
 
 
 def test_with_whole_nodes_a_single_job_wastes_the_rest_of_its_node():
