@@ -104,9 +104,11 @@ class FreeTrainExecutor(PlannedHtex):
         ``equal-share``
             the same number of nodes for each: a simple baseline;
         ``fcfs``
-            first come, first served, without backfilling.
+            first come, first served, without backfilling;
+        ``ones``
+            ``milp``, followed by an evolutionary search if that has proven nothing in its time.
 
-        Policies for hosts that jobs share, such as ``ones``, are refused: they are for simulation and replay.
+        Policies that spread jobs over parts of nodes, as published ones do, are for simulation and replay only.
     planner
         Assumptions about the site: start-up time, shortest useful block, …
     trainings
