@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 472
+MOST_FILES: Final = 480
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -32,11 +32,11 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_100,
+    "": 2_200,
     "campaign": 5_330,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_000,
+    "executor": 14_200,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -55,7 +55,7 @@ BUDGET: Final = {
     "extensions/trackers": 397,
     "planning": 7_300,
     "protocol": 1_920,
-    "report": 2_940,
+    "report": 3_060,
     "storage": 2_090,
     "testing": 1_680,
     "training": 12_860,

@@ -39,7 +39,7 @@ from freetrain_parsl.executor.jobs.request import (
     cache_identity,
 )
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.node_kinds import NodeKind, kinds_of, refuse_unknown_kinds, units_per_node
+from freetrain_parsl.executor.node_kinds import NodeKind, kinds_of, sized_for, units_per_node
 from freetrain_parsl.executor.payloads.app_modules import NodeModules
 from freetrain_parsl.executor.payloads.payloads import pack_or_refuse, pack_task
 from freetrain_parsl.executor.payloads.value_files import ValueFiles
@@ -209,8 +209,7 @@ class FreeTrainExecutor(PlannedHtex):
         self.checkpoint_dir = checkpoint_dir
         self.checkpoints = checkpoints or CheckpointSettings()
         self.slots_per_node, self.share_nodes = slots_per_node, share_nodes
-        self.grace = grace
-        self.interface = interface
+        self.grace, self.interface = grace, interface
         self.node_python, self.container = node_python, container
         self.log_dir = log_dir
         self.tracker = tracker
@@ -388,11 +387,8 @@ class FreeTrainExecutor(PlannedHtex):
             task = self._submissions.add_task(payload)
             self._driver.post(task)
             return task.future
-        refuse_unknown_kinds(request, self._kinds)
-        slots = {name: kind.slots_per_node for name, kind in self._kinds.items()}
-        if rounded := request.rounding(slots):
-            logger.info("training job %s: %s", request.name, rounded)
-        sized = request.on_nodes(slots)
+        units = units_per_node([kind.slots for kind in self._kinds.values()], share_nodes=self.share_nodes)
+        sized = sized_for(request, self._kinds, units)
         self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
         imported: set[str] = set()
         training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs, imported))
@@ -400,8 +396,7 @@ class FreeTrainExecutor(PlannedHtex):
         self._node_modules.check(func, imported)
         if line := check_suggestion([(func, request.options.code)]):
             logger.info("training job %s: %s", request.name, line)
-        unit = units_per_node([kind.slots for kind in self._kinds.values()], share_nodes=self.share_nodes)
-        recall_rates(training, self._checkpoint_root, self.slots_per_node, unit, self.trainings.threads_per_slot)
+        recall_rates(training, self._checkpoint_root, self.slots_per_node, units, self.trainings.threads_per_slot)
         self._driver.post(training)
         if self._submissions.was_cancelled(request):  # perhaps before it was posted
             self._driver.post(CancelTraining(training.future))
