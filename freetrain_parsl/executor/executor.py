@@ -383,9 +383,14 @@ class FreeTrainExecutor(PlannedHtex):
             self._driver.post(task)
             return task.future
         refuse_unknown_kinds(request, self._kinds)
+        slots = {name: kind.slots_per_node for name, kind in self._kinds.items()}
+        if rounded := request.rounding(slots):
+            logger.info("training job %s: %s", request.name, rounded)
+        sized = request.on_nodes(slots)
         self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
         imported: set[str] = set()
         training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs, imported))
+        training.request = sized  # the user's own identifies the call
         self._node_modules.check(func, imported)
         if line := check_suggestion([(func, request.options.code)]):
             logger.info("training job %s: %s", request.name, line)
