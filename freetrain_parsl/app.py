@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.jobs.request import TrainingRequest
+    from freetrain_parsl.executor.jobs.size import Size
     from freetrain_parsl.protocol.options import Code
 
 __all__ = ["Scaling", "TrainingApp", "training_app"]
@@ -80,6 +81,11 @@ class TrainingApp(AppBase):
     def node_kinds(self) -> tuple[str, ...]:
         """The kinds of nodes on which its training jobs may run; empty: any."""
         return self._node_kinds
+
+    @property
+    def size(self) -> Size:
+        """The bounds on the size of its training jobs."""
+        return self._options.size
 
     def options(self, **changes: Any) -> TrainingApp:
         """Return a copy of the app with some of the decorator's arguments changed.

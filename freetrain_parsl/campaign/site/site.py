@@ -150,6 +150,17 @@ class Site:
             home=home,
         )
 
+    @property
+    def slots_per_node(self) -> dict[str, int]:
+        """Kind of node -> number of its slots; the only kind has the name ``""``."""
+        return {kind.name: kind.node.slots for kind in self.kinds} or {"": self.node.slots}
+
+    @property
+    def units_per_node(self) -> int:
+        """Number of slots of a node if training jobs share nodes, which must have equal numbers; otherwise 1."""
+        counts = set(self.slots_per_node.values())
+        return counts.pop() if self.node.share and len(counts) == 1 else 1
+
     def of_kind(self, kind: SiteKind) -> Site:
         """Return the site as if it had nodes of one kind only."""
         inits = (self.block.get("worker_init"), kind.block.get("worker_init"))

@@ -38,12 +38,15 @@ class NodeShape(NodeResources):
         Python of the nodes, a path or a name on PATH after ``worker_init``; ``None``: the driver's.
     container
         Container in which it runs.
+    share
+        Whether training jobs share it, each with some of its slots.
     """
 
     slots: int = 1
     accelerators: int | tuple[str, ...] = 0
     python: str | None = None
     container: Container | None = None
+    share: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ def read_name(section: Section, key: str) -> str | None:
 def read_node(section: Section, system: str) -> NodeShape:
     """Read the section ``node``; its keys depend on the batch system."""
     shape = _read_resources(section, NodeShape(), system)
-    shape = replace(shape, python=_read_python(section), container=_read_container(section))
+    share = section.flag("share") is not False
+    shape = replace(shape, python=_read_python(section), container=_read_container(section), share=share)
     section.done()
     return shape
 

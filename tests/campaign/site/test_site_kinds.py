@@ -224,3 +224,43 @@ def test_a_training_larger_than_the_batch_system_is_refused_before_it_starts(
     with pytest.raises(InvalidInput, match=r"c.yaml:3: training job 'slow_app' needs min_nodes=3 nodes") as error:
         refuse_too_large(large, site(SLURM))
     assert message in str(error.value)
+
+
+SHARED = "system: local\nblock: {nodes: 2}\nnode: {slots: 4}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "site_text", "message"),
+    [
+        (
+            "accelerators: 12",
+            SHARED,
+            "accelerators=12, which are 3 nodes, at the same time, but site.yaml has only 2; lower accelerators",
+        ),
+        ("min_accelerators: 9\n    max_nodes: 8", SHARED, "min_accelerators=9, which are 3 nodes, at the same time"),
+        (
+            "min_accelerators: 9\n    max_nodes: 8",
+            f"{SHARED}  share: false\n".replace("{slots: 4}", "\n  slots: 4"),
+            "3",
+        ),
+        ("accelerators: 3", SHARED, "c.yaml:3: training job 'slow_app': accelerators=3: a job has 1, 2, 4 acc"),
+        ("accelerators: 2", LOCAL, "accelerators=2: its kinds of nodes have different numbers of accelerators (1, 2)"),
+        ("max_nodes: 2\n    min_nodes: 3", SHARED, "max_nodes (2) is less than min_nodes (3)"),
+    ],
+)
+def test_a_size_that_the_site_does_not_have_is_refused_before_a_run_is_created(
+    options: str, site_text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInput) as error:
+        CampaignRun.create(campaign(options), site(site_text), tmp_path / "run")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_whether_jobs_share_nodes_is_a_key_of_the_node() -> None:
+    """Only nodes with equal numbers of slots are shared."""
+    assert (site(SHARED).units_per_node, site(SHARED).slots_per_node) == (4, {"": 4})
+    whole = site("system: local\nnode: {slots: 4, share: false}\n")
+    assert (whole.units_per_node, whole.slots_per_node) == (1, {"": 4})
+    assert (site(LOCAL).units_per_node, site(LOCAL).slots_per_node) == (1, {"fast": 1, "slow": 2})
+    assert site(LOCAL.replace("slots: 2", "slots: 1")).units_per_node == 1
