@@ -83,6 +83,10 @@ class ChosenSource:
         Why this one was chosen, if there were several; lines for standard error.
     speeds
         Kind of node -> its speed, where the site has several kinds.
+    slots_per_node
+        Kind of node -> its number of slots; the only kind has the name ``""``.
+    units_per_node
+        Number of slots of a node where training jobs share nodes, otherwise 1.
     """
 
     source: WindowSource
@@ -93,6 +97,8 @@ class ChosenSource:
     least_interval: float = _LEAST_INTERVAL
     remark: str = ""
     speeds: Mapping[str, float] = field(default_factory=dict)
+    slots_per_node: Mapping[str, int] = field(default_factory=lambda: {"": 1})
+    units_per_node: int = 1
 
 
 @contextmanager
@@ -216,6 +222,8 @@ def _of_site(site: Site, remark: str = "") -> ChosenSource:
         policy=site.executor_settings.get("policy", ChosenSource.policy),
         costs=site.executor_settings["trainings"].rescale_costs,
         speeds={kind.name: kind.speed for kind in site.kinds},
+        slots_per_node=site.slots_per_node,
+        units_per_node=site.units_per_node,
         least_interval=_LEAST_INTERVAL if system.shared else 0.0,
         remark=remark,
     )
