@@ -308,16 +308,10 @@ def test_slots_are_the_gpus_that_the_batch_system_tells(
 
 def test_nodes_with_different_numbers_of_gpus_are_refused_or_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     def source(asked):
-        return (
-            GpuSource({"a": 4, "b": 8}[asked.block["partition"]])
-            if asked.block["partition"] != "p"
-            else GpuSource(4, 8)
-        )
+        return GpuSource(*{"a": (4,), "b": (8,), "p": (4, 8)}[asked.block["partition"]])
 
     monkeypatch.setattr("freetrain_parsl.campaign.site.providers.make_window_source", source)
-    with pytest.raises(
-        InvalidInput, match=r"site.yaml: node.slots: .* different numbers of GPUs \(4, 8\); state node.g"
-    ):
+    with pytest.raises(InvalidInput, match=r"node.slots: .* different numbers of GPUs \(4, 8\); state"):
         ask_slots(site(AUTO % ""))
     kinds = site(AUTO % "" + "kinds:\n  small: {partition: a}\n  large: {partition: b}\n")
     assert ask_slots(kinds).slots_per_node == {"small": 4, "large": 8}
