@@ -32,7 +32,7 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_100,
+    "": 2_130,
     "campaign": 5_330,
     "cli": 2_560,
     "cluster": 3_200,
