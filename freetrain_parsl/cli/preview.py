@@ -83,6 +83,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     chosen.source.check(least_walltime(settings))
     survey = chosen.source.survey()
     pending, notes, held = _our_jobs(chosen.source)
+    notes += filter(None, [chosen.describe_unused()])
     ours = {node: f"runs your block, job {held[node]}" for node in survey.unused if node in held}
     survey = replace(survey, unused={**survey.unused, **ours})
     if requests is None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -87,6 +87,8 @@ class ChosenSource:
         Kind of node -> its number of slots; the only kind has the name ``""``.
     units_per_node
         Number of slots of a node where training jobs share nodes, otherwise 1.
+    describe_unused
+        Returns which GPUs of the nodes no block uses; empty: none.
     """
 
     source: WindowSource
@@ -99,6 +101,7 @@ class ChosenSource:
     speeds: Mapping[str, float] = field(default_factory=dict)
     slots_per_node: Mapping[str, int] = field(default_factory=lambda: {"": 1})
     units_per_node: int = 1
+    describe_unused: Callable[[], str] = str
 
 
 @contextmanager
@@ -209,14 +212,15 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
 
 
 def _of_site(site: Site, remark: str = "") -> ChosenSource:
-    from freetrain_parsl.campaign.site.providers import make_window_source
+    from freetrain_parsl.campaign.site.providers import ask_slots, describe_unused, make_window_source
 
-    system = SYSTEMS[site.system]
+    system, site = SYSTEMS[site.system], ask_slots(site)
     kinds = ", ".join(kind.name for kind in site.kinds)
     partition = site.block.get(system.queue)
     title = f"{system.title}, nodes of the kinds {kinds}" if kinds else _title(system, partition)
+    source = make_window_source(site)
     return ChosenSource(
-        make_window_source(site),
+        source,
         f"site {site.name}, {title}",
         settings=site.planner_settings,
         policy=site.executor_settings.get("policy", ChosenSource.policy),
@@ -224,6 +228,7 @@ def _of_site(site: Site, remark: str = "") -> ChosenSource:
         speeds={kind.name: kind.speed for kind in site.kinds},
         slots_per_node=site.slots_per_node,
         units_per_node=site.units_per_node,
+        describe_unused=partial(describe_unused, site, source),
         least_interval=_LEAST_INTERVAL if system.shared else 0.0,
         remark=remark,
     )

@@ -20,13 +20,22 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.files.campaign import Campaign, CampaignTraining
     from freetrain_parsl.campaign.site.site import Site
+    from freetrain_parsl.campaign.site.site_nodes import NodeShape
     from freetrain_parsl.executor.driver.driver_fence import DriverFence
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["make_executor", "make_provider", "make_window_source", "refuse_impossible", "refuse_too_large"]
+__all__ = [
+    "ask_slots",
+    "describe_unused",
+    "make_executor",
+    "make_provider",
+    "make_window_source",
+    "refuse_impossible",
+    "refuse_too_large",
+]
 
 
 def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path | None = None) -> ExecutionProvider:
@@ -53,6 +62,52 @@ def make_window_source(site: Site) -> WindowSource:
 
         return WindowsByKind({kind.name: make_window_source(site.of_kind(kind)) for kind in site.kinds})
     return SYSTEMS[site.system].source(site.block, site.node)
+
+
+def ask_slots(site: Site) -> Site:
+    """Return the site with the slots that its batch system tells, where its file has ``slots: auto``.
+
+    Raises
+    ------
+    InvalidInput
+        The nodes have different numbers of GPUs.
+    BatchSystemError
+        The batch system did not answer.
+    """
+    if not site.kinds:
+        return replace(site, node=_told(site)) if site.node.asks_slots else site
+    kinds = (replace(kind, node=_told(site.of_kind(kind))) for kind in site.kinds)
+    return replace(site, kinds=tuple(kinds))
+
+
+def _told(site: Site) -> NodeShape:
+    node = site.node
+    if not node.asks_slots:
+        return node
+    counts = sorted(make_window_source(site).gpus_on_nodes())
+    if len(counts) > 1:
+        raise InvalidInput(
+            f"{site.file}: node.slots: the nodes have different numbers of GPUs ({', '.join(map(str, counts))}); state "
+            "node.gpus, which takes nodes with at least as many, or narrow the request"
+        )
+    gpus = counts[0] if counts else 0
+    return replace(node, gpus=gpus or node.gpus, accelerators=gpus, slots=gpus or 1, asks_slots=False)
+
+
+def describe_unused(site: Site, source: WindowSource) -> str:
+    """Return which GPUs of the nodes no block of this site uses, although it takes whole nodes; empty: none.
+
+    Raises
+    ------
+    BatchSystemError
+        The batch system did not answer.
+    """
+    asked, has = site.node.gpus or 0, max(source.gpus_on_nodes(), default=0)
+    if site.kinds or not site.node.exclusive or has <= max(asked, site.node.slots):
+        return ""
+    return (
+        f"nodes have {has} GPUs, but {site.node.slots} slots by {site.file}: with node.gpus: {has}, each GPU is a slot"
+    )
 
 
 def make_executor(

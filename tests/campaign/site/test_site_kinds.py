@@ -11,7 +11,14 @@ from parsl.providers import PBSProProvider, SlurmProvider
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.run import CampaignRun
-from freetrain_parsl.campaign.site.providers import make_executor, make_provider, make_window_source, refuse_too_large
+from freetrain_parsl.campaign.site.providers import (
+    ask_slots,
+    describe_unused,
+    make_executor,
+    make_provider,
+    make_window_source,
+    refuse_too_large,
+)
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.windows.base import Survey, WindowSource
@@ -264,3 +271,57 @@ def test_whether_jobs_share_nodes_is_a_key_of_the_node() -> None:
     assert (whole.units_per_node, whole.slots_per_node) == (1, {"": 4})
     assert (site(LOCAL).units_per_node, site(LOCAL).slots_per_node) == (1, {"fast": 1, "slow": 2})
     assert site(LOCAL.replace("slots: 2", "slots: 1")).units_per_node == 1
+
+
+class GpuSource(CountedSource):
+    """A batch system that tells the GPUs of its nodes."""
+
+    def __init__(self, *gpus: int) -> None:
+        super().__init__(Survey(0.0))
+        self.gpus = frozenset(gpus)
+
+    def gpus_on_nodes(self) -> frozenset[int]:
+        return self.gpus
+
+
+AUTO = "system: slurm\nblock: {partition: p}\nnode: {slots: auto%s}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "shape"),
+    [
+        ("", (4,), (4, 4, 4)),
+        ("", (), (1, 0, None)),  # not told
+        ("", (0,), (1, 0, None)),
+        (", gpus: 2", (8,), (2, 2, 2)),  # stated
+        (", accelerators: ['0.0', '0.1']", (1,), (2, ("0.0", "0.1"), None)),
+    ],
+)
+def test_slots_are_the_gpus_that_the_batch_system_tells(
+    options: str, gpus: tuple[int, ...], shape: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freetrain_parsl.campaign.site.providers.make_window_source", lambda site: GpuSource(*gpus))
+    node = ask_slots(site(AUTO % options)).node
+    assert (node.slots, node.accelerators, node.gpus) == shape
+    assert not node.asks_slots
+
+
+def test_nodes_with_different_numbers_of_gpus_are_refused_or_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(asked):
+        return GpuSource(*{"a": (4,), "b": (8,), "p": (4, 8)}[asked.block["partition"]])
+
+    monkeypatch.setattr("freetrain_parsl.campaign.site.providers.make_window_source", source)
+    with pytest.raises(InvalidInput, match=r"node.slots: .* different numbers of GPUs \(4, 8\); state"):
+        ask_slots(site(AUTO % ""))
+    kinds = site(AUTO % "" + "kinds:\n  small: {partition: a}\n  large: {partition: b}\n")
+    assert ask_slots(kinds).slots_per_node == {"small": 4, "large": 8}
+
+
+def test_gpus_that_no_slot_uses_are_told() -> None:
+    read = site("system: slurm\nnode: {gpus: 2}\n")
+    assert describe_unused(read, GpuSource(4)) == (
+        "nodes have 4 GPUs, but 2 slots by site.yaml: with node.gpus: 4, each GPU is a slot"
+    )
+    assert not describe_unused(read, GpuSource(2))
+    assert not describe_unused(read, GpuSource())
+    assert not describe_unused(site("system: slurm\nnode: {gpus: 2, exclusive: false}\n"), GpuSource(4))
