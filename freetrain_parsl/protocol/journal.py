@@ -108,10 +108,11 @@ class BatchRequests(Record):
 
 @dataclass(frozen=True)
 class PlannerStarted(Record):
-    """The planner with its policy's name and its settings, seconds."""
+    """The planner with its policy's name and its settings, seconds; `slots_per_node` as for `Planner`."""
 
     policy: str
     settings: dict[str, Any]
+    slots_per_node: int = 1
 
 
 @dataclass(frozen=True)
