@@ -93,7 +93,7 @@ def show_hosts(names: Iterable[str], slots_per_node: int | None = None) -> str:
 
 
 def show_units(units: Sequence[str], slots_per_node: int | None = None) -> str:
-    """Write which units a job has: ``n0, n1``; of nodes that jobs share ``n0/0-1 (2 accelerators)``, by `show_hosts`."""
+    """Write a job's units: ``n0, n1``; of nodes that jobs share ``n0/0-1 (2 accelerators)``; see `show_hosts`."""
     slots = sum(lane_of(unit) is not None for unit in units)
     accelerators = f"{slots:,} accelerator{'' if slots == 1 else 's'}"
     return f"{show_hosts(units, slots_per_node)} ({accelerators})" if slots else ", ".join(units)

@@ -366,13 +366,17 @@ class RunState:
         return len({node_of(unit) for training in self.trainings.values() for unit in training.nodes})
 
     @property
+    def training_slots(self) -> int:
+        """Number of slots, of nodes that jobs share, on which training jobs run; of whole nodes, of nodes."""
+        return len({unit for training in self.trainings.values() for unit in training.nodes})
+
+    @property
     def training_place(self) -> str:
         """On how much training jobs run: ``2 nodes``; where jobs share nodes, ``5 of 8 accelerators of 2 nodes``."""
         nodes = self.training_nodes
         if self.slots_per_node == 1:
             return f"{nodes} nodes"
-        slots = {unit for training in self.trainings.values() for unit in training.nodes}
-        return f"{len(slots)} of {self.slots_per_node * nodes} accelerators of {nodes} nodes"
+        return f"{self.training_slots} of {self.slots_per_node * nodes} accelerators of {nodes} nodes"
 
     @property
     def idle_nodes(self) -> int:
