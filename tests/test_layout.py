@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 478
+MOST_FILES: Final = 471
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -55,7 +55,7 @@ BUDGET: Final = {
     "extensions/trackers": 397,
     "planning": 7_300,
     "protocol": 1_920,
-    "report": 2_940,
+    "report": 2_990,
     "storage": 2_090,
     "testing": 1_680,
     "training": 12_860,
