@@ -278,7 +278,6 @@ class Section:
             Fields that are not keys of this section.
         """
         readers: dict[str, Callable[[str], Any]] = {
-            "bool": self.flag,
             "int": lambda key: self.count(key, least=0 if key in zero else 1),
             "float": self.number,
             "timedelta": lambda key: self.duration(key, positive=positive),

@@ -214,6 +214,8 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         PlannerSettings, **planner.fields_of(PlannerSettings, without=("max_pending_blocks",)), **pending
     )
     own = trainings.fields_of(TrainingSettings, positive=True, zero=("max_restarts",))
+    if (bind_cores := trainings.flag("bind_cores")) is not None:
+        own["bind_cores"] = bind_cores
     if trainings.has("rescale_costs"):
         own["rescale_costs"] = read_costs(trainings.section("rescale_costs"))
     executor = given_values(
