@@ -17,7 +17,7 @@ from freetrain_parsl import (
 )
 from freetrain_parsl.planning.model import Decision, Pool
 from freetrain_parsl.planning.placement import place
-from freetrain_parsl.planning.policies.base import Policy, _as_sizes
+from freetrain_parsl.planning.policies.base import Policy, as_sizes
 from freetrain_parsl.report.projection.run import RunState
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ScriptedPolicy(Policy):
             counts[trainer.name] = min(self.nodes, left)
             left -= counts[trainer.name]
         if pool.slots_per_host > 1:
-            counts = _as_sizes(counts, dict.fromkeys(counts, 1), pool)
+            counts = as_sizes(counts, trainers, pool)
         return Decision(place(counts, pool, current), 0.0, proven_optimal=False, bound=0.0)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
-__all__ = ["BaselinePolicy", "ObjectivePolicy", "Policy"]
+__all__ = ["BaselinePolicy", "ObjectivePolicy", "Policy", "as_sizes"]
 
 
 class Policy(ABC):
@@ -130,8 +130,8 @@ class BaselinePolicy(Policy):
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         counts = self.counts(ranked, pool, current)
-        if pool.slots_per_host > 1 and not self.any_layout:
-            counts = _as_sizes(counts, {trainer.name: trainer.min_nodes for trainer in ranked}, pool)
+        if not self.any_layout:
+            counts = as_sizes(counts, ranked, pool)
         allocation = self.place(counts, pool, current)
         seconds = time.perf_counter() - started
         held = current_counts(ranked, pool, current)
@@ -144,9 +144,15 @@ class BaselinePolicy(Policy):
         return Decision(allocation, objective, proven_optimal=False, bound=bound, solve_seconds=seconds)
 
 
-def _as_sizes(counts: Mapping[str, int], least: Mapping[str, int], pool: Pool) -> dict[str, int]:
-    """Round counts down to sizes for which shared hosts have room, in the order of `counts`."""
+def as_sizes(counts: Mapping[str, int], trainers: Sequence[PlannedJob], pool: Pool) -> dict[str, int]:
+    """Round counts down to sizes for which shared hosts have room, in the order of `counts`; whole nodes stay.
+
+    A trainer that would fall below its ``min_nodes`` gets nothing.
+    """
     slots = pool.slots_per_host
+    if slots == 1:
+        return dict(counts)
+    least = {trainer.name: trainer.min_nodes for trainer in trainers}
     left = room(Counter(node.machine for node in pool.values()).values(), slots)
     sizes: dict[str, int] = {}
     for name, count in counts.items():
