@@ -3,8 +3,7 @@
     python benchmarks/evolution.py [--instances 100] [--json FILE]
 
 ``separate``: nodes are machines of their own, so that the counts are all that matters, and the optimum is known.
-``coupled``: nodes share hosts, and trainers are slower on more hosts than necessary. Values are relative to the optimum
-of the counts, which is reached only if they can be placed without a loss.
+``coupled``: nodes share hosts, in sizes that divide them. Values are relative to the bound of the exact model.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.jobs.request import TrainingRequest
+    from freetrain_parsl.executor.jobs.size import Size
     from freetrain_parsl.protocol.options import Code
 
 __all__ = ["Scaling", "TrainingApp", "training_app"]
@@ -80,6 +81,11 @@ class TrainingApp(AppBase):
     def node_kinds(self) -> tuple[str, ...]:
         """The kinds of nodes on which its training jobs may run; empty: any."""
         return self._node_kinds
+
+    @property
+    def size(self) -> Size:
+        """The bounds on the size of its training jobs."""
+        return self._options.size
 
     def options(self, **changes: Any) -> TrainingApp:
         """Return a copy of the app with some of the decorator's arguments changed.
@@ -221,7 +227,13 @@ class TrainingApp(AppBase):
 
         options = self._options
         session = {**options.shared_with(SessionOptions), "name": name, "code": code, "call": call}
+        size = options.size
+        size.check(f"training job {name!r}")
+        least, most = size.assumed
         converted = {
+            "min_nodes": least,
+            "max_nodes": most,
+            "size": size,
             "options": session_options(**session),
             "scaling": self._curve,
             "costs": None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
@@ -375,13 +387,21 @@ def training_app(
     function
         The training function, when the decorator is used without parentheses.
     min_nodes, max_nodes
-        Bounds on the number of nodes while the training job runs. Default: one node.
+        Bounds on the number of whole nodes while the training job runs. Where jobs share nodes, the default is from one
+        accelerator to one node; elsewhere it is one node. A larger minimum is the default of the maximum.
+    accelerators
+        Exact number of accelerators, for a size in accelerators instead of nodes. Where jobs do not share nodes, it is
+        rounded up to whole nodes.
+    min_accelerators, max_accelerators
+        Bounds on the number of accelerators; each instead of the one in nodes.
     scaling
-        Samples per second as a function of the number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file.
-        Default: each doubling keeps 90 % of the efficiency. ``"learn"``: begin on `min_nodes`, measure, and try twice
-        as many nodes while that pays off. Measured rates replace the stated ones in any case. Where a site has several
-        kinds of nodes: one of these for each kind, ``{"gpu": {1: 900.0}, "cpu": {1: 40.0, 4: 150.0}}``; the training
-        job then runs on these kinds only, unless `node_kinds` is given.
+        Samples per second as a function of the number of nodes: a mapping, a `ScalingCurve`, or a CSV or YAML file. If
+        a bound is given in accelerators, as a function of the number of accelerators. Default: each doubling keeps 90 %
+        of the efficiency. ``"learn"``: begin on the smallest size, measure, and try twice as much while that pays off.
+        Measured rates replace the stated ones in any case. Where jobs share nodes, a part of a node is assumed to have
+        its share of the rate of one node, until it is measured. Where a site has several kinds of nodes: one of these
+        for each kind, ``{"gpu": {1: 900.0}, "cpu": {1: 40.0, 4: 150.0}}``; the training job then runs on these kinds
+        only, unless `node_kinds` is given.
     priority
         Weight for objectives that use one.
     deadline
@@ -419,8 +439,8 @@ def training_app(
     Raises
     ------
     InvalidApp
-        The description is invalid, e.g. ``min_nodes`` exceeds ``max_nodes``, or the function has no first parameter
-        for the session.
+        The description is invalid, e.g. ``min_nodes`` exceeds ``max_nodes`` or a bound is given twice, or the function
+        has no first parameter for the session.
 
     Examples
     --------

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 from freetrain_parsl.errors import InvalidApp
+from freetrain_parsl.executor.jobs.size import Size, same_bound
 from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
 
 if TYPE_CHECKING:
@@ -23,13 +24,18 @@ __all__ = ["AppOptions", "Scaling", "curves_of", "kinds_of"]
 Scaling: TypeAlias = "CurveLike | Mapping[str, CurveLike]"
 """A scaling curve, or one for each kind of node."""
 
+_SIZE: Final = tuple(item.name for item in fields(Size))
+
 
 @dataclass(frozen=True, kw_only=True)
 class AppOptions:
     """The options of `training_app`, which describes them; `TrainingApp.options` changes them."""
 
-    min_nodes: int = 1
-    max_nodes: int = 1
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    accelerators: int | None = None
+    min_accelerators: int | None = None
+    max_accelerators: int | None = None
     scaling: Scaling = None
     priority: float = 1.0
     deadline: datetime | timedelta | None = None
@@ -55,15 +61,38 @@ class AppOptions:
     def changed(self, **changes: Any) -> AppOptions:
         """Return a copy with other values.
 
+        A bound on the size replaces the one that states the same in another way.
+
         Raises
         ------
         InvalidApp
-            There is no such option.
+            There is no such option, or numbers of nodes are replaced by numbers of accelerators, or vice versa, and the
+            points of `scaling` are not.
         """
         known = {item.name for item in fields(self)}
         if unknown := sorted(set(changes) - known):
             raise InvalidApp(f"training_app has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        return replace(self, **changes)
+        stated = {word for word in _SIZE if changes.get(word) is not None}
+        said = {word for word in _SIZE if any(same_bound(word, other) for other in stated)}
+        changed = replace(self, **{**dict.fromkeys(said), **changes})
+        before, after = self.size.counts_accelerators, changed.size.counts_accelerators
+        if stated and before is not after and "scaling" not in changes and not _suits_any_unit(self.scaling):
+            units = ("accelerators", "nodes") if before else ("nodes", "accelerators")
+            raise InvalidApp(
+                f"{min(stated)} is changed for an app whose scaling counts {units[0]}: change scaling, too, to "
+                f"points in {units[1]}"
+            )
+        return changed
+
+    @property
+    def size(self) -> Size:
+        """The bounds on the size of a training job."""
+        return Size(**self.shared_with(Size))
+
+
+def _suits_any_unit(scaling: Scaling) -> bool:
+    default, by_kind = curves_of(scaling)
+    return all(curve.unknown or curve == ScalingCurve.default() for curve in (default, *by_kind.values()))
 
 
 def kinds_of(names: object) -> tuple[str, ...]:

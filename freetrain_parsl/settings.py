@@ -30,7 +30,11 @@ class TrainingSettings:
     max_restarts
         A training job fails after more than this number of crashes without reaching a new step.
     threads_per_slot
-        Number of torch threads in each slot; ``None``: torch's default.
+        Number of torch threads in each slot; ``None``: one for each core of the slot's share where several slots share
+        a node, otherwise torch's default.
+    bind_cores
+        Whether each of several slots of a node is bound to its share of the node's cores. Set it to false where the
+        site manages that. Slots of the embedded cluster are never bound: its nodes share the cores of this host.
 
     Raises
     ------
@@ -43,6 +47,7 @@ class TrainingSettings:
     peer_timeout: timedelta = timedelta(seconds=10)
     max_restarts: int = 3
     threads_per_slot: int | None = None
+    bind_cores: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.rescale_costs, RescaleCosts):

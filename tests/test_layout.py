@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 478
+MOST_FILES: Final = 480
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -32,11 +32,11 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_100,
+    "": 2_200,
     "campaign": 5_330,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 13_350,
+    "executor": 14_200,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -47,7 +47,7 @@ BUDGET: Final = {
     "extensions/notebook": 1_980,
     "extensions/pages": 1_110,
     "extensions/pbs": 1_510,
-    "extensions/replay": 6_760,
+    "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 750,
     "extensions/simulate": 1_860,
@@ -55,7 +55,7 @@ BUDGET: Final = {
     "extensions/trackers": 397,
     "planning": 7_300,
     "protocol": 1_920,
-    "report": 2_940,
+    "report": 3_060,
     "storage": 2_090,
     "testing": 1_680,
     "training": 12_860,

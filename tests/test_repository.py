@@ -70,6 +70,7 @@ ROOMS = {
         "report",
         "storage",
         "training",
+        "windows",
         "extensions/pages",
     },
     "extensions/pages": {"protocol", "report", "windows"},

@@ -23,6 +23,7 @@ from freetrain_parsl.campaign.orphans import remove_orphans
 from freetrain_parsl.campaign.owned_trainings import Assignment, OwnedTrainings
 from freetrain_parsl.campaign.site.home import HOME_KINDS, open_home
 from freetrain_parsl.campaign.site.providers import (
+    ask_slots,
     make_executor,
     make_window_source,
     refuse_impossible,
@@ -144,6 +145,7 @@ class CampaignRun:
         UsageError, BatchSystemError
             See `preflight`.
         """
+        site = ask_slots(site)
         refuse_impossible(campaign, site)
         if assignment is not None:
             if site.home is None:
@@ -209,7 +211,7 @@ class CampaignRun:
                 for training in campaign.trainings
             )
             campaign = replace(campaign, trainings=tuple(trainings))
-        site = read_site(store) if config is None else Site.load(config, variables)
+        site = ask_slots(read_site(store) if config is None else Site.load(config, variables))
         refuse_impossible(campaign, site)
         return cls(store, site, campaign)
 

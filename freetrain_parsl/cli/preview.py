@@ -29,6 +29,7 @@ CampaignArgument = Annotated[
 
 _JOBS = "freetrain."  # prefix of the job names of all our blocks
 _WITHOUT_CAMPAIGN = "no campaign given: assuming one training job on any number of nodes"
+_WHOLE_NODES = "training jobs share nodes here, but this preview gives each of them whole nodes"
 _STAND_IN = "any"
 _TICK = 1e-6  # seconds
 
@@ -82,6 +83,7 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     chosen.source.check(least_walltime(settings))
     survey = chosen.source.survey()
     pending, notes, held = _our_jobs(chosen.source)
+    notes += filter(None, [chosen.describe_unused()])
     ours = {node: f"runs your block, job {held[node]}" for node in survey.unused if node in held}
     survey = replace(survey, unused={**survey.unused, **ours})
     if requests is None:
@@ -90,7 +92,12 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     else:
         for request in requests:
             refuse_unknown_kinds(request, chosen.speeds)
-        trainers, cohorts = _as_trainers(requests, costs, survey.time)
+        for request in requests:
+            request.on_nodes(chosen.slots_per_node, chosen.units_per_node)  # it is refused as by the executor
+        on_nodes = [request.on_nodes(chosen.slots_per_node) for request in requests]
+        if chosen.units_per_node > 1:
+            notes.append(_WHOLE_NODES)
+        trainers, cohorts = _as_trainers(on_nodes, costs, survey.time)
         notes += cohorts
     if chosen.speeds:
         trainers = _on_kinds(trainers, chosen.speeds)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -83,6 +83,12 @@ class ChosenSource:
         Why this one was chosen, if there were several; lines for standard error.
     speeds
         Kind of node -> its speed, where the site has several kinds.
+    slots_per_node
+        Kind of node -> its number of slots; the only kind has the name ``""``.
+    units_per_node
+        Number of slots of a node where training jobs share nodes, otherwise 1.
+    describe_unused
+        Returns which GPUs of the nodes no block uses; empty: none.
     """
 
     source: WindowSource
@@ -93,6 +99,9 @@ class ChosenSource:
     least_interval: float = _LEAST_INTERVAL
     remark: str = ""
     speeds: Mapping[str, float] = field(default_factory=dict)
+    slots_per_node: Mapping[str, int] = field(default_factory=lambda: {"": 1})
+    units_per_node: int = 1
+    describe_unused: Callable[[], str] = str
 
 
 @contextmanager
@@ -203,19 +212,23 @@ def _from_site(options: SourceOptions, variables: Variables) -> ChosenSource:
 
 
 def _of_site(site: Site, remark: str = "") -> ChosenSource:
-    from freetrain_parsl.campaign.site.providers import make_window_source
+    from freetrain_parsl.campaign.site.providers import ask_slots, describe_unused, make_window_source
 
-    system = SYSTEMS[site.system]
+    system, site = SYSTEMS[site.system], ask_slots(site)
     kinds = ", ".join(kind.name for kind in site.kinds)
     partition = site.block.get(system.queue)
     title = f"{system.title}, nodes of the kinds {kinds}" if kinds else _title(system, partition)
+    source = make_window_source(site)
     return ChosenSource(
-        make_window_source(site),
+        source,
         f"site {site.name}, {title}",
         settings=site.planner_settings,
         policy=site.executor_settings.get("policy", ChosenSource.policy),
         costs=site.executor_settings["trainings"].rescale_costs,
         speeds={kind.name: kind.speed for kind in site.kinds},
+        slots_per_node=site.slots_per_node,
+        units_per_node=site.units_per_node,
+        describe_unused=partial(describe_unused, site, source),
         least_interval=_LEAST_INTERVAL if system.shared else 0.0,
         remark=remark,
     )

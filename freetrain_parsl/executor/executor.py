@@ -30,6 +30,7 @@ from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.htex.executor import PlannedHtex
 from freetrain_parsl.executor.htex.interchange_watch import HtexInterchange, InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
+from freetrain_parsl.executor.jobs.likeness import recall_rates
 from freetrain_parsl.executor.jobs.request import (
     SPECIFICATION_KEY,
     Limits,
@@ -38,7 +39,7 @@ from freetrain_parsl.executor.jobs.request import (
     cache_identity,
 )
 from freetrain_parsl.executor.journal import Journal
-from freetrain_parsl.executor.node_kinds import NodeKind, kinds_of, refuse_unknown_kinds
+from freetrain_parsl.executor.node_kinds import NodeKind, kinds_of, sized_for, units_per_node
 from freetrain_parsl.executor.payloads.app_modules import NodeModules
 from freetrain_parsl.executor.payloads.payloads import pack_or_refuse, pack_task
 from freetrain_parsl.executor.payloads.value_files import ValueFiles
@@ -52,10 +53,9 @@ from freetrain_parsl.planning.blocks import least_walltime
 from freetrain_parsl.planning.policies import resolve_policy
 from freetrain_parsl.planning.policies.base import Policy
 from freetrain_parsl.planning.settings import PlannerSettings
-from freetrain_parsl.protocol.options import SessionOptions, digest_of
+from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.settings import CheckpointSettings, RateLimits, TrainingSettings
 from freetrain_parsl.settings_checks import check_duration
-from freetrain_parsl.storage.measurements import read_rates
 from freetrain_parsl.storage.posix import directory_name
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.typed_arguments import wrong_types_refused
@@ -104,9 +104,11 @@ class FreeTrainExecutor(PlannedHtex):
         ``equal-share``
             the same number of nodes for each: a simple baseline;
         ``fcfs``
-            first come, first served, without backfilling.
+            first come, first served, without backfilling;
+        ``ones``
+            ``milp``, followed by an evolutionary search if that has proven nothing in its time.
 
-        Policies for hosts that jobs share, such as ``ones``, are refused: they are for simulation and replay.
+        Policies that spread jobs over parts of nodes, as published ones do, are for simulation and replay only.
     planner
         Assumptions about the site: start-up time, shortest useful block, …
     trainings
@@ -120,6 +122,8 @@ class FreeTrainExecutor(PlannedHtex):
         When checkpoints are written, and how many are kept.
     slots_per_node
         Number of slots per node: its number of accelerators, or 1.
+    share_nodes
+        Whether the planner assigns slots rather than whole nodes, if nodes of all kinds have equally many.
     grace
         Time between the batch system's signal and its kill.
     address
@@ -167,6 +171,7 @@ class FreeTrainExecutor(PlannedHtex):
         checkpoint_dir: str | Path | None = None,
         checkpoints: CheckpointSettings | None = None,
         slots_per_node: int = 1,
+        share_nodes: bool = True,
         grace: timedelta = timedelta(seconds=5),
         address: str | None = None,
         interface: str | None = None,
@@ -203,11 +208,9 @@ class FreeTrainExecutor(PlannedHtex):
         self.rate_limits = rate_limits or RateLimits()
         self.checkpoint_dir = checkpoint_dir
         self.checkpoints = checkpoints or CheckpointSettings()
-        self.slots_per_node = slots_per_node
-        self.grace = grace
-        self.interface = interface
-        self.node_python = node_python
-        self.container = container
+        self.slots_per_node, self.share_nodes = slots_per_node, share_nodes
+        self.grace, self.interface = grace, interface
+        self.node_python, self.container = node_python, container
         self.log_dir = log_dir
         self.tracker = tracker
         self._default_trackers = parse_trackers(tracker)
@@ -297,6 +300,7 @@ class FreeTrainExecutor(PlannedHtex):
             interface=self.interface,
             log_dir=str(log_dir),
             files=self._files,
+            bind_cores=self.trainings.bind_cores,
         )
         self._submitter = JobSubmitter(
             source,
@@ -332,6 +336,7 @@ class FreeTrainExecutor(PlannedHtex):
                 values=self._files,
             ),
             slots_per_node=self.slots_per_node,
+            share_nodes=self.share_nodes,
             node_kinds={name: kind.slots for name, kind in self._kinds.items() if name},
             outdated=3 * poll_interval,
             heartbeat_timeout=heartbeat_timeout,
@@ -382,17 +387,16 @@ class FreeTrainExecutor(PlannedHtex):
             task = self._submissions.add_task(payload)
             self._driver.post(task)
             return task.future
-        refuse_unknown_kinds(request, self._kinds)
+        units = units_per_node([kind.slots for kind in self._kinds.values()], share_nodes=self.share_nodes)
+        sized = sized_for(request, self._kinds, units)
         self._values.track(request.name, self._default_trackers if request.trackers is None else request.trackers)
         imported: set[str] = set()
         training = self._submissions.add_training(request, pack_or_refuse(func, args, kwargs, imported))
+        training.request = sized  # the user's own identifies the call
         self._node_modules.check(func, imported)
         if line := check_suggestion([(func, request.options.code)]):
             logger.info("training job %s: %s", request.name, line)
-        if request.likeness:
-            threads = self.trainings.threads_per_slot
-            training.curve_key = digest_of([request.likeness, str(self.slots_per_node), str(threads)])
-            training.rates = read_rates(self._checkpoint_root, training.curve_key)
+        recall_rates(training, self._checkpoint_root, self.slots_per_node, units, self.trainings.threads_per_slot)
         self._driver.post(training)
         if self._submissions.was_cancelled(request):  # perhaps before it was posted
             self._driver.post(CancelTraining(training.future))

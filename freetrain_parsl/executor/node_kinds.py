@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,14 +10,16 @@ from freetrain_parsl.errors import InvalidApp, InvalidSettings, did_you_mean
 from freetrain_parsl.settings_checks import check_count, check_kind_name, check_speed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from parsl.providers.base import ExecutionProvider
 
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["KindOfSlots", "NodeKind", "kinds_of", "refuse_unknown_kinds"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["KindOfSlots", "NodeKind", "kinds_of", "refuse_unknown_kinds", "sized_for", "units_per_node"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,30 @@ class KindOfSlots:
     per_node: int = 1
     transport: str = ""
     speed: float = 1.0
+
+
+def units_per_node(kinds: Collection[KindOfSlots], *, share_nodes: bool) -> int:
+    """Return the number of units of a node that the planner assigns: its slots, or 1 if jobs do not share nodes.
+
+    The planner counts in one unit, so jobs share nodes only if nodes of all kinds have the same number of slots.
+    """
+    numbers = {kind.per_node for kind in kinds}
+    return numbers.pop() if share_nodes and len(numbers) == 1 else 1
+
+
+def sized_for(request: TrainingRequest, kinds: Mapping[str, NodeKind], units_per_node: int) -> TrainingRequest:
+    """Return a training job's request with its size in units of these kinds of nodes; log what is rounded.
+
+    Raises
+    ------
+    InvalidApp
+        It asks for kinds of nodes, or a size, that there are not.
+    """
+    refuse_unknown_kinds(request, kinds)
+    slots = {name: kind.slots_per_node for name, kind in kinds.items()}
+    if rounded := request.rounding(slots, units_per_node):
+        logger.info("training job %s: %s", request.name, rounded)
+    return request.on_nodes(slots, units_per_node)
 
 
 def refuse_unknown_kinds(request: TrainingRequest, kinds: Collection[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
@@ -15,14 +14,14 @@ from freetrain_parsl.planning.sizes import are_sizes, round_down, sizes_within
 from freetrain_parsl.planning.solvers.shared_hosts import Parts, most_valuable_stays
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
     from freetrain_parsl.planning.model import Allocation, PlannedJob, Pool
     from freetrain_parsl.planning.solvers.highs import Counts
 
-__all__ = ["SharedHosts", "check_allocation", "current_counts", "place", "place_anywhere", "place_emptiest_first"]
+__all__ = ["SharedHosts", "check_allocation", "current_counts", "place"]
 
 
 def place(
@@ -81,74 +80,6 @@ def place(
     for trainer, nodes in kept.items():
         nodes.extend(islice(spare, counts[trainer] - len(nodes)))
     return {trainer: frozenset(nodes) for trainer, nodes in kept.items() if nodes}
-
-
-def place_anywhere(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
-    """Choose nodes for any counts on hosts that trainers share, for policies of any layout.
-
-    A trainer whose count changes is placed anew, on as few hosts as possible: any change is a restart in such a
-    cluster, and nearby nodes are faster. Larger trainers choose first, and a small one takes the host that it leaves
-    with the fewest free nodes. Without shared hosts it is `place`.
-    """
-    if pool.slots_per_host == 1:
-        return place(counts, pool, current)
-    _check_counts(counts, pool)
-    return _place_on_hosts(dict(sorted(counts.items(), key=lambda item: -item[1])), pool, current, _tightest)
-
-
-def place_emptiest_first(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
-    """Choose nodes as `place_anywhere` does, but each host with the most free nodes first, in the order of `counts`.
-
-    Tiresias and Optimus place trainers like this in Pollux' evaluation. Without shared hosts it is `place`.
-    """
-    if pool.slots_per_host == 1:
-        return place(counts, pool, current)
-    _check_counts(counts, pool)
-    return _place_on_hosts(counts, pool, current, _emptiest)
-
-
-Choice = Callable[[Mapping[str, Sequence[str]], int], str]
-"""(free nodes of each host, nodes wanted) -> host."""
-
-
-def _emptiest(free: Mapping[str, Sequence[str]], wanted: int) -> str:  # noqa: ARG001 - signature of a choice
-    return max(free, key=lambda host: len(free[host]))
-
-
-def _tightest(free: Mapping[str, Sequence[str]], wanted: int) -> str:
-    """Return the host that keeps the fewest free nodes, or the emptiest if none has as many as wanted."""
-    fitting = [host for host in free if len(free[host]) >= wanted]
-    return min(fitting, key=lambda host: len(free[host])) if fitting else _emptiest(free, wanted)
-
-
-def _place_on_hosts(
-    counts: Mapping[str, int], pool: Pool, current: Allocation, choose: Choice
-) -> dict[str, frozenset[str]]:
-    """Keep trainers whose count is their number of nodes, and place the others anew, in the order of `counts`."""
-    kept = {
-        name: nodes
-        for name, nodes in current.items()
-        if nodes and counts.get(name, 0) == len(nodes) and all(node in pool for node in nodes)
-    }
-    taken = frozenset().union(*kept.values())
-    free: dict[str, list[str]] = {}
-    for node in pool.values():
-        if node.name not in taken:
-            free.setdefault(node.machine, []).append(node.name)
-    placed = dict(kept)
-    for name, count in counts.items():
-        if name in kept or not count:
-            continue
-        nodes: list[str] = []
-        while len(nodes) < count:
-            host = choose(free, count - len(nodes))
-            share = min(count - len(nodes), len(free[host]))
-            nodes += free[host][:share]
-            del free[host][:share]
-            if not free[host]:
-                del free[host]
-        placed[name] = frozenset(nodes)
-    return placed
 
 
 class SharedHosts:

@@ -108,10 +108,11 @@ class BatchRequests(Record):
 
 @dataclass(frozen=True)
 class PlannerStarted(Record):
-    """The planner with its policy's name and its settings, seconds."""
+    """The planner with its policy's name and its settings, seconds; `slots_per_node` as for `Planner`."""
 
     policy: str
     settings: dict[str, Any]
+    slots_per_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class SlotLost(Record):
 
 @dataclass(frozen=True)
 class NodeJoined(Record):
-    """All slots of a node have connected; `node_kind` as in `BlockRequested`."""
+    """All slots of a node have connected, or the first where jobs share nodes; `node_kind` as in `BlockRequested`."""
 
     block: str
     closes: float
@@ -242,14 +243,14 @@ class NodeJoined(Record):
 
 @dataclass(frozen=True)
 class NodeLeft(Record):
-    """A node is no longer in the pool."""
+    """A node is no longer in the pool, with none of its slots."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NodeSetAside(Record):
-    """A training job cannot use the node, see `reason`; it rejoins the pool after `seconds`."""
+    """A training job cannot use the node, or its slot, see `reason`; it rejoins the pool after `seconds`."""
 
     seconds: float
     reason: str

@@ -11,11 +11,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from freetrain_parsl.places import lanes_by_node, node_of
 from freetrain_parsl.report.colours import colour_of
 from freetrain_parsl.texts import printable, shortened
+from freetrain_parsl.windows.hostlist import show_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from freetrain_parsl.report.projection.run import RunState, TrainingState
 
@@ -56,18 +58,27 @@ def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: floa
     names = list(run.trainings)
     trainers = defaultdict(list)
     for training in run.trainings.values():
-        for node in training.nodes:
-            trainers[node].append(training.name)
+        for node, lanes in lanes_by_node(training.nodes).items():
+            trainers[node].append((lanes[0][0] if lanes else 0, training))
     closes = {node: window["closes"] for window in run.windows for node in window["nodes"]}
     table = Table(box=None, padding=(0, 2), expand=True)
     for column in ("node", "held by", "window"):
         table.add_column(column, header_style="dim")
     for node, holder in nodes.items():
         if node in trainers:
-            shown = trainers[node][:_MEMBERS_SHOWN]
-            who = Text(" ").join(Text(f"■ {shortened(name)}", style=colour_of(names.index(name))) for name in shown)
-            if more := len(trainers[node]) - len(shown):
+            jobs = [training for _, training in sorted(trainers[node], key=lambda each: each[0])]
+            slots = [_slots_on(node, training) for training in jobs]
+            most = max(_MEMBERS_SHOWN, run.slots_per_node)
+            shown = [
+                Text(f"■ {shortened(training.name)}{on}", style=colour_of(names.index(training.name)))
+                for training, on in zip(jobs[:most], slots, strict=False)
+            ]
+            who = Text(" ").join(shown)
+            if more := len(jobs) - len(shown):
                 who.append(f" and {more} more, fused", style="dim")
+            used = {unit for training in jobs for unit in training.nodes if node_of(unit) == node}
+            if free := run.slots_per_node - len(used):
+                who.append(f" {'□' * free} {free} free", style="grey74")
         elif holder["kind"] == "main":
             who = Text(f"■ main job {holder['job']}", style="grey50")
         elif holder["kind"] == "preemptible":
@@ -79,19 +90,26 @@ def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: floa
     return table
 
 
+def _slots_on(node: str, training: TrainingState) -> str:
+    """Return the slots that a training job has on a node that jobs share; empty: the whole node."""
+    units = [unit for unit in training.nodes if node_of(unit) == node]
+    return "" if len(units) == training.slots_per_node else f" /{show_hosts(units).partition('/')[2]}"
+
+
 def _time_left(is_open: bool, closes: float | None, now: float) -> Text:  # noqa: FBT001 - two values of a table cell
     if not is_open:
         return Text("")
     return Text("open, end unknown" if closes is None else f"closes in {max(0.0, closes - now):.0f} s", style="cyan")
 
 
-def training_table(trainings: Sequence[TrainingState] | Any) -> Table:
-    """Draw one row per training job: progress, nodes, fragments, last loss."""
+def training_table(trainings: Collection[TrainingState]) -> Table:
+    """Draw one row per training job: progress, nodes or accelerators, fragments, last loss."""
     table = Table(box=None, padding=(0, 1), expand=True)
     table.add_column("training", header_style="dim", no_wrap=True)
     table.add_column("state", header_style="dim", no_wrap=True)
     table.add_column("progress", header_style="dim", ratio=1)
-    for column in ("nodes", "fragments", "rescales", "epoch", "loss"):
+    shared = any(training.slots_per_node > 1 for training in trainings)
+    for column in ("accelerators" if shared else "nodes", "fragments", "rescales", "epoch", "loss"):
         table.add_column(column, header_style="dim", justify="right", no_wrap=True)
     for index, training in enumerate(trainings):
         progress = training.progress

@@ -81,12 +81,14 @@ def node_time_rows(figures: Mapping[str, Any]) -> Iterator[tuple[int, str, float
 
 
 def _node_time(figures: Mapping[str, Any]) -> list[Element]:
-    body = []
+    body, slots = [], figures["shared_slots_per_node"]
+    units = ("node-hours", "accelerator-hours")[: min(2, slots)]
     for depth, name, seconds, share in node_time_rows(figures):
         bar = None if share is None else element("span", _bar(share), class_="track")
         cell = element("td", "" if share is None else f"{share:.1%}", bar)
-        body.append(row(f"{'·' * depth} {name}".lstrip(), _hours(seconds), cell))
-    return [element("h2", "Node time, by cause"), table("Node time", ("", "node-hours", "share"), body)]
+        hours = (_hours(seconds), _hours(slots * seconds))[: len(units)]
+        body.append(row(f"{'·' * depth} {name}".lstrip(), *hours, cell))
+    return [element("h2", "Node time, by cause"), table("Node time", ("", *units, "share"), body)]
 
 
 def _bar(share: float) -> Element:

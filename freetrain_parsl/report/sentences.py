@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.places import count_places
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
         case record.FragmentEnded(failure=True):
             return (
                 IncidentLevel.FAILURE,
-                f"a process or node failed; the group of {_count(len(entry.nodes), 'node')} ended",
+                f"a process or node failed; the group of {count_places(entry.nodes)} ended",
             )
         case record.FragmentResumed():
             return IncidentLevel.REPAIR, f"resumed from the checkpoint of step {entry.step:,}"
@@ -101,7 +101,7 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
 def cause_in_words(events: Iterable[Mapping[str, Any]]) -> str:
     """Say what the planner was given when it decided: the events of a `PlannerStep`."""
     names: dict[str, list[str]] = {}
-    nodes: Counter[str] = Counter()
+    nodes: dict[str, list[str]] = {}
     other: list[str] = []
     for event in events:
         kind = event["type"]
@@ -109,14 +109,15 @@ def cause_in_words(events: Iterable[Mapping[str, Any]]) -> str:
             trainer = event["trainer"]
             names.setdefault(kind, []).append(trainer if isinstance(trainer, str) else trainer["name"])
         elif kind in _NODE_EVENTS:
-            nodes[kind] += len(event.get("nodes", ()))
+            named = (node if isinstance(node, str) else node["name"] for node in event.get("nodes", ()))
+            nodes.setdefault(kind, []).extend(named)
         elif kind == "windows_seen" and "windows" in event:
             idle = sum(len(window["nodes"]) for window in event["windows"])
             other.append(f"{_count(idle, 'idle node')} seen")
         elif kind in _OTHER_EVENTS:
             other.append(_OTHER_EVENTS[kind])
     parts = [f"{_some(found)} {_TRAINER_EVENTS[kind]}" for kind, found in names.items()]
-    parts += [f"{_count(count, 'node')} {_NODE_EVENTS[kind]}" for kind, count in nodes.items()]
+    parts += [f"{count_places(units)} {_NODE_EVENTS[kind]}" for kind, units in nodes.items()]
     return "; ".join(dict.fromkeys(parts + other)) or "regular check"
 
 
@@ -146,7 +147,7 @@ def actions_in_words(actions: Iterable[Mapping[str, Any]]) -> str:
     for action in actions:
         match action["type"]:
             case "assign" | "grow" | "shrink" as verb:
-                parts.append(f"{action['trainer']}: {verb} to {_count(len(action['nodes']), 'node')}")
+                parts.append(f"{action['trainer']}: {verb} to {count_places(action['nodes'])}")
             case "stop":
                 parts.append(f"{action['trainer']}: stop")
             case "request_block":
@@ -155,7 +156,7 @@ def actions_in_words(actions: Iterable[Mapping[str, Any]]) -> str:
             case "release_block":
                 parts.append(f"release block {action['block']}")
             case "lend":
-                parts.append(f"{_count(len(action['nodes']), 'node')} for ordinary tasks")
+                parts.append(f"{count_places(action['nodes'])} for ordinary tasks")
     return "; ".join(parts)[:_LONGEST]
 
 

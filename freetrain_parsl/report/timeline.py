@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.places import lanes_by_node
 from freetrain_parsl.report.colours import colour_of
 from freetrain_parsl.report.output import write_figure
 
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
 
     from matplotlib.artist import Artist
 
-    from freetrain_parsl.report.projection.run import RunState
+    from freetrain_parsl.report.projection.run import Fragment, RunState
 
 __all__ = ["draw_timeline"]
 
+_HEIGHT = 0.72  # of a row, for training jobs
 _OTHERS: dict[str, Any] = {"facecolor": "#8a8a8a", "edgecolor": "white", "linewidth": 0.6}
 _OURS: dict[str, Any] = {"edgecolor": "#444444", "hatch": "////"}
 _CHECKPOINT: dict[str, Any] = {"marker": "v", "color": "black", "linestyle": "none"}
@@ -52,24 +54,26 @@ def draw_timeline(
     times += [fragment.end or fragment.start for fragment in run.fragments]
     finish = max(times, default=begin + 1.0)
     names = list(run.trainings)
+    slots = max((fragment.slots_per_node for fragment in run.fragments), default=1)
+    tall = max(0.42, 0.13 * slots)  # inches of a row: slots of a node that jobs share can be told apart
 
-    figure = Figure(figsize=(13, 1.8 + 0.42 * len(nodes) + 0.16 * len(names)), layout="constrained")
+    figure = Figure(figsize=(13, 1.8 + tall * len(nodes) + 0.16 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for stay in history:
-        bar = (stay["start"] - begin, (stay["end"] or finish) - stay["start"])
+        held = (stay["start"] - begin, (stay["end"] or finish) - stay["start"])
         look = _OTHERS if stay["kind"] == "main" else {**_OURS, "facecolor": "none", "linewidth": 0.5, "alpha": 0.45}
-        axes.broken_barh([bar], (row[stay["node"]] - 0.42, 0.84), **look)
+        axes.broken_barh([held], (row[stay["node"]] - 0.42, 0.84), **look)
     lanes = _lanes(run)
     for fragment in run.fragments:
         colour = colour_of(names.index(fragment.training))
         length = (fragment.end or finish) - fragment.start
-        height = 0.72 / lanes.get(fragment.array, 1)  # the members of an array share the row of its node
-        for node in fragment.nodes:
+        for node, top, whole in _bars(fragment):
+            height = whole / lanes.get(fragment.array, 1)  # the members of an array share the room of its node
             if node in row:
                 axes.broken_barh(
                     [(fragment.start - begin, length)],
-                    (row[node] - 0.36 + fragment.lane * height, height),
+                    (row[node] - 0.36 + top + fragment.lane * height, height),
                     facecolor=colour,
                     linewidth=0,
                 )
@@ -79,8 +83,11 @@ def draw_timeline(
             (f for f in run.fragments if f.training == training and f.start <= time <= (f.end or finish)),
             None,
         )
-        if saved_in is not None and saved_in.nodes[0] in row:
-            axes.plot(time - begin, row[saved_in.nodes[0]] + 0.22, markersize=4, **_CHECKPOINT)
+        if saved_in is not None:
+            node, top, height = _bars(saved_in)[0]
+            place = 0.22 if height == _HEIGHT else top + height / 2 - _HEIGHT / 2
+            if node in row:
+                axes.plot(time - begin, row[node] + place, markersize=4, **_CHECKPOINT)
     axes.set_yticks(range(len(nodes)), [f"{run.node_kinds.get(node, '')} {node}".strip() for node in nodes])
     axes.set_ylim(len(nodes) - 0.4, -0.6)
     axes.set_xlim(0, finish - begin)
@@ -99,6 +106,16 @@ def draw_timeline(
     write_figure(path, figure)
 
 
+def _bars(fragment: Fragment) -> list[tuple[str, float, float]]:
+    """Return node, distance from the top of its row, and height of each bar of a fragment; slots share the row."""
+    lane = _HEIGHT / fragment.slots_per_node
+    return [
+        (node, first * lane, number * lane)
+        for node, runs in lanes_by_node(fragment.nodes).items()
+        for first, number in runs or [(0, fragment.slots_per_node)]
+    ]
+
+
 def _lanes(run: RunState) -> dict[str, int]:
     """Return the number of members that each array has had at a time."""
     lanes: dict[str, int] = {}
@@ -113,8 +130,9 @@ def _mark_rescales(axes: Any, run: RunState, row: Mapping[str, int], begin: floa
     before: dict[str, tuple[str, ...]] = {}
     for fragment in run.fragments:
         if fragment.training in before and before[fragment.training] != fragment.nodes:
-            for node in fragment.nodes:
+            for node, top, height in _bars(fragment):
                 if node in row:
-                    ends = [row[node] - 0.4, row[node] + 0.4]
+                    first = row[node] - _HEIGHT / 2 + top - 0.04
+                    ends = [first, first + height + 0.08]
                     axes.plot([fragment.start - begin] * 2, ends, color="black", linewidth=1.6)
         before[fragment.training] = fragment.nodes

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.windows.state import BatchState, Node, Partition, PendingJob
 
-__all__ = ["NodeNeeds", "Staircase", "find_windows"]
+__all__ = ["NodeNeeds", "Staircase", "find_windows", "gpus_of"]
 
 _NAMED_IN_NOTE = 5
 
@@ -261,6 +261,11 @@ def _why_not(node: Node, needs: NodeNeeds, occupancy: Occupancy) -> str:
 def _may_suit(node: Node | None, needs: NodeNeeds) -> bool:
     """Return whether blocks can ever start on a node, as far as known; one that is down may not state what it has."""
     return node is None or bool(node.unusable) or not _why_unsuitable(node, needs)
+
+
+def gpus_of(nodes: Iterable[Node], needs: NodeNeeds) -> frozenset[int]:
+    """Return the numbers of GPUs of the nodes on which blocks can start."""
+    return frozenset(node.gpus for node in nodes if not node.unusable and not _why_unsuitable(node, needs))
 
 
 def _why_unsuitable(node: Node, needs: NodeNeeds) -> str:

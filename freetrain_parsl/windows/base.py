@@ -194,6 +194,10 @@ class WindowSource(ABC):
             The batch system's commands are not available.
         """
 
+    def gpus_on_nodes(self) -> frozenset[int]:
+        """Return the numbers of GPUs that nodes on which blocks can start have; empty: unknown."""
+        return frozenset()
+
     def explain_refusal(self, complaint: str) -> Refusal:
         """Explain in plain English why a submission failed; `complaint` is the output of the submit command."""
         return Refusal(complaint, passing=False)

@@ -8,10 +8,12 @@ from collections import defaultdict
 from itertools import product
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from freetrain_parsl.places import lane_of, lanes_by_node
 
-__all__ = ["compress_hosts", "expand_hosts", "natural_order", "show_hosts"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["compress_hosts", "expand_hosts", "natural_order", "show_hosts", "show_units"]
 
 _MOST_HOSTS = 1_000_000
 _NUMBER = re.compile(r"[0-9]{1,40}")
@@ -68,12 +70,33 @@ def compress_hosts(names: Iterable[str]) -> str:
     return ",".join(_brief(before, numbers, after) for (before, after), numbers in families.items())
 
 
-def show_hosts(names: Iterable[str]) -> str:
-    """Write names for people: a host list, then those that it cannot contain, such as vnodes of PBS (``host[0]``)."""
+def show_hosts(names: Iterable[str], slots_per_node: int | None = None) -> str:
+    """Write names for people: a host list, then those that it cannot contain, such as vnodes of PBS (``host[0]``).
+
+    Slots of nodes that jobs share are written by node, ``n0/0-2``; a node with all of its `slots_per_node`, if that is
+    known, by its name.
+    """
     unique = set(names)
+    slots = lanes_by_node([name for name in unique if lane_of(name) is not None])
+    if slots:
+        unique = {name for name in unique if lane_of(name) is None}
+        unique |= {node for node, runs in slots.items() if runs == [(0, slots_per_node)]}
+        nodes: defaultdict[str, list[str]] = defaultdict(list)  # lanes -> nodes
+        for node in sorted(slots.keys() - unique, key=natural_order):
+            lanes = (str(first) if number == 1 else f"{first}-{first + number - 1}" for first, number in slots[node])
+            nodes[",".join(lanes)].append(node)
+        whole = [show_hosts(unique)] if unique else []
+        return ",".join([*whole, *(f"{show_hosts(those)}/{lanes}" for lanes, those in nodes.items())])
     others = {name for name in unique if not _fits(name)}
     shown = compress_hosts(unique - others)
     return ",".join(filter(None, [shown, *sorted(others, key=natural_order)]))
+
+
+def show_units(units: Sequence[str], slots_per_node: int | None = None) -> str:
+    """Write a job's units: ``n0, n1``; of nodes that jobs share ``n0/0-1 (2 accelerators)``; see `show_hosts`."""
+    slots = sum(lane_of(unit) is not None for unit in units)
+    accelerators = f"{slots:,} accelerator{'' if slots == 1 else 's'}"
+    return f"{show_hosts(units, slots_per_node)} ({accelerators})" if slots else ", ".join(units)
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.cli.plan import plan
-from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.cli.preview import ask_planner
+from freetrain_parsl.cli.sources import ChosenSource
+from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.planning.model import BlockTerms, Window
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey
 from freetrain_parsl.windows.state import BatchState, PendingJob, RunningJob, Scheduling
@@ -182,3 +185,19 @@ def test_wrong_input_is_one_line_and_asks_nothing(monkeypatch, arguments, messag
     source = FixedSource(SURVEY)
     result = run_verb(monkeypatch, plan, source, *arguments)
     assert (result.exit_code, result.stderr, source.asked) == (2, f"freetrain plan: {message}\n", [])
+
+
+SIZED = "trainings: [{app: 'plan_app.py:train', name: one, accelerators: %s, scaling: {1: 5.0}}]"
+
+
+def test_a_site_whose_jobs_share_nodes_is_previewed_in_whole_nodes(campaign):
+    """The preview says so, and refuses a size that no job can have there."""
+    file = campaign.parent / "sized.yaml"
+    chosen = ChosenSource(FixedSource(SURVEY), "a site", slots_per_node={"": 4}, units_per_node=4)
+    file.write_text(SIZED % 2)
+    answer = ask_planner(chosen, str(file), Variables())
+    assert {share.trainer for block in answer.explanation.plan.shares for share in block} == {"one"}
+    assert "training jobs share nodes here, but this preview gives each of them whole nodes" in answer.notes
+    file.write_text(SIZED % 3)
+    with pytest.raises(InvalidApp, match="the nearest sizes are 2 and 4 accelerators"):
+        ask_planner(chosen, str(file), Variables())

@@ -17,7 +17,7 @@ from freetrain_parsl import (
 )
 from freetrain_parsl.planning.model import Decision, Pool
 from freetrain_parsl.planning.placement import place
-from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.policies.base import Policy, as_sizes
 from freetrain_parsl.report.projection.run import RunState
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ CHECKPOINTS = CheckpointSettings(interval=timedelta(seconds=2))
 
 
 class ScriptedPolicy(Policy):
-    """Assigns a number of nodes set by the test to every trainer, as far as available.
+    """Assigns a number of nodes, or of slots of shared ones, set by the test to every trainer, as far as available.
 
     Parameters
     ----------
@@ -58,13 +58,16 @@ class ScriptedPolicy(Policy):
         self.avoid = avoid
 
     def allocate(self, pool, trainers, current, now):
-        pool = Pool((node for name, node in pool.items() if name not in self.avoid), pool.horizon, pool.max_blocks)
+        nodes = (node for name, node in pool.items() if name not in self.avoid)
+        pool = Pool(nodes, pool.horizon, pool.max_blocks, pool.slots_per_host)
         current = {name: nodes - self.avoid for name, nodes in current.items()}
         left = len(pool)
         counts = {}
         for trainer in trainers:
             counts[trainer.name] = min(self.nodes, left)
             left -= counts[trainer.name]
+        if pool.slots_per_host > 1:
+            counts = as_sizes(counts, trainers, pool)
         return Decision(place(counts, pool, current), 0.0, proven_optimal=False, bound=0.0)
 
 

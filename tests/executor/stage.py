@@ -34,9 +34,12 @@ _SESSION = {item.name for item in fields(SessionOptions)}
 
 
 class Stage:
-    """Four nodes n0 … n3 with slots s0 … s3, or s0a, s0b, … if there are several slots per node."""
+    """Four nodes n0 … n3 with slots s0 … s3, or s0a, s0b, … if there are several slots per node.
 
-    def __init__(self, directory: Path, *, slots_per_node: int = 1) -> None:
+    If jobs share nodes, these are the units n0/0, n0/1, …
+    """
+
+    def __init__(self, directory: Path, *, slots_per_node: int = 1, share_nodes: bool = False) -> None:
         self.now = 0.0
         self.sent: list[tuple[str, ToSlot]] = []
         self.killed: list[str] = []
@@ -46,10 +49,11 @@ class Stage:
         """Slot -> the number of its run."""
         self.changes: dict[str, ChangeGroup] = {}
         """Slot -> the last `ChangeGroup` that it received."""
-        self.registry = SlotRegistry(slots_per_node)
+        self.registry = SlotRegistry(slots_per_node, share_nodes=share_nodes)
         for node in range(4):
-            for letter in "abc"[:slots_per_node] if slots_per_node > 1 else ("",):
+            for letter in "abcd"[:slots_per_node] if slots_per_node > 1 else ("",):
                 slot = Slot(f"s{node}{letter}", "token", f"n{node}", "b", heard=0.0)
+                slot.lane = self.registry.free_lane(slot.node, None)
                 self.registry.slots[slot.name] = slot
                 self.registry.completes(slot)
         self.journal = Journal(directory / "journal.sqlite")

@@ -19,7 +19,7 @@ from freetrain_parsl import (
     TrainingSettings,
 )
 from freetrain_parsl.errors import CheckpointError, FreeTrainError, InvalidSettings
-from freetrain_parsl.extensions.goodput.ones import OnesPolicy
+from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy
 from freetrain_parsl.planning.policies import POLICIES
 
 
@@ -105,13 +105,13 @@ def test_groups_have_defaults() -> None:
 
 def test_the_documentation_of_the_executor_lists_its_policies() -> None:
     text = inspect.getdoc(FreeTrainExecutor).split("\npolicy\n")[1].split("\nplanner\n")[0]
-    offered = {name for name, policy in POLICIES.items() if not policy.needs_hosts}
+    offered = {name for name, policy in POLICIES.items() if not policy.any_layout}
     assert set(re.findall(r"^ +``([\w-]+)``$", text, re.MULTILINE)) == offered
 
 
-def test_a_policy_for_shared_hosts_is_refused() -> None:
-    for policy in ("ones", "ones-published", "optimus", "tiresias", OnesPolicy()):
-        with pytest.raises(InvalidSettings, match=r"^policy '[\w-]+' .* nodes are not shared here: use 'milp'$"):
+def test_a_policy_that_spreads_jobs_over_parts_of_nodes_is_refused() -> None:
+    for policy in ("ones-published", "optimus", "tiresias", OptimusPolicy()):
+        with pytest.raises(InvalidSettings, match=r"^policy '[\w-]+' spreads jobs .*; here use 'milp'$"):
             FreeTrainExecutor(provider=EmbeddedClusterProvider(), policy=policy)
 
 

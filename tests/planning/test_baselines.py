@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy
+from freetrain_parsl.extensions.goodput.baselines import OptimusPolicy, TiresiasPolicy, place_emptiest_first
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import PlannedJob, Pool, PoolNode
-from freetrain_parsl.planning.placement import place_anywhere, place_emptiest_first
 from freetrain_parsl.planning.policies import FirstComeFirstServedPolicy
 
 LINEAR = ScalingCurve({1: 1.0, 64: 64.0})
@@ -68,23 +65,15 @@ def test_emptiest_host_first_in_the_given_order():
     assert hosts(allocation["b"]) == ["h1", "h1"]
 
 
-def test_tightest_host_for_the_smaller_trainer():
-    allocation = place_anywhere({"small": 1, "large": 3}, pool_of(4, 4), {})
-    assert hosts(allocation["large"]) == ["h0"] * 3
-    assert hosts(allocation["small"]) == ["h0"]
-
-
-@pytest.mark.parametrize("choose", [place_anywhere, place_emptiest_first])
-def test_unchanged_trainers_stay_and_changed_ones_are_placed_anew(choose):
+def test_unchanged_trainers_stay_and_changed_ones_are_placed_anew():
     current = {"stays": frozenset({"h0/0", "h1/0"}), "grows": frozenset({"h0/1"})}
-    allocation = choose({"stays": 2, "grows": 4}, pool_of(2, 2, 4), current)
+    allocation = place_emptiest_first({"stays": 2, "grows": 4}, pool_of(2, 2, 4), current)
     assert allocation["stays"] == current["stays"]
     assert hosts(allocation["grows"]) == ["h2"] * 4
 
 
-@pytest.mark.parametrize("choose", [place_anywhere, place_emptiest_first])
-def test_trainers_that_lost_a_node_are_placed_anew(choose):
-    allocation = choose({"t": 2}, pool_of(2, 2), {"t": frozenset({"h0/0", "gone"})})
+def test_trainers_that_lost_a_node_are_placed_anew():
+    allocation = place_emptiest_first({"t": 2}, pool_of(2, 2), {"t": frozenset({"h0/0", "gone"})})
     assert len(allocation["t"]) == 2
     assert "gone" not in allocation["t"]
 

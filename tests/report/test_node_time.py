@@ -271,3 +271,91 @@ def test_slots_per_node_are_those_of_the_nodes_that_train():
     found = account(*entries)
     assert found.slots_per_node == pytest.approx((30 * 2 + 20 * 4) / 50)
     assert account(*BLOCK).slots_per_node == 1
+
+
+# Nodes that jobs share: the planner's events name their slots, records of blocks the nodes.
+
+
+def sharing(slots):
+    return record.PlannerStarted("", "milp", {}, slots)
+
+
+def ready(*places):
+    return record.PlannerStep("", [{"type": "nodes_joined", "nodes": [{"name": place} for place in places]}], [])
+
+
+def gone(*places):
+    return record.PlannerStep("", [{"type": "nodes_left", "nodes": list(places)}], [])
+
+
+SHARED = (
+    (0.0, sharing(4)),
+    (0.0, record.BlockRequested("b1", ["n1", "n2"], 100.0, None)),
+    (10.0, record.BlockStarted("b1", ["n1", "n2"], 110.0)),
+    (12.0, record.NodeJoined("n1", "b1", 110.0)),
+    (12.0, ready("n1/0")),
+    (14.0, ready("n1/1", "n1/2", "n1/3")),
+    (14.0, record.NodeJoined("n2", "b1", 110.0)),
+    (14.0, ready(*[f"n2/{lane}" for lane in range(4)])),
+    (20.0, fragment("small", 1, "n1/2")),
+    (20.0, fragment("large", 1, *[f"n2/{lane}" for lane in range(4)])),
+    (40.0, fragment_end("small", 1, "n1/2")),
+    (40.0, fragment_end("large", 1, *[f"n2/{lane}" for lane in range(4)])),
+    (45.0, gone("n1/3")),
+    (50.0, record.BlockEnded("b1", ["n1", "n2"], "preempted")),
+)
+
+
+def test_a_slot_of_a_shared_node_counts_as_its_share_of_the_node():
+    found = account(*SHARED)
+    assert found.phases == {
+        NodePhase.STARTING: (2 + 3 * 4) / 4 + 4,
+        NodePhase.TRAINING: 20 / 4 + 20,
+        NodePhase.BETWEEN: (38 + 2 * 36 + 31 - 20) / 4 + (36 - 20),
+        NodePhase.LEAVING: 5 / 4,
+    }
+    assert (found.held, found.cut_short, found.started) == (2 * 40, 2 * 60, 1)
+    assert (found.shared_slots, found.slots_per_node, found.slot_seconds) == (4, 4, 20 + 4 * 20)
+
+
+def test_of_drivers_with_whole_and_with_shared_nodes_node_times_add_up():
+    whole = account(*BLOCK)
+    whole.add(account(*SHARED))
+    assert whole.held == account(*BLOCK).held + account(*SHARED).held
+    assert whole.shared_slots == 4
+
+
+@given(st.sampled_from([2, 4, 6]), st.data())
+def test_the_phases_of_all_slots_add_up_to_the_time_that_their_nodes_are_held(slots, data):
+    """Whatever the journal holds: slots come and go by themselves, jobs are on some, all, or more than are held."""
+    places = [f"{node}/{lane}" for node in NODES for lane in range(slots)]
+    some = st.lists(st.sampled_from(places), unique=True, max_size=2 * slots)
+    records = st.one_of(
+        st.builds(record.BlockStarted, st.just("b1"), st.just(list(NODES)), st.just(1e6)),
+        st.builds(record.BlockEnded, st.just("b1"), st.just(list(NODES)), st.just("ended")),
+        st.builds(record.NodeJoined, st.sampled_from(NODES), st.just("b1"), st.just(1e6)),
+        st.builds(record.NodeLeft, st.sampled_from(NODES), st.just("left")),
+        st.builds(lambda names: ready(*names), some),
+        st.builds(lambda names: gone(*names), some),
+        st.builds(
+            lambda training, generation, names: fragment(training, generation, *names),
+            st.sampled_from("tu"),
+            st.integers(0, 2),
+            some,
+        ),
+        st.builds(fragment_end, st.sampled_from("tu"), st.integers(0, 2)),
+    )
+    now, held, since = 0.0, 0.0, None
+    timed = [(0.0, sharing(slots))]
+    for pause, written in data.draw(st.lists(st.tuples(st.floats(0, 100), records), max_size=30)):
+        now += pause
+        timed.append((now, written))
+        if isinstance(written, record.BlockStarted):
+            since = now if since is None else since
+        elif isinstance(written, record.BlockEnded) and since is not None:
+            held, since = held + len(NODES) * (now - since), None
+    held += 0.0 if since is None else len(NODES) * (now - since)
+    found = account(*timed)
+    assert found.held == pytest.approx(held)
+    assert all(seconds >= 0 for seconds in found.phases.values())
+    assert found.slot_seconds == pytest.approx(slots * found.phases[NodePhase.TRAINING])

@@ -423,3 +423,10 @@ def test_complaints_of_sbatch(complaint, words, passing):
     refusal = source(Replies()).explain_refusal(complaint)
     assert words in refusal.reason
     assert refusal.passing is passing
+
+
+def test_the_gpus_of_a_node_are_those_of_its_gres():
+    """Of the nodes on which blocks can start; the largest of this partition has 4."""
+    found = source(Replies(), gpus_per_node=1).gpus_on_nodes()
+    assert max(found) == 4
+    assert 0 not in found

@@ -142,8 +142,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
     from freetrain_parsl.app import TrainingApp
     from freetrain_parsl.app_options import AppOptions
 
-    most = {"max_nodes": options["min_nodes"]} if "min_nodes" in options else {}  # unless the file has it, too
-    TrainingApp(_any_training, AppOptions(name=name, **{**most, **options}))
+    TrainingApp(_any_training, AppOptions(name=name, **options))
 
 
 def _any_training(session: object) -> None:

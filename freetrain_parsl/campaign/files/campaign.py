@@ -34,15 +34,15 @@ class CampaignTraining:
         Its arguments.
     kinds_at
         File and line of its kinds of nodes, or of the training job.
-    min_nodes_at
-        File and line of its minimum number of nodes, or of the training job.
+    size_at
+        File and line of its minimum size, or of the training job.
     """
 
     name: str
     app: TrainingApp
     arguments: Mapping[str, Any]
     kinds_at: str = ""
-    min_nodes_at: str = ""
+    size_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,12 @@ def _trainings_of(entry: TrainingsEntry, app: TrainingApp, tracker: Any) -> Iter
     if tracker is not None and app.request("training").trackers is None:
         options.setdefault("tracker", tracker)
     kinds_at = section.where("node_kinds" if "node_kinds" in options else "scaling")
-    min_nodes_at = section.where("min_nodes")
+    size_at = section.where(
+        next((word for word in ("accelerators", "min_accelerators") if word in options), "min_nodes")
+    )
     first_seed = options.get("seed", app.request("seed").options.seed)
     for point in entry.points():
         section.checked(check_arguments, app, point.arguments, key=entry.arguments_key)
         own = {**options, "seed": first_seed + point.repeat} if entry.repeats > 1 else options
         configured = section.checked(app.options, name=point.name, **own)
-        yield CampaignTraining(point.name, configured, point.arguments, kinds_at, min_nodes_at)
+        yield CampaignTraining(point.name, configured, point.arguments, kinds_at, size_at)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.campaign.logs import LOGS
-from freetrain_parsl.errors import InvalidInput
+from freetrain_parsl.errors import InvalidApp, InvalidInput
 from freetrain_parsl.executor.addresses import own_addresses
 from freetrain_parsl.executor.batch.systems import SYSTEMS
 
@@ -20,12 +20,22 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.campaign.files.campaign import Campaign, CampaignTraining
     from freetrain_parsl.campaign.site.site import Site
+    from freetrain_parsl.campaign.site.site_nodes import NodeShape
     from freetrain_parsl.executor.driver.driver_fence import DriverFence
     from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["make_executor", "make_provider", "make_window_source", "refuse_impossible", "refuse_too_large"]
+__all__ = [
+    "ask_slots",
+    "describe_unused",
+    "make_executor",
+    "make_provider",
+    "make_window_source",
+    "refuse_impossible",
+    "refuse_too_large",
+]
 
 
 def make_provider(site: Site, import_paths: Sequence[Path] = (), run_dir: Path | None = None) -> ExecutionProvider:
@@ -52,6 +62,52 @@ def make_window_source(site: Site) -> WindowSource:
 
         return WindowsByKind({kind.name: make_window_source(site.of_kind(kind)) for kind in site.kinds})
     return SYSTEMS[site.system].source(site.block, site.node)
+
+
+def ask_slots(site: Site) -> Site:
+    """Return the site with the slots that its batch system tells, where its file has ``slots: auto``.
+
+    Raises
+    ------
+    InvalidInput
+        The nodes have different numbers of GPUs.
+    BatchSystemError
+        The batch system did not answer.
+    """
+    if not site.kinds:
+        return replace(site, node=_told(site)) if site.node.asks_slots else site
+    kinds = (replace(kind, node=_told(site.of_kind(kind))) for kind in site.kinds)
+    return replace(site, kinds=tuple(kinds))
+
+
+def _told(site: Site) -> NodeShape:
+    node = site.node
+    if not node.asks_slots:
+        return node
+    counts = sorted(make_window_source(site).gpus_on_nodes())
+    if len(counts) > 1:
+        raise InvalidInput(
+            f"{site.file}: node.slots: the nodes have different numbers of GPUs ({', '.join(map(str, counts))}); state "
+            "node.gpus, which takes nodes with at least as many, or narrow the request"
+        )
+    gpus = counts[0] if counts else 0
+    return replace(node, gpus=gpus or node.gpus, accelerators=gpus, slots=gpus or 1, asks_slots=False)
+
+
+def describe_unused(site: Site, source: WindowSource) -> str:
+    """Return which GPUs of the nodes no block of this site uses, although it takes whole nodes; empty: none.
+
+    Raises
+    ------
+    BatchSystemError
+        The batch system did not answer.
+    """
+    asked, has = site.node.gpus or 0, max(source.gpus_on_nodes(), default=0)
+    if site.kinds or not site.node.exclusive or has <= max(asked, site.node.slots):
+        return ""
+    return (
+        f"nodes have {has} GPUs, but {site.node.slots} slots by {site.file}: with node.gpus: {has}, each GPU is a slot"
+    )
 
 
 def make_executor(
@@ -91,6 +147,8 @@ def make_executor(
     if container is not None and import_paths:
         container = replace(container, binds=(*map(str, import_paths), *container.binds))
     checkpoints = site.checkpoint_dir or (None if run_dir is None else run_dir / "checkpoints")
+    if not site.node.share:
+        settings["share_nodes"] = False
     if site.kinds:
         settings["node_kinds"] = _node_kinds(site, import_paths, run_dir)
     else:
@@ -174,7 +232,7 @@ def _export_paths(paths: Sequence[Path]) -> str:
 
 
 def refuse_impossible(campaign: Campaign, site: Site) -> None:
-    """Reject training jobs that require kinds of nodes, or more nodes, than the site file states.
+    """Reject training jobs that require kinds, sizes or numbers of nodes that the site file does not have.
 
     Raises
     ------
@@ -191,7 +249,11 @@ def refuse_impossible(campaign: Campaign, site: Site) -> None:
                 raise InvalidInput(
                     f"{training.kinds_at}: training job {training.name!r} needs nodes of kind {kind!r}; {choices}"
                 )
-    _refuse_larger(campaign, site.node_counts, site.file)
+        try:
+            _sized(training, site)
+        except InvalidApp as error:
+            raise InvalidInput(f"{training.size_at}: {error}") from None
+    _refuse_larger(campaign, site, site.node_counts, site.file)
 
 
 def refuse_too_large(campaign: Campaign, site: Site) -> None:
@@ -204,26 +266,34 @@ def refuse_too_large(campaign: Campaign, site: Site) -> None:
     BatchSystemError
         The batch system did not answer.
     """
-    if all(_min_nodes(training) == 1 for training in campaign.trainings):
+    if all(_min_nodes(training, site) == 1 for training in campaign.trainings):
         return
     survey = make_window_source(site).survey()
     counts = survey.nodes_by_kind or ({} if survey.nodes is None else {"": survey.nodes})
-    _refuse_larger(campaign, counts, "the batch system")
+    _refuse_larger(campaign, site, counts, "the batch system")
 
 
-def _refuse_larger(campaign: Campaign, counts: Mapping[str, int], owner: str) -> None:
+def _refuse_larger(campaign: Campaign, site: Site, counts: Mapping[str, int], owner: str) -> None:
     """Reject training jobs that require more nodes than there are of each kind that they may use, as far as known."""
     for training in campaign.trainings:
         kinds = training.app.node_kinds or tuple(counts)
-        needed = _min_nodes(training)
+        needed = _min_nodes(training, site)
         if not counts or any(kind not in counts or needed <= counts[kind] for kind in kinds):
             continue
         sizes = " and ".join(f"{counts[kind]} of kind {kind!r}" if kind else str(counts[kind]) for kind in kinds)
+        size = training.app.size
+        stated = f"{size.least} nodes" if size.min_nodes else f"{size.least}, which are {needed} nodes,"
         raise InvalidInput(
-            f"{training.min_nodes_at}: training job {training.name!r} needs min_nodes={needed} nodes at the same time"
-            f"{', all of one kind' if any(kinds) else ''}, but {owner} has only {sizes}; lower min_nodes"
+            f"{training.size_at}: training job {training.name!r} needs {stated} at the same time"
+            f"{', all of one kind' if any(kinds) else ''}, but {owner} has only {sizes}; "
+            f"lower {size.least.partition('=')[0]}"
         )
 
 
-def _min_nodes(training: CampaignTraining) -> int:
-    return training.app.request(training.name).min_nodes
+def _min_nodes(training: CampaignTraining, site: Site) -> int:
+    return -(-_sized(training, site).min_nodes // site.units_per_node)
+
+
+def _sized(training: CampaignTraining, site: Site) -> TrainingRequest:
+    """Return the request with its size in units of the site."""
+    return training.app.request(training.name).on_nodes(site.slots_per_node, site.units_per_node)

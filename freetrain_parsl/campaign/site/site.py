@@ -150,6 +150,17 @@ class Site:
             home=home,
         )
 
+    @property
+    def slots_per_node(self) -> dict[str, int]:
+        """Kind of node -> number of its slots; the only kind has the name ``""``."""
+        return {kind.name: kind.node.slots for kind in self.kinds} or {"": self.node.slots}
+
+    @property
+    def units_per_node(self) -> int:
+        """Number of slots of a node if training jobs share nodes, which must have equal numbers; otherwise 1."""
+        counts = set(self.slots_per_node.values())
+        return counts.pop() if self.node.share and len(counts) == 1 else 1
+
     def of_kind(self, kind: SiteKind) -> Site:
         """Return the site as if it had nodes of one kind only."""
         inits = (self.block.get("worker_init"), kind.block.get("worker_init"))
@@ -203,6 +214,8 @@ def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
         PlannerSettings, **planner.fields_of(PlannerSettings, without=("max_pending_blocks",)), **pending
     )
     own = trainings.fields_of(TrainingSettings, positive=True, zero=("max_restarts",))
+    if (bind_cores := trainings.flag("bind_cores")) is not None:
+        own["bind_cores"] = bind_cores
     if trainings.has("rescale_costs"):
         own["rescale_costs"] = read_costs(trainings.section("rescale_costs"))
     executor = given_values(

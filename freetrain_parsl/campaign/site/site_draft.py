@@ -149,6 +149,10 @@ def _node_lines(kind: NodeType | None, host: LoginHost, *, exclusive: bool) -> l
     lines.append(_line("  # cores" if exclusive else "  cores", str(kind.cpus)))
     if kind.gpus:
         lines.append(_line("  gpus", str(kind.gpus), "requested on every node; each is a slot"))
+        if kind.gpus > 1:
+            lines.append(_line("  # share: false", "", "training jobs share nodes, unless each should have whole ones"))
+    else:
+        lines.append(_line("  # slots: 2", "", "shares of a node, for training jobs that do not use all of its cores"))
     if kind.memory:
         lines.append(_line("  # memory", f"{kind.memory // 1024} GiB"))
     return lines

@@ -20,6 +20,7 @@ __all__ = ["NodeShape", "SiteKind", "read_block", "read_kinds", "read_name", "re
 
 _NAME = r"[A-Za-z0-9._:@%-]{1,255}"
 _MOST_SLOTS = 1024
+_AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,18 @@ class NodeShape(NodeResources):
         Python of the nodes, a path or a name on PATH after ``worker_init``; ``None``: the driver's.
     container
         Container in which it runs.
+    share
+        Whether training jobs share it, each with some of its slots.
+    asks_slots
+        Whether the batch system is to be asked for its accelerators, which are then requested and make its slots.
     """
 
     slots: int = 1
     accelerators: int | tuple[str, ...] = 0
     python: str | None = None
     container: Container | None = None
+    share: bool = True
+    asks_slots: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,8 @@ def read_name(section: Section, key: str) -> str | None:
 def read_node(section: Section, system: str) -> NodeShape:
     """Read the section ``node``; its keys depend on the batch system."""
     shape = _read_resources(section, NodeShape(), system)
-    shape = replace(shape, python=_read_python(section), container=_read_container(section))
+    share = section.flag("share") is not False
+    shape = replace(shape, python=_read_python(section), container=_read_container(section), share=share)
     section.done()
     return shape
 
@@ -144,7 +152,8 @@ def _read_resources(section: Section, default: NodeShape, system: str) -> NodeSh
     elif names is not None:
         raise section.refusal("must be a number, or a list of names in quotes, such as ['0.0', '0.1']", "accelerators")
     number = accelerators if isinstance(accelerators, int) else len(accelerators)
-    slots = section.count("slots", most=_MOST_SLOTS)
+    asks = section.value("slots") == _AUTO
+    slots = None if asks else section.count("slots", most=_MOST_SLOTS)
     if slots is not None and number and slots > number:
         raise section.refusal(f"there are {number} accelerators for {slots} slots; a slot needs its own", "slots")
     same = accelerators == default.accelerators
@@ -156,6 +165,7 @@ def _read_resources(section: Section, default: NodeShape, system: str) -> NodeSh
         memory=default.memory if memory is None else memory,
         slots=slots or (default.slots if same else number or 1),
         accelerators=accelerators,
+        asks_slots=(asks or (default.asks_slots and slots is None)) and not number,
         exclusive=default.exclusive if exclusive is None else exclusive,
     )
 

@@ -22,11 +22,13 @@ from freetrain_parsl.report.live import remarks, training_table
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.texts import printable, shortened
+from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run import CampaignRun
     from freetrain_parsl.campaign.store import TrainingRecord
-    from freetrain_parsl.report.projection.run import FailedStarts, TrainingState
+    from freetrain_parsl.report.projection.obstacles import FailedStarts
+    from freetrain_parsl.report.projection.run import TrainingState
 
 _STYLES = {"finished": "green", "failed": "bold red", "running": "bold", "waiting": "dim", "cancelled": "dim"}
 _NUMBER = re.compile(r"[0-9][0-9.]*( [kMGT]?B)?")
@@ -94,7 +96,7 @@ class LiveView(ProgressView):
         for training in run.trainings.values():
             line = training.state
             if training.state == "running" and training.nodes:
-                line += f" on {', '.join(training.nodes)}"
+                line += f" on {training.where()}"
             if remark := training.remark():
                 line += f"; {remark}"
             share = training.share_done
@@ -118,7 +120,7 @@ class LiveView(ProgressView):
 
 def _windows_line(run: RunState) -> Text:
     return Text(
-        f"training on {run.training_nodes} nodes · {run.idle_nodes} idle nodes in {len(run.windows)} windows · "
+        f"training on {run.training_place} · {run.idle_nodes} idle nodes in {len(run.windows)} windows · "
         f"{run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended",
         style="cyan",
     )
@@ -188,7 +190,7 @@ def _outcome(item: TrainingRecord) -> str:
             plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
             return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
         return _short(result)
-    return ", ".join(item.nodes)
+    return show_units(item.nodes)
 
 
 def _first_line(error: str) -> str:

@@ -71,7 +71,8 @@ def run_report(source: RunSource) -> dict[str, Any]:
     Returns
     -------
     figures
-        The keys of ``freetrain report --json``; areas in node-seconds.
+        The keys of ``freetrain report --json``; areas in node-seconds. Where jobs share nodes, a node-second is
+        ``shared_slots_per_node`` accelerator-seconds; that key is 1 otherwise.
 
     Raises
     ------
@@ -95,6 +96,7 @@ def run_report(source: RunSource) -> dict[str, Any]:
         "held_node_seconds": account.held,
         "node_seconds": {phase.value: seconds for phase, seconds in account.phases.items()},
         "useful_node_seconds": account.useful,
+        "shared_slots_per_node": account.shared_slots,
         "returned_node_seconds": account.returned,
         "cut_short_node_seconds": account.cut_short,
         "blocks_requested": account.requested,
@@ -132,9 +134,14 @@ def _time_table(figures: dict[str, Any]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("node time")
     table.add_column("node-hours", justify="right", no_wrap=True)
+    slots = figures["shared_slots_per_node"]
+    if slots > 1:
+        table.add_column("accelerator-hours", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     for depth, name, seconds, share in node_time_rows(figures):
-        table.add_row(f"{'  ' * depth}{name}", f"{seconds / _HOUR:.3f}", "" if share is None else f"{share:.1%}")
+        hours = [seconds / _HOUR, slots * seconds / _HOUR][: min(2, slots)]
+        part = "" if share is None else f"{share:.1%}"
+        table.add_row(f"{'  ' * depth}{name}", *(f"{each:.3f}" for each in hours), part)
     return table
 
 

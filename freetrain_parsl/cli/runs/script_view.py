@@ -66,6 +66,7 @@ def reason_figures(source: RunSource) -> dict[str, Any]:
                 "name": item.name,
                 "state": item.state,
                 "nodes": list(item.nodes),
+                "where": item.where(),
                 "reason": _reason(item, cut_short=item.name in cut_short),
             }
             for item in run.trainings.values()
@@ -79,7 +80,7 @@ def reason_lines(figures: dict[str, Any]) -> Iterator[str]:
     if figures["failed_starts"]:
         yield figures["failed_starts"]
     for item in figures["trainings"]:
-        where = f" on {', '.join(item['nodes'])}" if item["nodes"] else ""
+        where = f" on {item['where']}" if item["where"] else ""
         reason = item["reason"] or (NO_NODES_YET if item["state"] == "waiting" else "")
         yield printable(f"{item['name']}: {item['state']}{where}{f': {reason}' if reason else ''}")
 

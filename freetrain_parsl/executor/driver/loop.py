@@ -88,7 +88,7 @@ class ControlLoop:
         Owned by this thread once it has started.
     submitter
         The job submitter; its `post` must be this object's.
-    slots_per_node, node_kinds
+    slots_per_node, node_kinds, share_nodes
         See `SlotRegistry`.
     outdated
         Seconds after which the batch system's last answer is no longer used.
@@ -128,6 +128,7 @@ class ControlLoop:
         journal: Journal,
         shared_settings: SharedSettings,
         slots_per_node: int,
+        share_nodes: bool = False,
         outdated: float,
         heartbeat_timeout: float,
         submit_slot: Callable[[str], None],
@@ -153,7 +154,6 @@ class ControlLoop:
         self._check_driver = check_driver
         self._closed: BatchSystemError | None = None
         self._clock = SteadyClock(clock, monotonic)
-        self._planner = RecordedPlanner(policy, planner_settings, journal.write, self._clock())
         self._survey_times = SurveyTimes()
         self._lead = 0.0
         self._counted_at = self._clock()
@@ -161,7 +161,10 @@ class ControlLoop:
         self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._events: list[ev.Event] = []
-        self._registry = SlotRegistry(slots_per_node, node_kinds)
+        self._registry = SlotRegistry(slots_per_node, node_kinds, share_nodes=share_nodes)
+        self._planner = RecordedPlanner(
+            policy, planner_settings, journal.write, self._clock(), slots_per_node=self._registry.units_per_node
+        )
         self._slots = SlotCycle(
             self._registry,
             server,

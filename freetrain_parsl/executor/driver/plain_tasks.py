@@ -1,4 +1,4 @@
-"""Ordinary Parsl tasks: each runs in one slot of a node that the planner lends for tasks."""
+"""Ordinary Parsl tasks: each runs in one slot that the planner lends for tasks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TaskQueue:
         self._tasks: dict[int, Task] = {}
         self._queue: deque[int] = deque()
         self.lent: frozenset[str] = frozenset()
-        """The nodes that the planner lends."""
+        """The units that the planner lends."""
 
     @property
     def waiting(self) -> bool:
@@ -71,7 +71,7 @@ class TaskQueue:
         self._queue.append(task.number)
 
     def serve(self) -> None:
-        """Start queued tasks in the free slots of the lent nodes."""
+        """Start queued tasks in the free slots of the lent units."""
         for slot in self._registry.free_slots(self.lent):
             if not self._queue:
                 return
@@ -107,6 +107,6 @@ class TaskQueue:
         self._settle(partial(settle_with_error, task.future, error))
 
     def demand(self, now: float) -> ev.TasksWaiting:
-        """Return an event for the planner: how many nodes tasks use and could use."""
-        busy = frozenset(slot.node for slot in self._registry.slots.values() if isinstance(slot.busy, int))
-        return ev.TasksWaiting(now, -(-len(self._queue) // self._registry.slots_per_node), busy)
+        """Return an event for the planner: how many units tasks use and could use."""
+        busy = frozenset(slot.place for slot in self._registry.slots.values() if isinstance(slot.busy, int))
+        return ev.TasksWaiting(now, -(-len(self._queue) // self._registry.slots_per_unit), busy)

@@ -40,14 +40,16 @@ class RecordedPlanner(Planner):
         settings: SettingsInSeconds,
         write: Callable[[float, record.Record], None],
         now: float,
+        *,
+        slots_per_node: int = 1,
     ) -> None:
-        super().__init__(policy, settings, self._record_decision)
+        super().__init__(policy, settings, self._record_decision, slots_per_node=slots_per_node)
         self._write = write
         self._progress: dict[str, ev.TrainerProgressed] = {}
         """Trainer -> its latest progress, not recorded yet."""
         self._recorded_tasks = ev.TasksWaiting(now, 0)
         self._recorded_windows: _WindowsAndTerms | None = None
-        write(now, record.PlannerStarted("", policy.name, asdict(settings)))
+        write(now, record.PlannerStarted("", policy.name, asdict(settings), slots_per_node))
 
     def advance(self, *events: ev.Event) -> ev.Actions:
         """Process events and return the resulting actions; see `Planner.advance`."""

@@ -8,6 +8,7 @@ are one problem of that node. Only problems of several nodes, or of all there ar
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from parsl.executors.high_throughput.errors import ManagerLost
 from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.driver.slot_registry import Slot
 from freetrain_parsl.executor.environment import EnvironmentCheck
+from freetrain_parsl.places import node_of
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.blocks import format_span
 from freetrain_parsl.planning.model import PoolNode
@@ -107,7 +109,8 @@ class SlotCycle:
     """Requests slots, admits them, and drops those that fail. Owned by the control loop's thread.
 
     A slot is requested as a task of HTEX, identified by a token, and joins with its first message. Its node joins the
-    pool with the last of its slots, and leaves it with the first.
+    pool with the last of its slots, and leaves it with the first; where jobs share nodes, a slot joins and leaves by
+    itself.
 
     Parameters
     ----------
@@ -161,7 +164,9 @@ class SlotCycle:
         """Names of all slots that ever joined; a slot cannot join twice."""
         self._starts = NodeStarts()
         self._replaced: dict[str, tuple[float, str]] = {}
-        """Node, of the pool as far as the planner knows, one of whose slots is being replaced -> until when, reason."""
+        """Unit, of the pool as far as the planner knows, one of whose slots is being replaced -> until when, reason."""
+        self._units: Counter[str] = Counter()
+        """Node -> number of its units in the pool, as far as the planner knows."""
         self._request_after: float | None = None
         self.nodes_there_are: int | None = None
         """Number of nodes on which blocks can ever start, as far as known."""
@@ -222,7 +227,7 @@ class SlotCycle:
         else:
             self._request_after = now + pause  # it is not known whose slot is missing
         self._write(record.NodeSetAside(node, pause, f"a slot could not start there: {reason}"))
-        hopeless = None if self._registry.has_complete_nodes else self._starts.hopeless(now, self.nodes_there_are)
+        hopeless = None if self._registry.has_complete_units else self._starts.hopeless(now, self.nodes_there_are)
         return None if hopeless is None else BatchSystemError(hopeless)
 
     # Joining.
@@ -258,12 +263,14 @@ class SlotCycle:
             self._fail_all(BatchSystemError(reason))
 
     def _admit(self, name: str, message: Hello, block: Block) -> None:
+        node = block.node_of(message.node)
         slot = Slot(
             name,
             message.token,
-            block.node_of(message.node),
+            node,
             block.name,
             heard=self._clock(),
+            lane=self._registry.free_lane(node, _worker_of(name)),
             node_kind=block.node_kind,
         )
         self._registry.slots[name] = slot
@@ -273,37 +280,45 @@ class SlotCycle:
         self._server.send(name, Welcome(closes - self._clock()))
         self._write(record.SlotJoined(name, slot.node, block.name, message.pid))
         if self._registry.completes(slot):
-            self._join_node(slot, block)
+            self._join_pool(slot, block)
 
-    def _join_node(self, slot: Slot, block: Block) -> None:
-        """Add the node of a slot, all of whose slots have joined, to the pool, unless the planner has not missed it."""
+    def _join_pool(self, slot: Slot, block: Block) -> None:
+        """Add the unit of a slot, all of whose slots have joined, to the pool, unless the planner has not missed it."""
         self._starts.joined(slot.node)
         self._registry.start_errors.pop(slot.node, None)
-        if self._replaced.pop(slot.node, None) is not None:
+        if self._replaced.pop(slot.place, None) is not None:
             return
         closes = block.loses_nodes_at(self._clock())
-        self._emit(ev.NodesJoined(self._clock(), block.name, (PoolNode(slot.node, closes, node_kind=block.node_kind),)))
-        self._write(record.NodeJoined(slot.node, block.name, closes, block.node_kind))
+        host = "" if slot.lane is None else slot.node
+        unit = PoolNode(slot.place, closes, host=host, node_kind=block.node_kind)
+        self._emit(ev.NodesJoined(self._clock(), block.name, (unit,)))
+        self._units[slot.node] += 1
+        if self._units[slot.node] == 1:
+            self._write(record.NodeJoined(slot.node, block.name, closes, block.node_kind))
 
     def set_aside(self, slot: Slot, reason: str) -> None:
-        """Take a node out of the pool for some time: it reaches the driver, but a training job cannot use it."""
-        pause = self._registry.set_aside(slot.node, self._clock(), self._aside)
-        logger.warning("node %s is set aside for %.0f s: %s", slot.node, pause, reason)
-        self._write(record.NodeSetAside(slot.node, pause, reason))
+        """Take a unit out of the pool for some time: it reaches the driver, but a training job cannot use it.
+
+        Jobs on other slots of its node keep these: they can use them.
+        """
+        pause = self._registry.set_aside(slot.place, self._clock(), self._aside)
+        what = "node" if slot.lane is None else "slot"
+        logger.warning("%s %s is set aside for %.0f s: %s", what, slot.place, pause, reason)
+        self._write(record.NodeSetAside(slot.place, pause, reason))
         self._leave_pool(slot, reason)
 
     def take_back(self) -> None:
-        """Return nodes that were set aside to the pool when their time is over, and start the slots that they lack.
+        """Return units that were set aside to the pool when their time is over, and start the slots that they lack.
 
-        Nodes whose slots were not replaced in time leave the pool.
+        Units whose slots were not replaced in time leave the pool.
         """
-        for node, (until, reason) in list(self._replaced.items()):
-            if self._clock() >= until or not self._registry.holds(node):
-                self._left_pool(node, reason)
+        for place, (until, reason) in list(self._replaced.items()):
+            if self._clock() >= until or not self._registry.holds(node_of(place)):
+                self._left_pool(place, reason)
         aside = self._registry.aside
         for slot in self._registry.returning(self._clock()):
             if (block := self._registry.blocks.get(slot.block)) is not None and self._registry.completes(slot):
-                self._join_node(slot, block)
+                self._join_pool(slot, block)
         if self._registry.aside != aside:
             self._request_after = self._request_after or self._clock()
         if self._request_after is not None and self._clock() >= self._request_after:
@@ -313,12 +328,14 @@ class SlotCycle:
     # Loss.
 
     def on_closing(self, slot: Slot, message: Closing) -> None:
-        """Handle the batch system's signal that it reclaims a slot's node."""
-        slot.leaving = True
+        """Handle the batch system's signal that it reclaims a slot's node: the first of its slots tells it for all."""
         if (block := self._registry.blocks.get(slot.block)) is not None:
             block.warned = True
-        self._emit(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + message.closes_in))
-        self._write(record.NodeClosing(slot.node, message.closes_in))
+        if not slot.leaving:
+            for other in self._registry.slots.on(slot.node):
+                other.leaving = True
+            self._emit(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + message.closes_in))
+            self._write(record.NodeClosing(slot.node, message.closes_in))
         if message.gone:
             self.reclaimed(slot)
 
@@ -370,7 +387,7 @@ class SlotCycle:
         self.lose(slot, reason, crash=True)
 
     def lose(self, slot: Slot, reason: str, *, crash: bool) -> None:
-        """Drop a slot: its node is incomplete, and its training job must continue without it.
+        """Drop a slot: its unit is incomplete, and its training job must continue without it.
 
         `crash` is ignored if its node or block was about to end anyway.
         """
@@ -381,14 +398,14 @@ class SlotCycle:
     def _replace(self, slot: Slot, reason: str) -> None:
         """Drop a slot whose process has crashed, as its node's worker pool reports: it soon starts another one there.
 
-        Until then the planner keeps the node. Otherwise it would stop a training job that needs all its nodes, and
+        Until then the planner keeps the unit. Otherwise it would stop a training job that needs all its nodes, and
         start it again a moment later, although the survivors have just continued.
         """
         crash = self._drop(slot, reason, crash=True)
         if not crash:
             self._leave_pool(slot, reason)
         elif self._registry.incomplete(slot):
-            self._replaced[slot.node] = self._clock() + self._REPLACEMENT, reason
+            self._replaced[slot.place] = self._clock() + self._REPLACEMENT, reason
         self._on_lost(slot, reason, crash)
 
     def _drop(self, slot: Slot, reason: str, *, crash: bool) -> bool:
@@ -401,10 +418,20 @@ class SlotCycle:
         return crash
 
     def _leave_pool(self, slot: Slot, reason: str) -> None:
-        if self._registry.incomplete(slot) or slot.node in self._replaced:
-            self._left_pool(slot.node, reason)
+        if self._registry.incomplete(slot) or slot.place in self._replaced:
+            self._left_pool(slot.place, reason)
 
-    def _left_pool(self, node: str, reason: str) -> None:
-        self._replaced.pop(node, None)
-        self._emit(ev.NodesLeft(self._clock(), (node,)))
-        self._write(record.NodeLeft(node, reason))
+    def _left_pool(self, place: str, reason: str) -> None:
+        self._replaced.pop(place, None)
+        self._emit(ev.NodesLeft(self._clock(), (place,)))
+        node = node_of(place)
+        self._units[node] -= 1
+        if not self._units[node]:
+            del self._units[node]
+            self._write(record.NodeLeft(node, reason))
+
+
+def _worker_of(slot: str) -> int | None:
+    """Return the worker place of a slot on its node, and so its accelerator, from its name: ``n0/2/…``."""
+    number = slot.rpartition("/")[0].rpartition("/")[2]
+    return int(number) if number.isdecimal() else None

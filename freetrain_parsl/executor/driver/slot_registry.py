@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from freetrain_parsl.executor.node_kinds import KindOfSlots
+from freetrain_parsl.executor.node_kinds import KindOfSlots, units_per_node
+from freetrain_parsl.places import node_of, slot_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,6 +28,8 @@ class Slot:
         Its name, and the token of its HTEX task.
     node, block
         Where it runs.
+    lane
+        Its number on its node, from 0, where jobs share nodes; ``None``: a job has whole nodes.
     heard
         Time of its last message, seconds since the epoch.
     busy
@@ -46,11 +49,17 @@ class Slot:
     node: str
     block: str
     heard: float
+    lane: int | None = None
     busy: str | int | None = None
     leaving: bool = False
     node_kind: str = ""
     faults: int = 0
     denials: int = 0
+
+    @property
+    def place(self) -> str:
+        """The unit of the pool that it belongs to, or is."""
+        return self.node if self.lane is None else slot_place(self.node, self.lane)
 
 
 @dataclass
@@ -124,16 +133,37 @@ class _Slots(UserDict[str, Slot]):
         """Return the slots of a node, ordered by name."""
         return [slot for _, slot in sorted(self._by_node.get(node, {}).items())]
 
+    def at(self, place: str) -> list[Slot]:
+        """Return the slots of a unit, ordered by name."""
+        return [slot for slot in self.on(node_of(place)) if slot.place == place]
+
 
 class SlotRegistry:
     """The driver's blocks and slots, by name.
 
-    With `slots_per_node` connected slots a node is complete and joins the pool; where there are several kinds of nodes,
-    `kinds` has their numbers.
+    The pool consists of units: whole nodes, or the slots of nodes that jobs share. A unit is complete, and joins the
+    pool, once all its slots have connected.
+
+    Parameters
+    ----------
+    slots_per_node
+        Number of slots of a node.
+    kinds
+        Kind of nodes -> its slots, where there are several kinds; `slots_per_node` is not used then.
+    share_nodes
+        See `units_per_node`.
     """
 
-    def __init__(self, slots_per_node: int, kinds: Mapping[str, KindOfSlots] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        slots_per_node: int,
+        kinds: Mapping[str, KindOfSlots] = MappingProxyType({}),
+        *,
+        share_nodes: bool = False,
+    ) -> None:
         self.kinds = kinds or {"": KindOfSlots(slots_per_node)}
+        self.units_per_node = units_per_node(self.kinds.values(), share_nodes=share_nodes)
+        """Number of units of a node: of its slots where jobs share nodes, or 1."""
         self.slots = _Slots()
         self.blocks: dict[str, Block] = {}
         self.tasks_queued = 0
@@ -151,13 +181,28 @@ class SlotRegistry:
         """The number of slots of a node, of the kind that has most."""
         return max(kind.per_node for kind in self.kinds.values())
 
-    def kinds_on(self, nodes: Iterable[str]) -> set[str]:
-        """Return the kinds of nodes that have slots."""
-        return {slot.node_kind for node in nodes for slot in self.slots.on(node)}
+    @property
+    def slots_per_unit(self) -> int:
+        """The number of slots of a unit, of the kind of node that has most."""
+        return self.slots_per_node // self.units_per_node
 
-    def transports_on(self, nodes: Iterable[str]) -> set[str]:
+    def free_lane(self, node: str, wanted: int | None) -> int | None:
+        """Return the lane of a new slot: `wanted`, or else the lowest that is free; ``None`` for whole nodes."""
+        if self.units_per_node == 1:
+            return None
+        taken = {slot.lane for slot in self.slots.on(node)}
+        lanes = [lane for lane in range(self.units_per_node) if lane not in taken]
+        if wanted in lanes:
+            return wanted
+        return lanes[0] if lanes else self.units_per_node + len(taken)
+
+    def kinds_on(self, places: Iterable[str]) -> set[str]:
+        """Return the kinds of the nodes of units that have slots."""
+        return {slot.node_kind for place in places for slot in self.slots.at(place)}
+
+    def transports_on(self, places: Iterable[str]) -> set[str]:
         """Return the transports between which only checkpoints carry a training job's state; see `KindOfSlots`."""
-        return {self.kinds[kind].transport for kind in self.kinds_on(nodes)}
+        return {self.kinds[kind].transport for kind in self.kinds_on(places)}
 
     def drop_block(self, name: str) -> Block | None:
         """Remove a block that has ended.
@@ -179,39 +224,41 @@ class SlotRegistry:
         return next((slot for slot in self.slots.values() if slot.token == token), None)
 
     def completes(self, slot: Slot) -> bool:
-        """Return whether this new slot completes its node."""
-        if slot.node in self._complete or slot.node in self._aside or self._is_short(slot):
+        """Return whether this new slot completes its unit."""
+        place = slot.place
+        if place in self._complete or not self._aside.keys().isdisjoint((place, slot.node)) or self._is_short(slot):
             return False
-        self._complete.add(slot.node)
+        self._complete.add(place)
         return True
 
     def incomplete(self, slot: Slot) -> bool:
-        """Return whether dropping this slot takes its node out of the pool."""
-        if slot.node not in self._complete:
+        """Return whether dropping this slot takes its unit out of the pool."""
+        if slot.place not in self._complete:
             return False
-        self._complete.discard(slot.node)
+        self._complete.discard(slot.place)
         return True
 
-    def set_aside(self, node: str, now: float, pause: float) -> float:
-        """Keep a node from becoming complete for `pause` seconds, doubled each time; return the actual pause."""
-        pause = min(pause * 2 ** self._times_aside[node], _LONGEST_ASIDE)
-        self._times_aside[node] += 1
-        self._aside[node] = now + pause
+    def set_aside(self, place: str, now: float, pause: float) -> float:
+        """Keep a unit from becoming complete for `pause` seconds, doubled each time; return the actual pause."""
+        pause = min(pause * 2 ** self._times_aside[place], _LONGEST_ASIDE)
+        self._times_aside[place] += 1
+        self._aside[place] = now + pause
         return pause
 
     def hold_back(self, node: str, until: float, error: str) -> None:
-        """Start no slot on a node for some time: one could not start there."""
+        """Start no slot on a node for some time, none of its units becomes complete: one could not start there."""
         self._aside[node] = max(until, self._aside.get(node, until))
         self.start_errors[node] = error
 
     @property
     def aside(self) -> frozenset[str]:
-        """The nodes that are set aside at present."""
-        return frozenset(self._aside)
+        """The nodes that are set aside at present, with all their units."""
+        units = Counter(map(node_of, self._aside))
+        return frozenset(node for node, count in units.items() if node in self._aside or count >= self.units_per_node)
 
     @property
-    def has_complete_nodes(self) -> bool:
-        """Whether all slots of any node have started."""
+    def has_complete_units(self) -> bool:
+        """Whether all slots of any unit have started."""
         return bool(self._complete)
 
     def holds(self, node: str) -> bool:
@@ -219,26 +266,27 @@ class SlotRegistry:
         return any(node in block.nodes for block in self.blocks.values())
 
     def returning(self, now: float) -> list[Slot]:
-        """Return one slot of each node whose time aside is over; the node may be complete again."""
-        nodes = [node for node, until in self._aside.items() if until <= now]
-        for node in nodes:
-            del self._aside[node]
-        return [slot for node in nodes for slot in self.slots.on(node)[:1]]
+        """Return one slot of each unit whose time aside, or whose node's, is over; it may be complete again."""
+        over = [name for name, until in self._aside.items() if until <= now]
+        for name in over:
+            del self._aside[name]
+        slots = [slot for name in over for slot in self.slots.on(node_of(name)) if name in (slot.place, slot.node)]
+        return list({slot.place: slot for slot in reversed(slots)}.values())[::-1]
 
-    def closing(self, nodes: Iterable[str]) -> frozenset[str]:
-        """Return the nodes, out of these, that the batch system reclaims."""
-        return frozenset(node for node in nodes if any(slot.leaving for slot in self.slots.on(node)))
+    def closing(self, places: Iterable[str]) -> frozenset[str]:
+        """Return the units, out of these, whose node the batch system reclaims."""
+        return frozenset(place for place in places if any(slot.leaving for slot in self.slots.on(node_of(place))))
 
-    def complete_slots(self, nodes: Iterable[str]) -> list[Slot] | None:
-        """Return all slots of these nodes, ordered by node and name; ``None`` if a node is not complete."""
-        names = sorted(nodes)
+    def complete_slots(self, places: Iterable[str]) -> list[Slot] | None:
+        """Return all slots of these units, ordered by unit and name; ``None`` if a unit is not complete."""
+        names = sorted(places)
         if not self._complete.issuperset(names):
             return None
-        return [slot for name in names for slot in self.slots.on(name)]
+        return [slot for name in names for slot in self.slots.at(name)]
 
-    def free_slots(self, nodes: Iterable[str]) -> list[Slot]:
-        """Return the idle slots of these nodes."""
-        slots = (slot for node in sorted(nodes) for slot in self.slots.on(node))
+    def free_slots(self, places: Iterable[str]) -> list[Slot]:
+        """Return the idle slots of these units."""
+        slots = (slot for place in sorted(places) for slot in self.slots.at(place))
         return [slot for slot in slots if slot.busy is None and not slot.leaving]
 
     def missing_tasks(self) -> int:
@@ -263,5 +311,7 @@ class SlotRegistry:
         return max(0, (len(block.nodes) - len(held_back)) * self.kinds[block.node_kind].per_node - connected)
 
     def _is_short(self, slot: Slot) -> bool:
-        """Return whether slots of a slot's node are missing."""
-        return len(self.slots.on(slot.node)) < self.kinds[slot.node_kind].per_node
+        """Return whether slots of a slot's unit are missing, or it is surplus on a node that has all its units."""
+        if slot.lane is not None and slot.lane >= self.units_per_node:
+            return True
+        return len(self.slots.at(slot.place)) < self.kinds[slot.node_kind].per_node // self.units_per_node

@@ -85,7 +85,8 @@ def main() -> None:
 def _use_pool_directory() -> None:
     """Let multiprocessing create its sockets in the pool's directory, here and in all processes that this one starts.
 
-    Other temporary files, those of users' functions among them, are created where they always are.
+    Other temporary files are created where they always are, but for those of jobs that share a node (see
+    `executor.slot.neighbours`).
     """
     directory = hold_pool_directory()
     if directory is not None:

@@ -12,13 +12,16 @@ from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.protocol.options import digest_of
+from freetrain_parsl.storage.measurements import read_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
 
+    from freetrain_parsl.executor.jobs.request import Training
     from freetrain_parsl.protocol.options import Code
 
-__all__ = ["likeness_of"]
+__all__ = ["likeness_of", "recall_rates"]
 
 _MOST_ITEMS = 64  # of a container whose items count
 _MOST_PARTS = 10_000  # of an argument; more are compared by type
@@ -46,6 +49,14 @@ def likeness_of(function: Callable[..., Any], code: Code, args: tuple[Any, ...],
     bound.apply_defaults()
     _session, *arguments = bound.arguments.items()
     return digest_of([code.identity, *(f"{name}={_Description(value)}" for name, value in arguments)])
+
+
+def recall_rates(training: Training, root: Path, slots_per_node: int, units_per_node: int, threads: int | None) -> None:
+    """Give a training job the rates of an earlier one that is alike, on slots of the same size, and the same units."""
+    if likeness := training.request.likeness:
+        units = [str(units_per_node)] if units_per_node > 1 else []
+        training.curve_key = digest_of([likeness, str(slots_per_node), str(threads), *units])
+        training.rates = read_rates(root, training.curve_key)
 
 
 class _Description:

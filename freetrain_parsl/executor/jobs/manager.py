@@ -64,7 +64,14 @@ class _Trainings(JobKind):
         jobs = self.jobs
         jobs.curves.recall(training.name, training.rates)
         settings = jobs.settings
-        machine = TrainingMachine(training.request, settings.limits, settings.costs, jobs.numbers, jobs.clock())
+        machine = TrainingMachine(
+            training.request,
+            settings.limits,
+            settings.costs,
+            jobs.numbers,
+            jobs.clock(),
+            units_per_node=jobs.registry.units_per_node,
+        )
         jobs.hold(self, machine, [training])
         return True
 
@@ -83,7 +90,7 @@ class JobManager:
     kill
         Kills and drops a slot that does not end: (slot, reason).
     set_aside
-        Takes a slot's node out of the pool for some time: (slot, reason).
+        Takes a slot's unit out of the pool for some time: (slot, reason).
     inform
         Passes events to the planner.
     journal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from concurrent.futures import Future
 
+    from freetrain_parsl.executor.jobs.size import Size
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.executor.values.tracker import TrackerSpec
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -109,9 +110,9 @@ class TrainingRequest:
     options
         Options of its session; the executor fills in the rest: checkpoint directory, threads, failure rate.
     min_nodes, max_nodes
-        Bounds on its number of nodes.
+        Bounds on its number of units: nodes, or slots where jobs share nodes.
     scaling
-        Samples per second as a function of the number of nodes.
+        Samples per second as a function of the number of units.
     priority
         Positive weight, for objectives that use one.
     samples
@@ -130,6 +131,9 @@ class TrainingRequest:
         Trackers of the values that it logs; ``None``: the executor's.
     likeness
         Equal for training jobs that are as fast as each other on the same nodes (`likeness_of`); empty: unknown.
+    size
+        Its size as stated by its user, until `on_nodes` has converted it; `min_nodes`, `max_nodes` and curves then are
+        for nodes of one slot. ``None``: they are in units.
     """
 
     options: SessionOptions
@@ -145,6 +149,7 @@ class TrainingRequest:
     scaling_by_kind: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
     trackers: tuple[TrackerSpec, ...] | None = None
     likeness: str = ""
+    size: Size | None = None
 
     def __post_init__(self) -> None:
         if not _is_training_name(self.name):
@@ -174,6 +179,52 @@ class TrainingRequest:
     def name(self) -> str:
         """Name of the training job and its checkpoints; letters, digits, ``.``, ``_`` and ``-``."""
         return self.options.name
+
+    def on_nodes(self, slots_per_node: Mapping[str, int], units_per_node: int = 1) -> TrainingRequest:
+        """Return the request with its size and curves in the units of a site.
+
+        Parameters
+        ----------
+        slots_per_node
+            Kind of node -> its number of slots; the only kind has the name ``""``.
+        units_per_node
+            Number of slots of a node where jobs share nodes, 1 where the unit is the node.
+
+        Raises
+        ------
+        InvalidApp
+            No job can have its size on these nodes.
+        """
+        if self.size is None:
+            return self
+        size, who = self.size, f"training job {self.name!r}"
+        counts = self._slots(slots_per_node)
+        if len(counts) > 1 and size.counts_accelerators:
+            raise InvalidApp(
+                f"{who}: {size.least or size.most}: its kinds of nodes have different numbers of accelerators "
+                f"({', '.join(map(str, counts))}); give node_kinds=[…] of one number, or min_nodes and max_nodes"
+            )
+        slots = counts[-1]
+        least, most = size.in_units(who, slots, units_per_node)
+        return replace(
+            self,
+            size=None,
+            min_nodes=least,
+            max_nodes=most,
+            scaling=size.curve_in_units(self.scaling, slots, units_per_node),
+            scaling_by_kind={
+                kind: size.curve_in_units(curve, slots, units_per_node) for kind, curve in self.scaling_by_kind.items()
+            },
+        )
+
+    def rounding(self, slots_per_node: Mapping[str, int], units_per_node: int = 1) -> str:
+        """Return what `on_nodes` rounds up to whole nodes; empty: nothing."""
+        return "" if self.size is None else self.size.rounding(self._slots(slots_per_node)[-1], units_per_node)
+
+    def _slots(self, slots_per_node: Mapping[str, int]) -> list[int]:
+        """Return the different numbers of slots of the nodes on which it may run, in order."""
+        usable = {slots for kind, slots in slots_per_node.items() if not self.node_kinds or kind in self.node_kinds}
+        return sorted(usable) or [1]
 
     def trainer(self, costs: CostsInSeconds | None = None, submitted: float = 0.0) -> PlannedJob:
         """Return the training job as the planner sees it."""

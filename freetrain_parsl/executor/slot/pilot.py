@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 __all__ = [
     "PLACE",
     "POOL_DIRECTORY",
+    "TIDYING",
     "PoolDirectory",
     "end_node",
     "hold_pool_directory",
+    "is_tracker",
     "pilot_of_node",
     "set_process_title",
 ]
@@ -46,7 +48,7 @@ _PILOT = "FREETRAIN_PILOT"  # environment variable: process id of the node's pil
 _SLOT = "freetrain-slot"  # at most 15 characters
 PLACE: Final = f"{_SLOT}s"  # the parent of a slot's processes, which lives while one succeeds another
 _PERIOD = 0.1  # seconds between checks for slots after a signal
-_TIDYING = 1.0  # seconds for the trackers of multiprocessing to remove what killed processes have left
+TIDYING: Final = 1.0  # seconds for the trackers of multiprocessing to remove what killed processes have left
 _LOOK = 5.0  # seconds between checks for slots before a signal
 _PATIENCE = "FREETRAIN_PILOT_PATIENCE"  # environment variable: seconds without a slot until the pool is ended
 _DEFAULT_PATIENCE = 600.0
@@ -203,19 +205,19 @@ def _kill_group(group: int) -> None:
     trackers = set()
     for info in living():
         if info.group == group:
-            if _is_tracker(info.pid):
+            if is_tracker(info.pid):
                 trackers.add(info.pid)
             else:
                 with suppress(ProcessLookupError):  # it has ended
                     os.kill(info.pid, signal.SIGKILL)
-    end = time.monotonic() + _TIDYING
+    end = time.monotonic() + TIDYING
     while trackers & {info.pid for info in living() if info.group == group} and time.monotonic() < end:
-        time.sleep(_TIDYING / 50)
+        time.sleep(TIDYING / 50)
     with suppress(ProcessLookupError):  # all its processes have ended
         os.killpg(group, signal.SIGKILL)
 
 
-def _is_tracker(pid: int) -> bool:
+def is_tracker(pid: int) -> bool:
     """Return whether a process is a resource tracker of Python's multiprocessing."""
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -8,6 +8,9 @@ first one.
 The driver drops a slot without heartbeats and tells it to end, but a process in a long C call that keeps Python's
 global interpreter lock does not read the command, nor does one whose user code has broken the thread. It would keep its
 worker place from all other jobs: so it shows a `Pulse`.
+
+The place adopts what its processes leave behind, also what has left their session, ends it, and removes their temporary
+files: nothing of a job outlives it on a node that other jobs use.
 """
 
 from __future__ import annotations
@@ -16,21 +19,24 @@ import mmap
 import os
 import pickle
 import signal
+import time
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
-from freetrain_parsl.cluster.processes import end_with_parent
+from freetrain_parsl.cluster.processes import adopt_orphans, descendants, end_with_parent, kill, reap
 from freetrain_parsl.executor.payloads.payloads import error_in
+from freetrain_parsl.executor.slot.neighbours import clear_traces, pool_directory
+from freetrain_parsl.executor.slot.node_share import Lane
 from freetrain_parsl.executor.slot.output import flush_streams
-from freetrain_parsl.executor.slot.pilot import PLACE, set_process_title
+from freetrain_parsl.executor.slot.pilot import PLACE, TIDYING, is_tracker, set_process_title
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Pulse", "occupy"]
+__all__ = ["Pulse", "end_process", "occupy"]
 
 _T = TypeVar("_T")
 
@@ -38,8 +44,10 @@ _PASSED_ON: Final = (signal.SIGTERM, signal.SIGUSR1)
 _AWAITED: Final = {signal.SIGCHLD, signal.SIGINT, *_PASSED_ON}
 _LOOK: Final = 1.0  # seconds after which a signal is noticed that another thread has received
 _LONGEST_STOP: Final = 15  # looks at a stopped process until it is ended
+_LONGEST_END: Final = 10.0  # seconds for killed processes: one that waits for a file system may never end
 _DEBUGGED: Final = "t"
 _COMM: Final = Path("/proc/self/comm")
+_OUTCOMES: Final[list[int]] = []  # in a forked process: where it leaves what it returns
 _SIZE: Final = 8  # bytes of the counter
 _LATER: Final = 5.0  # seconds after the driver has given the process up: it may still read the command to end
 
@@ -64,6 +72,8 @@ def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -
     """
     title = _COMM.read_text(encoding="utf-8").rstrip("\n")
     received: list[int] = []
+    adopt_orphans()
+    _clear_traces()  # of a place that was killed
     mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     # Only for what another thread receives, such as one that an import of Parsl starts.
     actions = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _PASSED_ON}
@@ -77,6 +87,8 @@ def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -
                 said = os.pread(outcome, os.fstat(outcome).st_size, 0)
             finally:
                 os.close(outcome)
+                _end_leftovers()
+                _clear_traces()
             if not said:
                 os._exit(code if code >= 0 else 128 - code)
             left, failure = pickle.loads(said)  # noqa: S301 - of a process of ours
@@ -89,6 +101,21 @@ def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def _end_leftovers() -> None:
+    """End what a process has left: the trackers last, which remove what the others have left in ``/dev/shm``."""
+    begun = time.monotonic()
+    reap()
+    while (left := descendants()) and (lasted := time.monotonic() - begun) < _LONGEST_END:
+        kill(pid for pid in left if lasted >= TIDYING or not is_tracker(pid))
+        time.sleep(TIDYING / 100)
+        reap()
+
+
+def _clear_traces() -> None:
+    if (pool := pool_directory()) is not None:
+        clear_traces(pool, Lane.of_worker().rank)
+
+
 def _attend(pid: int, received: list[int], pulse: Pulse | None) -> int:
     """Wait for the end of a process, and pass signals on to it; return its exit code, negative if a signal ended it.
 
@@ -98,9 +125,9 @@ def _attend(pid: int, received: list[int], pulse: Pulse | None) -> int:
     passed = stopped = silent = 0
     first = beats = None if pulse is None else pulse.count()
     while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+        exits = reap()  # of orphans, too
+        if pid in exits:
+            return exits[pid]
         while passed < len(received):
             os.kill(pid, received[passed])
             passed += 1
@@ -138,6 +165,7 @@ def _perform(
     work: Callable[[_T | None], _T | None], left: _T | None, outcome: int, mask: set[int], place: int
 ) -> NoReturn:
     code = 1
+    _OUTCOMES.append(outcome)
     try:
         end_with_parent(place)
         set_process_title()
@@ -149,12 +177,22 @@ def _perform(
         except Exception as error:  # noqa: BLE001 - it ends this process, and is raised in the place
             said = None, serialized_exception(error)
         if said != (None, b""):
-            with open(outcome, "wb", closefd=False) as file:
-                pickle.dump(said, file)
+            _write(outcome, said)
         code = 0
     finally:  # KeyboardInterrupt, too: as any signal that ends a process
         flush_streams()
         os._exit(code)
+
+
+def _write(outcome: int, said: object) -> None:
+    with open(outcome, "wb", closefd=False) as file:
+        pickle.dump(said, file)
+
+
+def end_process(left: object) -> NoReturn:
+    """End this process, from any of its threads, as if its work had returned `left`."""
+    _write(_OUTCOMES[-1], (left, b""))
+    os._exit(0)
 
 
 def _use_own_resource_tracker() -> None:

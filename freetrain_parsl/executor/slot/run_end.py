@@ -39,6 +39,7 @@ __all__ = [
     "serialize_result",
     "serialized_exception",
     "try_result",
+    "write_error",
 ]
 
 _T = TypeVar("_T")
@@ -185,7 +186,11 @@ def print_exception(error: BaseException) -> None:
         text = "".join([*traceback.format_tb(error.__traceback__), f"{_without_text(error)}\n"])
     except Exception as failure:  # noqa: BLE001 - a chain of causes may be too deep, its texts may raise anything
         text = f"{type(error).__name__}: {text_of(error)} (no traceback: {type(failure).__name__})\n"
-    text = cut(text, _LONGEST_PRINTED)
+    write_error(cut(text, _LONGEST_PRINTED))
+
+
+def write_error(text: str) -> None:
+    """Print on the standard error output, which the user's code may have closed."""
     try:
         sys.stderr.write(text)
     except (OSError, ValueError, AttributeError):  # a full disk; closed, or removed

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import platform
 import queue
@@ -18,6 +17,7 @@ import signal
 import threading
 import time
 import uuid
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,15 +26,18 @@ from typing import TYPE_CHECKING
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import BatchSystemError
+from freetrain_parsl.errors import BatchSystemError, TrainingError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.jobs.port import kind_of
 from freetrain_parsl.executor.slot.channel import Channel, Connection, SignalSocket
+from freetrain_parsl.executor.slot.neighbours import pool_directory, use_own_temporary_directory
+from freetrain_parsl.executor.slot.node_share import Lane, core_share, number_visible_devices, physical_cores
+from freetrain_parsl.executor.slot.node_watch import NodeWatch
 from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
-from freetrain_parsl.executor.slot.place import Pulse, occupy
-from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result
+from freetrain_parsl.executor.slot.place import Pulse, end_process, occupy
+from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result, write_error
 from freetrain_parsl.executor.slot.training_run import TrainingRun
 from freetrain_parsl.executor.training_logs import as_text, leave_behind
 from freetrain_parsl.protocol.messages import (
@@ -42,6 +45,7 @@ from freetrain_parsl.protocol.messages import (
     Exit,
     Hello,
     Output,
+    RunEnded,
     RunMessage,
     RunStart,
     SlotHeartbeat,
@@ -51,10 +55,12 @@ from freetrain_parsl.protocol.messages import (
     TaskEnded,
     Welcome,
 )
+from freetrain_parsl.protocol.reports import Progress, RunFailed
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from freetrain_parsl.executor.jobs.port import Run
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
@@ -65,7 +71,8 @@ logger = logging.getLogger(__name__)
 __all__ = ["SlotNotStarted", "SlotSettings", "run_slot"]
 
 # Environment variables in which batch systems pass the node's name; others: the host name is used.
-_NODE_VARIABLES = ("FREETRAIN_CLUSTER_NODE", "SLURMD_NODENAME")
+_VIRTUAL_NODE = "FREETRAIN_CLUSTER_NODE"  # of the embedded cluster, whose nodes have the same cores
+_NODE_VARIABLES = (_VIRTUAL_NODE, "SLURMD_NODENAME")
 
 # Slurm may send the warning signal up to this many seconds before the walltime's end, which the driver knows.
 _EARLIEST_WARNING = 120.0
@@ -115,6 +122,8 @@ class SlotSettings:
         nowhere.
     files
         Where large results go; ``None``: all are sent in messages.
+    bind_cores
+        Whether each of several slots of a node is bound to its share of the cores.
     """
 
     addresses: tuple[str, ...]
@@ -126,6 +135,7 @@ class SlotSettings:
     interface: str | None = None
     log_dir: str | None = None
     files: ValueFiles | None = None
+    bind_cores: bool = True
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,11 @@ def run_slot(settings: SlotSettings, token: str) -> None:
         torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
         for name in _SECRETS:
             os.environ.pop(name, None)
+        number_visible_devices(os.environ)
+        if settings.bind_cores and _VIRTUAL_NODE not in os.environ:
+            share = core_share(Lane.of_worker(), physical_cores())
+            if share is not None:
+                share.take()
         gc.freeze()  # garbage collections would copy the memory of all imported objects
         pulse = Pulse(settings.heartbeat_timeout)
         occupy(lambda before: _Slot(settings, token, pulse, before).serve(), pulse)
@@ -180,6 +195,9 @@ class _Slot:
         self._lock = threading.Lock()  # guards `_run`; held while commands for it are taken out of the inbox
         self._run: Run | None = None
         self._closes: float | None = None  # on time.monotonic()
+        self._lane = Lane.of_worker()
+        self._watch: NodeWatch | None = None
+        self._others_save = 0.0  # seconds
         self._leaving = False
         if before is not None:
             self._name, self._closes = before.name, before.closes
@@ -210,9 +228,9 @@ class _Slot:
         if self._leaving:
             self._channel.close()
             return None
-        for child in multiprocessing.active_children():
-            if child.daemon:  # data workers: as at the end of any interpreter
-                child.terminate()
+        return self._hand_over(first)
+
+    def _hand_over(self, first: RunStart | None = None) -> _Handover:
         connection = self._channel.hand_over()
         waiting = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         inbox = tuple(message for message in (first, *waiting) if message is not None)
@@ -316,7 +334,8 @@ class _Slot:
         self._channel.send(Closing(self._settings.grace, gone=run is None or run.expendable))
         if run is not None:
             # The driver makes the others continue without this process, or pauses all. Else they pause by themselves.
-            run.mailbox.close_after(timedelta(seconds=self._settings.grace))
+            self._closes = time.monotonic() + self._settings.grace
+            self._tell_closing(run)
         self._leave_after(run)
 
     def _leave(self) -> None:
@@ -335,7 +354,35 @@ class _Slot:
                 run.output.flush(last=True)
             self._channel.end_process()  # the main thread may be in a call that does not return
 
-    # Both threads.
+    # The watch's thread.
+
+    def _end_run(self, run: Run, training: str, reason: str) -> None:
+        """End a run as if its function had raised an exception; the next process continues the slot."""
+        with self._lock:
+            if self._run is not run or self._leaving:
+                return  # it has just ended
+            self._run = None
+        error = TrainingError(f"training job {training!r} was ended on node {self._node}: {reason}")
+        if run.output is not None:
+            run.output.flush(last=True)
+        self._assigned = None
+        self._channel.send(RunEnded(training, run.number, RunFailed(str(error)), serialized_exception(error)))
+        end_process(self._hand_over())
+
+    # Several threads.
+
+    def _send(self, message: ToDriver) -> None:
+        """Send a message of a run."""
+        report = getattr(message, "report", None)
+        if self._watch is not None and isinstance(report, Progress):
+            self._watch.takes(report.write_seconds, getattr(message, "member", ""))
+        self._channel.send(message)
+
+    def _tell_closing(self, run: Run) -> None:
+        """Tell a run when its node closes: as much earlier as its neighbours need to write their checkpoints."""
+        if self._closes is not None:
+            remaining = self._closes - self._others_save - time.monotonic()
+            run.mailbox.close_after(timedelta(seconds=remaining))
 
     def _pass_on(self) -> None:
         """Pass the commands for the current run from the inbox to it; those for an earlier run have no effect."""
@@ -381,28 +428,53 @@ class _Slot:
         return None
 
     def _train(self, message: RunStart) -> None:
-        send, files = self._channel.send, self._settings.files
+        send, files = self._send, self._settings.files
         run: Run
         if isinstance(message, StartRun):
             interface, address = interface_for(self._settings.interface, self._channel.url)
             run = TrainingRun(message, interface=interface, address=address, send=send, files=files)
         else:
             run = kind_of(message).run(message, send, files)
-        if self._closes is not None:
-            run.mailbox.close_after(timedelta(seconds=self._closes - time.monotonic()))
+        watch = self._watch_of(run, message.training)
+        self._tell_closing(run)
         self._run = run
         self._pass_on()
         if self._leaving:
             run.mailbox.end()
         try:
-            with OutputCapture(run.deliver, run.source) as run.output:
+            with OutputCapture(run.deliver, run.source) as run.output, watch:
                 ended = run.perform()
+                with self._lock:
+                    is_over = self._run is not run
+                if is_over:
+                    threading.Event().wait()  # another thread ends this process
             self._assigned = None  # before the driver learns of the end: its next assignment may follow at once
             self._channel.send(ended)  # as long as it is not queued, `_leave_after` must not find that no run is left
         finally:
             with self._lock:
                 self._run = None
             run.close()
+
+    def _watch_of(self, run: Run, training: str) -> AbstractContextManager[object]:
+        """Take this job's part of a node that others use, too."""
+        pool = pool_directory()
+        if self._lane.count == 1 or pool is None:
+            return nullcontext()
+        use_own_temporary_directory(pool, self._lane.rank)
+
+        def saving(seconds: float) -> None:
+            self._others_save = seconds
+            self._tell_closing(run)
+
+        self._watch = NodeWatch(
+            training,
+            self._lane,
+            pool,
+            tell=write_error,
+            end=lambda reason: self._end_run(run, training, reason),
+            saving=saving,
+        )
+        return self._watch
 
     def _run_task(self, message: StartTask) -> bool:
         """Run an ordinary task; return whether it has succeeded."""

@@ -6,6 +6,7 @@ import heapq
 import math
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.planning.placement import place
 from freetrain_parsl.planning.policies.base import BaselinePolicy
 
 if TYPE_CHECKING:
@@ -13,10 +14,51 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning.model import Allocation, PlannedJob, Pool
 
-__all__ = ["OptimusPolicy", "TiresiasPolicy"]
+__all__ = ["OptimusPolicy", "TiresiasPolicy", "place_emptiest_first"]
 
 
-class OptimusPolicy(BaselinePolicy):
+def place_emptiest_first(counts: Mapping[str, int], pool: Pool, current: Allocation) -> dict[str, frozenset[str]]:
+    """Choose slots on the hosts with the most free ones, in the order of `counts`.
+
+    Tiresias and Optimus place trainers like this in Pollux' evaluation: one whose count changes is placed anew. Without
+    shared hosts it is `place`.
+    """
+    if pool.slots_per_host == 1:
+        return place(counts, pool, current)
+    placed = {
+        name: nodes
+        for name, nodes in current.items()
+        if nodes and counts.get(name, 0) == len(nodes) and all(node in pool for node in nodes)
+    }
+    taken = frozenset().union(*placed.values())
+    free: dict[str, list[str]] = {}
+    for node in pool.values():
+        if node.name not in taken:
+            free.setdefault(node.machine, []).append(node.name)
+    for name, count in counts.items():
+        if name in placed or not count:
+            continue
+        nodes: list[str] = []
+        while len(nodes) < count:
+            host = max(free, key=lambda host: len(free[host]))
+            share = min(count - len(nodes), len(free[host]))
+            nodes += free[host][:share]
+            del free[host][:share]
+        placed[name] = frozenset(nodes)
+    return placed
+
+
+class _EmptiestFirst(BaselinePolicy):
+    """A baseline with `place_emptiest_first`."""
+
+    any_layout = True
+
+    def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
+        """Choose the slots; see `BaselinePolicy.place`."""
+        return place_emptiest_first(counts, pool, current)
+
+
+class OptimusPolicy(_EmptiestFirst):
     """Greedy marginal gains: each trainer first gets ``min_nodes``, in order of submission; then nodes one by one.
 
     The next node goes to the trainer whose remaining time, work left divided by rate, it reduces most in seconds, until
@@ -24,9 +66,6 @@ class OptimusPolicy(BaselinePolicy):
     """
 
     name = "optimus"
-    needs_hosts = True
-    any_layout = True
-    emptiest_first = True
 
     def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - greedy from zero each time
         """Decide the counts, smallest first; see `BaselinePolicy.counts`."""
@@ -66,7 +105,7 @@ def _gain(trainer: PlannedJob, nodes: int) -> float:
 _DEMOTED_AT = 16 * 3600.0  # node-seconds, as in Pollux' evaluation
 
 
-class TiresiasPolicy(BaselinePolicy):
+class TiresiasPolicy(_EmptiestFirst):
     """Two queues by attained service: trainers that have had 16 node-hours come after those that have not.
 
     Within a queue, first come, first served. A trainer gets all that it can use, or waits while smaller ones fill the
@@ -74,9 +113,6 @@ class TiresiasPolicy(BaselinePolicy):
     """
 
     name = "tiresias"
-    needs_hosts = True
-    any_layout = True
-    emptiest_first = True
 
     def counts(self, ranked: Sequence[PlannedJob], pool: Pool, current: Allocation) -> Mapping[str, int]:  # noqa: ARG002 - running trainers have no privilege
         """Decide the counts; see `BaselinePolicy.counts`."""

@@ -49,7 +49,7 @@ class LayoutBreeder:
     bounds
         Fewest and most nodes of each trainer that runs.
     value
-        (trainer, row) -> value.
+        (trainer, row) -> value; minus infinity for rows that are not allowed.
     """
 
     hosts: Sequence[int]
@@ -158,7 +158,8 @@ class LayoutBreeder:
             if share := min(nodes, most):
                 kept[host] = share
                 most -= share
-        return _row(kept) if sum(kept.values()) >= least else ()
+        row = _row(kept)
+        return row if sum(kept.values()) >= least and math.isfinite(self.value(trainer, row)) else ()
 
 
 def _with(row: Row, host: int, nodes: int) -> Row:

@@ -1,14 +1,13 @@
-"""The operators of ONES (SC 2021) on any objective, for pools in which placement couples trainers."""
+"""The operators of ONES (SC 2021) on any objective: a search where the exact model proves nothing in time."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from freetrain_parsl.extensions.goodput.evolution import Layout, LayoutBreeder, Row, evolve
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -16,7 +15,6 @@ from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Poo
 from freetrain_parsl.planning.objectives.base import (
     Contextual,
     Moment,
-    NetOfChanges,
     Objective,
     ObjectiveLike,
     Table,
@@ -24,11 +22,11 @@ from freetrain_parsl.planning.objectives.base import (
     resolve_objective,
     value_table,
 )
-from freetrain_parsl.planning.placement import current_counts, place, place_anywhere
+from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.policies.base import Policy
-from freetrain_parsl.planning.policies.milp import MilpPolicy
-from freetrain_parsl.planning.solvers.counts import maximise_counts
-from freetrain_parsl.planning.solvers.highs import Solution, is_proven
+from freetrain_parsl.planning.policies.milp import MilpPolicy, move_cost
+from freetrain_parsl.planning.sizes import round_down
+from freetrain_parsl.planning.solvers.highs import is_proven
 from freetrain_parsl.settings_checks import check_count, check_duration
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ class PlacedValues:
     """Values of trainers by number of nodes on each host, less the costs of changing now.
 
     On the fewest hosts, a trainer has the value of its number of nodes. On more hosts, its rate is that of
-    `PlannedJob.placed`. A change of hosts at the same number of nodes costs as much as a start.
+    `PlannedJob.placed`. A change of hosts at the same number of nodes costs what `move_cost` says.
 
     Parameters
     ----------
@@ -62,19 +60,15 @@ class PlacedValues:
 
     def __init__(self, objective: Objective | Contextual, moment: Moment, horizon: float) -> None:
         self._moment, self._horizon = moment, horizon
-        self._staying = at_moment(objective, moment)
-        self._moving = self._staying
-        if isinstance(self._staying, NetOfChanges):
-            self._moving = at_moment(objective, replace(moment, held={}))
-        self._tables: dict[tuple[int, bool], Table] = {}
-        self._spread: dict[tuple[int, tuple[int, ...], bool], float] = {}
+        self._objective = at_moment(objective, moment)
+        self._tables: dict[int, Table] = {}
+        self._spread: dict[tuple[int, tuple[int, ...]], float] = {}
 
-    def table(self, number: int, *, moved: bool = False) -> Table:
+    def table(self, number: int) -> Table:
         """Tabulate the values of a trainer on 0, 1, …, N nodes on the fewest hosts, shape (N + 1,)."""
-        key = number, moved
-        if key not in self._tables:
-            self._tables[key] = self._table(self._moment.trainers[number], moved=moved, last=self._moment.nodes)
-        return self._tables[key]
+        if number not in self._tables:
+            self._tables[number] = self._table(self._moment.trainers[number], self._moment.nodes)
+        return self._tables[number]
 
     def value(self, number: int, placement: tuple[int, ...], *, moved: bool) -> float:
         """Return the value of a trainer with so many nodes on each host, largest first.
@@ -83,12 +77,13 @@ class PlacedValues:
         """
         nodes = sum(placement)
         trainer = self._moment.trainers[number]
+        cost = move_cost(trainer, nodes, self._objective) if moved else 0.0
         if len(placement) <= 1 or trainer.placed is None:
-            return float(self.table(number, moved=moved)[nodes])
-        key = number, placement, moved
+            return float(self.table(number)[nodes]) - cost
+        key = number, placement
         if key not in self._spread:
-            self._spread[key] = self._value_at(number, nodes, trainer.placed(placement), moved=moved)
-        return self._spread[key]
+            self._spread[key] = self._value_at(number, nodes, trainer.placed(placement))
+        return self._spread[key] - cost
 
     def total(self, allocation: Allocation, pool: Pool, current: Allocation) -> float:
         """Return the value of an allocation of the pool's nodes."""
@@ -100,31 +95,30 @@ class PlacedValues:
             total += self.value(number, placement_of(nodes, pool), moved=moved and pool.slots_per_host > 1)
         return total
 
-    def _value_at(self, number: int, nodes: int, rate: float, *, moved: bool) -> float:
+    def _value_at(self, number: int, nodes: int, rate: float) -> float:
         trainer = self._moment.trainers[number]
         usual = trainer.rate(nodes)
         if rate == usual:
-            return float(self.table(number, moved=moved)[nodes])
+            return float(self.table(number)[nodes])
         if nodes == trainer.min_nodes:  # the unit of speed-ups, which must stay
-            return float(self.table(number, moved=moved)[nodes]) * (rate / usual if usual else 1.0)
+            return float(self.table(number)[nodes]) * (rate / usual if usual else 1.0)
         points = dict(trainer.curve.points)
         points[nodes] = rate
         curve = ScalingCurve(sorted(points.items()), relative=trainer.curve.relative)
-        return float(self._table(replace(trainer, curve=curve), moved=moved, last=nodes)[nodes])
+        return float(self._table(replace(trainer, curve=curve), nodes)[nodes])
 
-    def _table(self, trainer: PlannedJob, *, moved: bool, last: int) -> Table:
-        held = 0 if moved else self._moment.held.get(trainer.name, 0)
-        return value_table(self._moving if moved else self._staying, trainer, held, last, self._horizon)
+    def _table(self, trainer: PlannedJob, last: int) -> Table:
+        held = self._moment.held.get(trainer.name, 0)
+        return value_table(self._objective, trainer, held, last, self._horizon)
 
 
 class OnesPolicy(Policy):
-    """Evolves layouts of trainers on hosts, beginning with the exact counts.
+    """Evolves layouts of trainers on hosts, beginning with the optimum of `MilpPolicy`.
 
-    Where nodes are machines of their own, the count model is exact, and this policy returns its optimum. Where they
-    share hosts, the optimum of the counts bounds the value of any layout, if a trainer is fastest on the fewest hosts.
-    A layout of these counts that reaches the bound is optimal. Otherwise the layouts of the counts and the current one
-    are the first population of an evolutionary search, with the operators of ONES: the result is never worth less than
-    any of these.
+    If that is proven, as it nearly always is, there is nothing to find: where nodes are machines of their own, and
+    where trainers share hosts in the sizes of `planning.sizes`, their values depend on their numbers of nodes and on
+    moves only, which the exact model has. Otherwise its best allocation and the current one are the first population of
+    an evolutionary search, with the operators of ONES: the result is never worth less than either.
 
     Parameters
     ----------
@@ -133,20 +127,18 @@ class OnesPolicy(Policy):
     population
         Layouts that survive a generation. ONES has 16; with fewer, more generations take as long and find more.
     generations
-        Most generations of a decision; zero for the best of the first population: exact counts, placed.
+        Most generations of a decision; zero for the best of the first population.
     patience
         Stop after so many generations without a better layout.
     warm_start
-        Whether the exact counts are in the first population; without, the search shows what it finds on its own.
+        Whether the exact optimum is in the first population; without, the search shows what it finds on its own.
     seed
         Seed of the search.
     time_limit
-        Of the exact counts, as in `MilpPolicy`.
+        Of the exact model, as in `MilpPolicy`.
     """
 
     name = "ones"
-    needs_hosts = True
-    any_layout = True
 
     def __init__(
         self,
@@ -162,7 +154,6 @@ class OnesPolicy(Policy):
     ) -> None:
         if horizon is not None:
             check_duration("policy 'ones': horizon", horizon)
-        check_duration("policy 'ones': time_limit", time_limit)
         check_count("policy 'ones': population", population, least=2)  # parents of a crossover
         check_count("policy 'ones': generations", generations, least=0)
         check_count("policy 'ones': patience", patience)
@@ -170,8 +161,7 @@ class OnesPolicy(Policy):
         self._horizon = None if horizon is None else horizon.total_seconds()
         self._population, self._generations, self._patience = population, generations, patience
         self._warm_start, self._seed = warm_start, seed
-        self._time_limit = time_limit.total_seconds()
-        self._in_sizes = MilpPolicy(objective, horizon=horizon, time_limit=time_limit)
+        self._exact = MilpPolicy(objective, horizon=horizon, time_limit=time_limit)
 
     def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
@@ -180,11 +170,13 @@ class OnesPolicy(Policy):
         if not ranked or not len(pool):
             return Decision({}, 0.0, proven_optimal=True, bound=0.0)
         moment = Moment(ranked, current_counts(ranked, pool, current), len(pool), now)
-        values = PlacedValues(self._objective, moment, self._horizon or pool.horizon)
-        problem = _Problem(pool, current, moment, values, self._in_sizes)
-        exact, starts = problem.exact(self._time_limit)
-        if not self._warm_start:
-            starts = starts[:1]
+        problem = _Problem(pool, current, moment, PlacedValues(self._objective, moment, self._horizon or pool.horizon))
+        exact = self._exact.allocate(pool, ranked, current, now)
+        starts = [problem.current]
+        if self._warm_start:
+            if exact.proven_optimal:
+                return exact
+            starts.append(problem.layout(exact.allocation))
         best = max(starts, key=problem.breeder.score)
         bound = exact.bound
         if not is_proven(problem.breeder.score(best), bound):
@@ -201,7 +193,7 @@ class OnesPolicy(Policy):
         return Decision(
             problem.allocation(best),
             value,
-            proven_optimal=is_proven(value, bound) and is_proven(bound, value),  # a layout may exceed the bound
+            proven_optimal=is_proven(value, bound),
             bound=max(bound, value),
             solve_seconds=time.perf_counter() - started,
         )
@@ -213,11 +205,8 @@ class _Problem:
     A pool whose nodes are machines of their own is one host: its nodes are alike.
     """
 
-    def __init__(
-        self, pool: Pool, current: Allocation, moment: Moment, values: PlacedValues, in_sizes: MilpPolicy
-    ) -> None:
+    def __init__(self, pool: Pool, current: Allocation, moment: Moment, values: PlacedValues) -> None:
         self._pool, self._current, self._moment, self._values = pool, current, moment, values
-        self._in_sizes, self._case = in_sizes, (pool, moment.trainers, current, moment.now)
         self._shared = pool.slots_per_host > 1
         hosts = {name: (node.host or name) if self._shared else "" for name, node in pool.items()}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
@@ -225,25 +214,16 @@ class _Problem:
         sizes = [0] * len(numbers)
         for number in self._host_of.values():
             sizes[number] += 1
-        self._now = self._layout(current)
+        self._now = self.layout(current)
         self._held = [_nodes(row) for row in self._now]
         self._known: dict[tuple[int, Row], float] = {}
         bounds = [(trainer.min_nodes, min(trainer.max_nodes, len(pool))) for trainer in moment.trainers]
         self.breeder = LayoutBreeder(sizes, bounds, self._value)
 
-    def exact(self, time_limit: float) -> tuple[Solution, list[Layout]]:
-        """Return the optimum of the counts, and layouts to start with: the current one, and those of exact counts."""
-        tables = np.stack([self._values.table(number) for number in range(len(self._moment.trainers))])
-        keeping = tuple(
-            row if np.isfinite(tables[number, sum(nodes for _, nodes in row)]) else ()
-            for number, row in enumerate(self._now)
-        )
-        kept = np.array([sum(nodes for _, nodes in row) for row in keeping], dtype=np.int64)
-        exact = maximise_counts(tables, kept, time_limit=time_limit)
-        starts = [keeping, self._placed(exact)]
-        if self._shared:
-            starts.append(self._layout(self._in_sizes.allocate(*self._case).allocation))
-        return exact, starts
+    @property
+    def current(self) -> Layout:
+        """The current layout, without trainers that cannot go on as they are."""
+        return tuple(row if math.isfinite(self._value(number, row)) else () for number, row in enumerate(self._now))
 
     def allocation(self, layout: Layout) -> Allocation:
         """Choose the nodes: trainers keep those that they have on a host."""
@@ -270,19 +250,8 @@ class _Problem:
                 chosen.setdefault(name, []).extend(free[host].pop() for _ in range(nodes))
         return {name: frozenset(nodes) for name, nodes in chosen.items() if nodes}
 
-    def _value(self, number: int, row: Row) -> float:
-        key = number, row
-        if key not in self._known:
-            placement = tuple(sorted((nodes for _, nodes in row), reverse=True))
-            moved = bool(row) and row != self._now[number] and sum(placement) == self._held[number]
-            self._known[key] = self._values.value(number, placement, moved=moved)
-        return self._known[key]
-
-    def _placed(self, solution: Solution) -> Layout:
-        counts = {t.name: int(count) for t, count in zip(self._moment.trainers, solution.counts, strict=True)}
-        return self._layout(place_anywhere(counts, self._pool, self._current))
-
-    def _layout(self, allocation: Allocation) -> Layout:
+    def layout(self, allocation: Allocation) -> Layout:
+        """Return the layout of an allocation, without nodes that have left the pool."""
         rows = []
         for trainer in self._moment.trainers:
             on: dict[int, int] = {}
@@ -291,6 +260,22 @@ class _Problem:
                     on[self._host_of[node]] = on.get(self._host_of[node], 0) + 1
             rows.append(tuple(sorted(on.items())))
         return tuple(rows)
+
+    def _value(self, number: int, row: Row) -> float:
+        key = number, row
+        if key not in self._known:
+            placement = tuple(sorted((nodes for _, nodes in row), reverse=True))
+            moved = self._shared and bool(row) and row != self._now[number] and sum(placement) == self._held[number]
+            allowed = not self._shared or _are_parts(placement, self._pool.slots_per_host)
+            self._known[key] = self._values.value(number, placement, moved=moved) if allowed else -math.inf
+        return self._known[key]
+
+
+def _are_parts(placement: tuple[int, ...], slots: int) -> bool:
+    """Return whether these slots on each host are none, part of one host, of a size, or whole hosts."""
+    if len(placement) > 1 or sum(placement) > slots:
+        return set(placement) == {slots}
+    return round_down(sum(placement), slots) == sum(placement)
 
 
 def _nodes(row: Row) -> int:

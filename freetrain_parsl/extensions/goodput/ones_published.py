@@ -65,7 +65,6 @@ class OnesPublishedPolicy(BaselinePolicy):
     """
 
     name = "ones-published"
-    needs_hosts = True
     any_layout = True
 
     def __init__(

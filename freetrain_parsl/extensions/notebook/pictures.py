@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.notebook.values import Picture
 from freetrain_parsl.extensions.pages.node_states import NodeState
+from freetrain_parsl.places import node_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +42,7 @@ def timeline_picture(run: RunView, title: str) -> Picture:
     problem = f"; {run.problem}" if run.problem else ""
     if not stays:
         return Picture(f"{title}: no node has been used yet{problem}")
-    used = {node for each in state.fragments for node in each.nodes}
+    used = {node_of(unit) for each in state.fragments for unit in each.nodes}
     text = f"{title}: {len(state.fragments)} fragments on {len(used)} nodes{problem}"
     try:
         from freetrain_parsl.report.timeline import draw_timeline

@@ -20,6 +20,7 @@ from freetrain_parsl.extensions.notebook.values import outcome_row
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from freetrain_parsl.texts import storable, text_of
+from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -258,7 +259,7 @@ class ShownFutures(ShownRun):
 
 
 def _campaign_row(item: TrainingRecord, progress: Mapping[str, Any]) -> TrainingRow:
-    parts = [", ".join(item.nodes), _one_line(item.error), _short_result(item.result), item.remark or ""]
+    parts = [show_units(item.nodes), _one_line(item.error), _short_result(item.result), item.remark or ""]
     return TrainingRow(
         item.name, item.state, item.share, progress.get("epoch"), progress.get("loss"), "; ".join(filter(None, parts))
     )
@@ -272,7 +273,7 @@ def _future_row(name: str, future: Future[Any], known: TrainingState | None) -> 
     if known is None:
         return TrainingRow(name, state, note=_one_line(error))
     result = _short_result(future.result()) if future.done() and error is None else ""
-    parts = [", ".join(known.nodes), _one_line(error), result, known.remark()]
+    parts = [known.where(), _one_line(error), result, known.remark()]
     return TrainingRow(
         name,
         state,
@@ -312,7 +313,7 @@ def _short(value: object) -> str:
 
 def _machine_lines(run: RunState, now: float) -> list[str]:
     blocks = f"{run.blocks_requested} blocks requested, {len(run.blocks_ended)} ended"
-    use = f"training jobs run on {run.training_nodes} nodes; {blocks}"
+    use = f"training jobs run on {run.training_place}; {blocks}"
     return [f"{run.idle_nodes} idle nodes in {len(run.windows)} windows; {use}", *run.reasons(now)]
 
 
@@ -320,10 +321,10 @@ def _reason(known: TrainingState | None, run: RunState | None, now: float, remar
     if known is None or run is None:
         return f"; {remark}" if remark else ""
     if known.state == "running":
-        return "; ".join(filter(None, [f" on {', '.join(known.nodes)}", known.remark(now)]))
+        return "; ".join(filter(None, [f" on {known.where()}", known.remark(now)]))
     if why := known.remark(now) or remark:
         return f"; {why}"
-    idle = run.idle_nodes
-    if idle < known.min_nodes:
-        return f"; waits for nodes: it needs at least {known.min_nodes}, and {idle} are idle"
+    idle, needed = run.idle_nodes, -(-known.min_nodes // run.slots_per_node)
+    if idle < needed:
+        return f"; waits for nodes: it needs at least {needed}, and {idle} are idle"
     return f"; waits for nodes: {idle} are idle, a block may be starting or the planner prefers others"

@@ -6,7 +6,7 @@ from collections import Counter
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.windows.hostlist import compress_hosts
+from freetrain_parsl.windows.hostlist import show_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,13 +30,9 @@ class NodeState(IntEnum):
     """Held by one of our blocks."""
 
 
-def short_hosts(names: Iterable[str]) -> str:
-    """Return names of nodes as a list with ranges, cut if it is long."""
-    names = list(names)
-    try:
-        text = compress_hosts(names)
-    except ValueError:  # not names of hosts
-        text = ", ".join(names)
+def short_hosts(names: Iterable[str], slots_per_node: int = 1) -> str:
+    """Return names of nodes, or of slots of nodes that jobs share, as a list with ranges, cut if it is long."""
+    text = show_hosts(names, slots_per_node)
     return text if len(text) <= _LONGEST_HOSTS else f"{text[: _LONGEST_HOSTS - 1]}…"
 
 

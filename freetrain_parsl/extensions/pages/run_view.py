@@ -3,6 +3,9 @@
 The state is in tables (`extensions.pages.changes`): arrays of plain values by column, in JSON. A reader that has
 version n gets the rows that have changed since; one that has nothing gets all of them. Times are in seconds since
 ``origin``, which is in seconds since the epoch. ``pages/web/run_view.js`` applies the changes and draws.
+
+The nodes of a fragment are runs of row numbers of ``nodes``, (first, length) pairs. Where jobs share nodes, its
+``slots`` is the number of slots of a node, and the runs are of slots: slot 2 of node 3 is 3 × ``slots`` + 2.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.pages.changes import CurvePoints, Rows
 from freetrain_parsl.extensions.pages.node_states import NodeStates, WindowHistory, short_hosts
+from freetrain_parsl.places import lane_of, node_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.projection import Projection
 from freetrain_parsl.report.sentences import IncidentLevel, actions_in_words, cause_in_words
@@ -31,7 +35,7 @@ _MOST_SILENT = 10.0  # seconds after which the time is stated even if nothing ha
 _TABLES = {
     "nodes": ("name", "kind"),
     "spans": ("node", "state", "begin", "end"),
-    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane", "array"),
+    "fragments": ("training", "nodes", "begin", "end", "failure", "resumed", "lane", "array", "slots"),
     "trainings": (
         "name", "state", "min_nodes", "max_nodes", "submitted", "ended", "nodes", "hosts", "fragments", "rescales",
         "failures", "checkpoints", "share", "samples", "total", "step", "epoch", "loss", "rate", "remark", "error",
@@ -150,6 +154,8 @@ class RunView(Projection):
             "starts_failed": "" if failed is None else failed.sentence(self.now),
             "training_nodes": self.state.training_nodes,
             "idle_nodes": self.state.idle_nodes if self.ended is None else 0,
+            "training_slots": self.state.training_slots,
+            "shared_slots": account.shared_slots,
             "node_seconds": {phase.value: round(seconds) for phase, seconds in account.phases.items()},
             "useful_node_seconds": round(account.useful),
             "returned_node_seconds": round(account.returned),
@@ -273,11 +279,12 @@ class RunView(Projection):
         if index < rows.count:
             rows.change(index, end=end, failure=int(fragment.failure), resumed=fragment.resumed_from)
             return
-        nodes = _runs(sorted(self._node_states.number(node) for node in fragment.nodes))
+        slots = fragment.slots_per_node
+        number = self._node_states.number
+        units = _runs(sorted(slots * number(node_of(unit)) + (lane_of(unit) or 0) for unit in fragment.nodes))
         begin = self._relative(fragment.start)
-        rows.add(
-            self._training_rows[training], nodes, begin, end, int(fragment.failure), None, fragment.lane, fragment.array
-        )
+        failed, array = int(fragment.failure), (fragment.lane, fragment.array)
+        rows.add(self._training_rows[training], units, begin, end, failed, None, *array, slots)
 
     def _write_trainings(self) -> None:
         for name in self._touched & self._training_rows.keys():
@@ -296,7 +303,7 @@ class RunView(Projection):
             "submitted": self._relative(training.submitted),
             "ended": None if training.ended is None else self._relative(training.ended),
             "nodes": len(training.nodes),
-            "hosts": short_hosts(training.nodes),
+            "hosts": short_hosts(training.nodes, training.slots_per_node),
             "fragments": training.fragments,
             "rescales": training.rescales,
             "failures": self._failures.get(training.name, 0),

@@ -26,7 +26,7 @@ from freetrain_parsl.extensions.pbs.parsers import (
 from freetrain_parsl.extensions.pbs.values import as_mebibytes, as_number, as_text, read_answer, write_duration
 from freetrain_parsl.extensions.pbs.vocabulary import explain_complaint
 from freetrain_parsl.planning.model import BlockTerms
-from freetrain_parsl.windows.availability_profile import NodeNeeds, find_windows
+from freetrain_parsl.windows.availability_profile import NodeNeeds, find_windows, gpus_of
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 from freetrain_parsl.windows.commands import Commands
 
@@ -296,6 +296,13 @@ class PbsWindowSource(WindowSource):
 
     def _stairs(self, site: _Site, state: BatchState, ours: Sequence[str]) -> Staircase:
         return find_windows(state, self._needs(self._queue(site)), ours)
+
+    def gpus_on_nodes(self) -> frozenset[int]:
+        """Return the numbers of GPUs of the queue's nodes, from their ``resources_available.ngpus``."""
+        site, state, _, _ = self._ask()
+        needs = self._needs(self._queue(site))
+        names = state.partitions[needs.partition].nodes
+        return gpus_of((state.nodes[name] for name in names if name in state.nodes), needs)
 
     def _queue(self, site: _Site) -> str:
         name = self.queue or site.server.default_queue

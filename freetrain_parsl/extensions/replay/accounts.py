@@ -172,6 +172,10 @@ class Bins:
         for name, sums in other._sums.items():
             self._of(name)[:] += factor * sums
 
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply the sums of `name`."""
+        self._of(name)[:] *= factor
+
     def sums(self, name: str) -> npt.NDArray[np.float64]:
         """Return the sum in each bin, shape (number,)."""
         return self._sums.get(name, np.zeros(self.number))

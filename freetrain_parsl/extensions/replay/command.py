@@ -27,6 +27,7 @@ from freetrain_parsl.cli.options import (
 )
 from freetrain_parsl.errors import InvalidSettings, UsageError
 from freetrain_parsl.extensions.fusion.curve import FusionCurve
+from freetrain_parsl.extensions.replay.accelerators import Accelerators
 from freetrain_parsl.extensions.replay.block_site import BlockSettings
 from freetrain_parsl.extensions.replay.comparison import Contestant, compare
 from freetrain_parsl.extensions.replay.logs.example import write_example
@@ -70,7 +71,8 @@ def replay(
         Path | None, typer.Argument(metavar="LOG", help="Idle log (CSV), job log (SWF) or sacct's text; may end in .gz")
     ] = None,
     trainers: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="hpo:N, mixed:N, a list (.yaml, .csv), or sweep:NxLIST.")
+        str | None,
+        typer.Option(metavar="SPEC", help="hpo:N, mixed:N, single:N, a list (.yaml, .csv), or sweep:NxLIST."),
     ] = None,
     fusion: Annotated[
         str | None,
@@ -118,6 +120,12 @@ def replay(
     node_hour_price: Annotated[
         float | None, typer.Option(metavar="PRICE", help="Price of a node-hour, in any currency.")
     ] = None,
+    accelerators: Annotated[
+        int | None, typer.Option(metavar="N", help="Accelerators of each node, which training jobs share.")
+    ] = None,
+    whole_nodes: Annotated[
+        bool, typer.Option("--whole-nodes", help="With --accelerators: training jobs do not share nodes.")
+    ] = False,
     kind: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=NODES[:SPEED]", help="Nodes of a kind, by name; once for each kind."),
@@ -156,7 +164,11 @@ def replay(
         raise UsageError(f"replay: {missing} is missing; 'freetrain replay --example DIR' writes inputs to try it with")
     try:
         kinds = read_kinds(kind or [])
-        chosen = _trainers(trainers, rescale_seconds, kinds)
+        units = _accelerators(accelerators, whole_nodes=whole_nodes)
+        if units is not None:
+            others = {"--kind": kind, "--site": site, "--blocks": blocks, "--fusion": fusion}
+            _refuse(others, "does not work with --accelerators; leave out one of them")
+        chosen = _trainers(trainers, rescale_seconds, kinds, accelerators)
         contestants = _contestants(policy, knowledge, objective or chosen.objective, horizon)
         settings = replace(_settings(cost, curves, start_seconds, concurrent), blocks=_blocks(blocks, nodes_per_block))
         fused = _fusion(fusion, chosen, what_if=what_if)
@@ -216,6 +228,7 @@ def replay(
                         contestants,
                         settings,
                         price_per_node_hour=price,
+                        accelerators=units,
                         with_what_if=what_if,
                         on_progress=advance,
                     )
@@ -230,8 +243,20 @@ def replay(
 # Options.
 
 
-def _trainers(spec: str, rescale_seconds: str | None, kinds: Sequence[KindOfNodes]) -> TrainerSet:
-    chosen = with_kinds(trainer_set(spec, [kind.name for kind in kinds]), kinds)
+def _accelerators(number: int | None, *, whole_nodes: bool) -> Accelerators | None:
+    if number is None:
+        if whole_nodes:
+            raise InvalidSettings("--whole-nodes: nodes are whole unless they have several --accelerators; give both")
+        return None
+    return Accelerators(number, shared=not whole_nodes)
+
+
+def _trainers(
+    spec: str, rescale_seconds: str | None, kinds: Sequence[KindOfNodes], accelerators: int | None
+) -> TrainerSet:
+    chosen = with_kinds(trainer_set(spec, [kind.name for kind in kinds], accelerators=accelerators), kinds)
+    if chosen.sweeps and accelerators is not None:
+        raise InvalidSettings("--accelerators: does not work with sweeps; give other trainers")
     if rescale_seconds is None:
         return chosen
     seconds = [number_or_nan(part) for part in rescale_seconds.split(",")]

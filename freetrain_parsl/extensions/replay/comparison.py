@@ -15,6 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import __version__
+from freetrain_parsl.extensions.replay.accelerators import (
+    SlotLog,
+    accelerator_figures,
+    over_whole_nodes,
+    per_node,
+)
 from freetrain_parsl.extensions.replay.holes import refuse_forecasts
 from freetrain_parsl.extensions.replay.ideal import BestRates
 from freetrain_parsl.extensions.replay.metrics import Yardstick, log_figures, policy_figures
@@ -27,6 +33,7 @@ from freetrain_parsl.planning.policies import POLICIES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from freetrain_parsl.extensions.replay.accelerators import Accelerators
     from freetrain_parsl.extensions.replay.holes import HoleLog
     from freetrain_parsl.extensions.replay.trainers import TrainerSet
     from freetrain_parsl.planning.policies import Policy
@@ -75,9 +82,7 @@ class Case:
             for item in self.rates.trainers
         ]
         settings = replace(self.settings, cost=Cost.FULL if start else Cost.PAPER, start_seconds=start)
-        return replay(
-            self.log, BestRates(trainers, self.rates.objective, self.rates.kinds), self.make_policy(), settings
-        ).value
+        return replay(self.log, replace(self.rates, trainers=trainers), self.make_policy(), settings).value
 
 
 def what_if(
@@ -207,6 +212,7 @@ def compare(
     settings: ReplaySettings | None = None,
     *,
     price_per_node_hour: float | None = None,
+    accelerators: Accelerators | None = None,
     with_what_if: bool = False,
     on_progress: OnProgress = lambda _doing, _share: None,
 ) -> dict[str, Any]:
@@ -218,6 +224,9 @@ def compare(
         The trainers; their objective determines the value of samples, whatever the policies maximise.
     settings
         How to replay; `knowledge` is taken from each contestant.
+    accelerators
+        Of each node. The trainers are described over these, and U is relative to dedicated nodes that they share, also
+        where the replay gives them whole nodes: so the gain of sharing is the difference of both.
     with_what_if
         Repeat the best attainable replay with other costs of rescales and starts; see `what_if`.
 
@@ -238,29 +247,41 @@ def compare(
     refuse_missing_forecasts(log, contestants)
     on_progress("oracle", 0.0)
     kinds = sorted(set(log.kinds.values()))
-    rates = BestRates(trainers.trainers, trainers.worth, kinds or [""])
-    yardstick = Yardstick.of(rates, log, concurrent=settings.concurrent)
+    units, rates, yardstick = _units(log, trainers, kinds, settings, accelerators)
+    if accelerators is not None and accelerators.shared:
+        settings = replace(settings, slots_per_node=accelerators.per_node)
     on_progress("oracle", 1.0)
 
     def run(one: Contestant) -> dict[str, Any]:
         report = progress_of(one, log, on_progress)
-        outcome = replay(log, rates, one.make(), replace(settings, knowledge=one.knowledge), report)
+        outcome = replay(units, rates, one.make(), replace(settings, knowledge=one.knowledge), report)
         report(log.end)
-        return policy_figures(outcome, yardstick, price_per_node_hour=price_per_node_hour)
+        if accelerators is None:
+            return policy_figures(outcome, yardstick, price_per_node_hour=price_per_node_hour)
+        if accelerators.shared:
+            per_node(outcome, accelerators.per_node)
+        figures = policy_figures(outcome, yardstick, price_per_node_hour=price_per_node_hour)
+        return {**figures, **accelerator_figures(outcome, trainers.trainers, accelerators)}
 
     entries = [entry_of(one, partial(run, one)) for one in contestants]
-    more = {}
+    more: dict[str, Any] = {}
+    dedicated = yardstick.nodes
+    if accelerators is not None:
+        dedicated /= accelerators.per_node
+        more["accelerators"] = {"per_node": accelerators.per_node, "shared": accelerators.shared}
     if with_what_if:
         best = contestants[entries.index(best_first(entries)[0])]
-        case = Case(log, rates, best.make, replace(settings, knowledge=best.knowledge))
+        case = Case(units, rates, best.make, replace(settings, knowledge=best.knowledge))
         progress = partial(on_progress, "what if changes cost less or more")
         more["what_if"] = what_if(case, yardstick.dedicated, on_progress=progress)
     return {
         "version": __version__,
         "log": log_figures(log),
         "trainers": {"spec": trainers.name, "count": len(trainers.trainers), "objective": trainers.objective},
-        "notes": _notes(trainers, yardstick.nodes, settings.concurrent),
-        "dedicated_nodes": yardstick.nodes,
+        "notes": _notes(
+            trainers, yardstick.nodes, settings.concurrent, "nodes" if accelerators is None else "accelerators"
+        ),
+        "dedicated_nodes": dedicated,
         "idle_by_kind": log.mean_idle_by_kind() if kinds else {},
         "cost": settings.cost.value,
         "curves": settings.curves.value,
@@ -271,6 +292,27 @@ def compare(
         "policies": entries,
         **more,
     }
+
+
+def _units(
+    log: HoleLog,
+    trainers: TrainerSet,
+    kinds: list[str],
+    settings: ReplaySettings,
+    accelerators: Accelerators | None,
+) -> tuple[HoleLog, BestRates, Yardstick]:
+    """Return the log and the trainers in units of the replay, and the reference values."""
+    if accelerators is None:
+        rates = BestRates(trainers.trainers, trainers.worth, kinds or [""])
+        return log, rates, Yardstick.of(rates, log, concurrent=settings.concurrent)
+    each = accelerators.per_node
+    slots = SlotLog(log, each)
+    rates = BestRates(trainers.trainers, trainers.worth, slots_per_node=each)
+    yardstick = Yardstick.of(rates, slots, concurrent=settings.concurrent)
+    if accelerators.shared:
+        return slots, rates, yardstick
+    whole = [over_whole_nodes(trainer, each) for trainer in trainers.trainers]
+    return log, BestRates(whole, trainers.worth), yardstick
 
 
 def entry_of(contestant: Contestant, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -298,16 +340,16 @@ def refuse_missing_forecasts(log: HoleLog, contestants: Sequence[Contestant]) ->
         raise refuse_forecasts(log.name)
 
 
-def _notes(trainers: TrainerSet, mean_idle: float, concurrent: int | None) -> list[str]:
-    """Describe what limits the result, and the remedy."""
+def _notes(trainers: TrainerSet, mean_idle: float, concurrent: int | None, units: str) -> list[str]:
+    """Describe what limits the result, and the remedy; sizes are numbers of `units`."""
     sizes = sorted((trainer.max_nodes for trainer in trainers.trainers), reverse=True)[:concurrent]
     if sum(sizes) >= mean_idle:
         return []
     several = f"{len(sizes)} trainers" if len(sizes) > 1 else "one trainer"
-    each = f" of at most {count(sizes[0])} nodes" if len(sizes) > 1 and sizes[0] == sizes[-1] else ""
+    each = f" of at most {count(sizes[0])} {units}" if len(sizes) > 1 and sizes[0] == sizes[-1] else ""
     at_once = " at a time" if concurrent is not None and concurrent < len(trainers.trainers) else ""
-    used = f"{several}{at_once}{each} can use at most {count(sum(sizes))} of the {count(mean_idle)} nodes"
-    return [f"{used} that are idle on average; add trainers, or let them use more nodes"]
+    used = f"{several}{at_once}{each} can use at most {count(sum(sizes))} of the {count(mean_idle)} {units}"
+    return [f"{used} that are idle on average; add trainers, or let them use more {units}"]
 
 
 def progress_of(one: Contestant, log: HoleLog, on_progress: OnProgress) -> Callable[[float], None]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from freetrain_parsl.planning.objectives.base import objective_table
+from freetrain_parsl.planning.sizes import are_sizes
 from freetrain_parsl.planning.solvers.counts import maximise_counts
 from freetrain_parsl.planning.solvers.multiple_choice import NOTHING, maximise_choices
 
@@ -42,12 +43,14 @@ class BestRates:
     """The best total rate of trainers on a number of nodes, solved exactly and cached.
 
     Trainers are identified by position; `objective` is the value per second of one on a number of nodes. A trainer runs
-    on nodes of one kind at a time.
+    on nodes of one kind at a time. Where trainers share nodes, these numbers are of slots, of which a node has
+    `slots_per_node`: all are idle together, so that any sizes that fit in total can be placed.
     """
 
     trainers: Sequence[PlannedJob]
     objective: Objective
     kinds: Sequence[str] = ("",)
+    slots_per_node: int = 1
     _tables: list[list[npt.NDArray[np.float64]]] = field(init=False)
     _known: dict[tuple[frozenset[int], Idle], _Best] = field(init=False, default_factory=dict)
 
@@ -111,7 +114,8 @@ class BestRates:
 
     def _table(self, trainer: PlannedJob) -> npt.NDArray[np.float64]:
         table = objective_table(self.objective, trainer, trainer.max_nodes)
-        return np.where(np.isnan(table), -np.inf, table)
+        allowed = are_sizes(np.arange(len(table)), self.slots_per_node)
+        return np.where(np.isnan(table) | ~allowed, -np.inf, table)
 
 
 def _demands(options: Sequence[tuple[int, int]], kinds: int) -> npt.NDArray[np.float64]:

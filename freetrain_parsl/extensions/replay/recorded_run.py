@@ -53,6 +53,8 @@ class RecordedRun:
     policy: str
     settings: SettingsInSeconds
     steps: tuple[Step, ...]
+    slots_per_node: int = 1
+    """As for `Planner`."""
 
 
 def read_run(journal: Path) -> RecordedRun:
@@ -84,7 +86,7 @@ def read_run(journal: Path) -> RecordedRun:
                 solves.clear()
     if started is None:
         raise InvalidInput(f"{journal}: it has no steps of a planner; give the journal of a run of this version")
-    return RecordedRun(started.policy, SettingsInSeconds(**started.settings), tuple(steps))
+    return RecordedRun(started.policy, SettingsInSeconds(**started.settings), tuple(steps), started.slots_per_node)
 
 
 def decide_again(run: RecordedRun, policy: Policy) -> Iterator[Step]:
@@ -97,7 +99,7 @@ def decide_again(run: RecordedRun, policy: Policy) -> Iterator[Step]:
     def solved(_time: float, purpose: str, decision: Decision) -> None:
         solves.append(Solve(purpose, decision.counts, decision.objective, decision.proven_optimal))
 
-    planner = Planner(policy, run.settings, solved)
+    planner = Planner(policy, run.settings, solved, run.slots_per_node)
     for step in run.steps:
         solves.clear()
         actions = planner.advance(*step.events)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.extensions.replay.accounts import Account, Bins, Losses
 from freetrain_parsl.extensions.replay.block_site import BlockSite
+from freetrain_parsl.places import node_of
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.learning import Profile, learned
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
@@ -83,6 +84,8 @@ class ReplaySettings:
         How many trainers may be in the decision, first come, first served; ``None`` for all.
     blocks
         Idle nodes must be requested as blocks, as in the executor; ``None``: they are in the pool while they are idle.
+    slots_per_node
+        Of nodes that jobs share: the log's nodes are then their slots, see `SlotLog`. 1: whole nodes.
     """
 
     knowledge: Knowledge = Knowledge.NONE
@@ -91,6 +94,7 @@ class ReplaySettings:
     start_seconds: float = 30.0
     concurrent: int | None = None
     blocks: BlockSettings | None = None
+    slots_per_node: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start_seconds) and self.start_seconds >= 0):
@@ -178,7 +182,12 @@ class Replay:
         blocks = settings.blocks
         perfect = settings.knowledge is Knowledge.PERFECT
         self._site = None if blocks is None else BlockSite(blocks, log.start, perfect=perfect)
-        self._planner = Planner(policy, _PLANNER if blocks is None else blocks.planner.in_seconds(), self._decided)
+        self._planner = Planner(
+            policy,
+            _PLANNER if blocks is None else blocks.planner.in_seconds(),
+            self._decided,
+            settings.slots_per_node,
+        )
         self._outcome = Outcome(Bins(log.start, log.end), Bins(log.start, log.end))
         self._accounts = {
             trainer.name: Account(trainer, log.start + trainer.submitted, self._weight(trainer), kinds=log.kinds)
@@ -306,8 +315,14 @@ class Replay:
             events.append(ev.NodesLeft(self._now, change.closed))
         if change.opened and self._site is None:
             perfect = self._settings.knowledge is Knowledge.PERFECT
+            shared = self._settings.slots_per_node > 1
             nodes = tuple(
-                PoolNode(hole.node, hole.end if perfect else None, node_kind=self._kind(hole.node))
+                PoolNode(
+                    hole.node,
+                    hole.end if perfect else None,
+                    host=node_of(hole.node) if shared else "",
+                    node_kind=self._kind(hole.node),
+                )
                 for hole in change.opened
             )
             events.append(ev.NodesJoined(self._now, _IDLE, nodes))

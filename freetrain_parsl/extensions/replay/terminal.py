@@ -77,8 +77,12 @@ def heading(result: Mapping[str, Any]) -> str:
         terms += f", curves {result['curves']}"
     if result["blocks_start_in"] is not None:
         terms += f", in blocks that train after {result['blocks_start_in']:g} s"
+    nodes = "nodes"
+    if (units := result.get("accelerators")) is not None:
+        way = "shared by training jobs" if units["shared"] else "each for one training job"
+        nodes = f"nodes of {units['per_node']} accelerators, {way}"
     return (
-        f"{log['name']}: {log['nodes']:,} nodes, {duration(log['seconds'])}{dates}{left_out}{cut}\n"
+        f"{log['name']}: {log['nodes']:,} {nodes}, {duration(log['seconds'])}{dates}{left_out}{cut}\n"
         f"idle: {log['mean_idle']:,.1f} nodes on average, {log['median_idle']:,} in the median, "
         f"{log['events']:,} changes\n"
         f"training jobs: {trainers['count']:,} ({trainers['spec']}), measured by {trainers['objective']}{terms}"
@@ -174,6 +178,8 @@ def summary(result: Mapping[str, Any]) -> str:
     closings = "" if best["knowledge"] == "none" else f" (closings {best['knowledge']})"
     share = f" ({percent(hours['used'] / hours['idle'], 0)})" if hours["idle"] else ""
     used = f"{count(hours['used'])} of {count(hours['idle'])} idle node-hours{share}"
+    if (each := best.get("accelerator_hours")) is not None:
+        used += f" and {count(each['used'])} of {count(each['idle'])} accelerator-hours"
     worth = f", worth {count(cost['used'])} of {count(cost['idle'])}" if cost else ""
     ends = f"; {finished:,} of {result['trainers']['count']:,} training jobs finished" if finished else ""
     dedicated = dedicated_nodes(result["dedicated_nodes"])

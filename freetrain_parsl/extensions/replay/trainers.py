@@ -6,12 +6,14 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidSettings
+from freetrain_parsl.extensions.replay.accelerators import over_accelerators
 from freetrain_parsl.extensions.replay.trainer_files import MODELS, numbered, read_trainers
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.objectives.base import PRIORITY, SPEEDUP, THROUGHPUT
 
@@ -28,6 +30,9 @@ _MAX_NODES = 64
 
 _HPO = {"shufflenet": replace(MODELS["shufflenet"], costs=CostsInSeconds(up=18.0, down=12.0))}
 """Costs of all jobs in the paper's hyperparameter search."""
+
+_SINGLE_SECONDS = 24 * 3600.0
+"""Length of a job that uses one accelerator: a fine-tuning run of a day."""
 
 _WORTH: Final[dict[str, Objective]] = {"throughput": THROUGHPUT, "speedup": SPEEDUP, "priority": PRIORITY}
 
@@ -59,7 +64,7 @@ class TrainerSet:
         return _WORTH[self.objective]
 
 
-def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:
+def trainer_set(spec: str, kinds: Collection[str] = (), *, accelerators: int | None = None) -> TrainerSet:
     """Make a built-in set, or read one from a file.
 
     Parameters
@@ -67,11 +72,14 @@ def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:
     spec
         ``hpo:N``: N ShuffleNets, as in a hyperparameter search; objective throughput. ``mixed:N``: N trainers that
         cycle through the seven `MODELS`; objective speed-up. Both are endless, on 1 to 64 nodes each, and submitted at
-        the log's start. ``sweep:NxLIST``: a sweep of N members for each trainer of a list; objective throughput.
-        Anything else is the path of a list, see `read_trainers`; its objective is priority if priorities differ, else
-        throughput if all have the same curve, else speed-up.
+        the log's start. ``single:N``: N ShuffleNets that use one accelerator each, for a day of it; also beside one of
+        the other two, as in ``single:60,hpo:4``. ``sweep:NxLIST``: a sweep of N members for each trainer of a list;
+        objective throughput. Anything else is the path of a list, see `read_trainers`; its objective is priority if
+        priorities differ, else throughput if all have the same curve, else speed-up.
     kinds
         The kinds of nodes for which a list may have curves.
+    accelerators
+        Accelerators of a node: the trainers are then described over these. ``None``: over nodes.
 
     Raises
     ------
@@ -80,13 +88,8 @@ def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:
     InvalidInput
         The file is invalid; the message contains the line.
     """
-    if match := re.fullmatch(r"(hpo|mixed):(.*)", spec):
-        kind, number = match.groups()
-        if not re.fullmatch(r"[0-9]{1,6}", number) or int(number) == 0:
-            raise InvalidSettings(f"trainers {spec!r}: expected a number after the colon, as in {kind}:10")
-        if kind == "hpo":
-            return TrainerSet(spec, _endless(_HPO, int(number)), "throughput")
-        return TrainerSet(spec, _endless(MODELS, int(number)), "speedup")
+    if re.match(r"(hpo|mixed|single):", spec):
+        return _built_in(spec, accelerators)
     if spec.startswith("sweep:"):
         return _sweeps(spec)
     path = Path(spec)
@@ -95,12 +98,47 @@ def trainer_set(spec: str, kinds: Collection[str] = ()) -> TrainerSet:
             f"unknown trainers {spec!r}; give hpo:N, mixed:N, sweep:NxLIST, or the path of a .yaml or .csv list"
         )
     trainers = read_trainers(path, MODELS, partial(_of_other_kinds, kinds))
+    if accelerators is not None:
+        trainers = tuple(over_accelerators(trainer, accelerators) for trainer in trainers)
     objective = "speedup"
     if len({trainer.priority for trainer in trainers}) > 1:
         objective = "priority"
     elif len({(trainer.curve, *trainer.curves.values()) for trainer in trainers}) == 1:
         objective = "throughput"
     return TrainerSet(path.name, trainers, objective)
+
+
+def _built_in(spec: str, accelerators: int | None) -> TrainerSet:
+    trainers: dict[str, tuple[PlannedJob, ...]] = {}
+    for part in spec.split(","):
+        kind, _, number = part.partition(":")
+        if kind not in ("hpo", "mixed", "single"):
+            raise InvalidSettings(f"trainers {spec!r}: unknown {part!r}; give hpo:N, mixed:N or single:N")
+        if not re.fullmatch(r"[0-9]{1,6}", number) or int(number) == 0:
+            raise InvalidSettings(f"trainers {spec!r}: expected a number after the colon, as in {kind}:10")
+        if kind in trainers or {kind, *trainers} >= {"hpo", "mixed"}:
+            raise InvalidSettings(f"trainers {spec!r}: give each kind once, and either hpo or mixed")
+        if kind == "single":
+            if accelerators is None:
+                raise InvalidSettings(f"trainers {spec!r}: single jobs use one accelerator; add --accelerators N")
+            trainers[kind] = _singles(int(number), accelerators)
+            continue
+        trainers[kind] = _endless(_HPO if kind == "hpo" else MODELS, int(number))
+        if accelerators is not None:
+            trainers[kind] = tuple(over_accelerators(trainer, accelerators) for trainer in trainers[kind])
+    objective = "speedup" if "mixed" in trainers else "throughput"
+    return TrainerSet(spec, tuple(chain.from_iterable(trainers.values())), objective)
+
+
+def _singles(count: int, accelerators: int) -> tuple[PlannedJob, ...]:
+    """Make jobs of one accelerator that end."""
+    model = _HPO["shufflenet"]
+    rate = model.curve(1) / accelerators
+    curve, work = ScalingCurve({1: rate}), rate * _SINGLE_SECONDS
+    return tuple(
+        PlannedJob(numbered("single", index, count), 1, 1, curve, model.costs, work, unit=rate)
+        for index in range(count)
+    )
 
 
 def _of_other_kinds(kinds: Collection[str], trainer: PlannedJob) -> str | None:

@@ -50,16 +50,16 @@ def resolve_policy(policy: PolicyLike, objective: ObjectiveLike | None = None) -
     Raises
     ------
     InvalidSettings
-        There is no policy or objective of this name, it is not a `Policy`, or it `needs_hosts`.
+        There is no policy or objective of this name, it is not a `Policy`, or it has `any_layout`.
     """
     if isinstance(policy, str):
         make: Callable[..., Policy] = POLICIES.find(policy)
         policy = make() if objective is None else make(objective)
     if not isinstance(policy, Policy):
         raise InvalidSettings(f"a policy is a name or a Policy object, got {policy!r}")
-    if policy.needs_hosts:
+    if policy.any_layout:
         raise InvalidSettings(
-            f"policy {policy.name!r} places jobs on hosts that they share, as in 'freetrain simulate' and 'replay'; "
-            f"nodes are not shared here: use {DEFAULT_POLICY!r}"
+            f"policy {policy.name!r} spreads jobs over parts of nodes, which is for 'freetrain simulate' and 'replay' "
+            f"only; here use {DEFAULT_POLICY!r}"
         )
     return policy

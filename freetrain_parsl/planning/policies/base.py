@@ -21,7 +21,7 @@ from freetrain_parsl.planning.objectives.base import (
     resolve_objective,
     value_table,
 )
-from freetrain_parsl.planning.placement import current_counts, place, place_anywhere, place_emptiest_first
+from freetrain_parsl.planning.placement import current_counts, place
 from freetrain_parsl.planning.sizes import room, round_down, wanted
 from freetrain_parsl.settings_checks import check_duration
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
-__all__ = ["BaselinePolicy", "ObjectivePolicy", "Policy"]
+__all__ = ["BaselinePolicy", "ObjectivePolicy", "Policy", "as_sizes"]
 
 
 class Policy(ABC):
@@ -47,9 +47,8 @@ class Policy(ABC):
     by_counts: ClassVar[bool] = False
     """Whether it maximises the sum over trainers of the value of their numbers of nodes."""
     any_layout: ClassVar[bool] = False
-    """Whether it gives trainers any number of slots on any hosts that they share, as published policies do."""
-    needs_hosts: ClassVar[bool] = False
-    """Whether it is about placing trainers on hosts that they share, which only replay and simulation have."""
+    """Whether it gives trainers any number of slots on any hosts that they share, as published policies do; only replay
+    and simulation accept that."""
 
     @property
     def objective(self) -> Objective | Contextual:
@@ -104,9 +103,6 @@ class BaselinePolicy(Policy):
         The value model, as in `MilpPolicy`; they do not affect the allocation.
     """
 
-    emptiest_first: ClassVar[bool] = False
-    """Whether trainers take the hosts with the most free nodes, if the policy has `any_layout`."""
-
     def __init__(self, objective: ObjectiveLike = "speedup", *, horizon: timedelta | None = None) -> None:
         if horizon is not None:
             check_duration(f"policy {self.name!r}: horizon", horizon)
@@ -126,18 +122,16 @@ class BaselinePolicy(Policy):
         """
 
     def place(self, counts: Mapping[str, int], pool: Pool, current: Allocation) -> Allocation:
-        """Choose the nodes, in the order of `counts` where the order matters."""
-        if not self.any_layout:
-            return place(counts, pool, current)
-        return (place_emptiest_first if self.emptiest_first else place_anywhere)(counts, pool, current)
+        """Choose the nodes; a policy of `any_layout` has a placement of its own."""
+        return place(counts, pool, current)
 
     def allocate(self, pool: Pool, trainers: Sequence[PlannedJob], current: Allocation, now: float) -> Decision:
         """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
         counts = self.counts(ranked, pool, current)
-        if pool.slots_per_host > 1 and not self.any_layout:
-            counts = _as_sizes(counts, {trainer.name: trainer.min_nodes for trainer in ranked}, pool)
+        if not self.any_layout:
+            counts = as_sizes(counts, ranked, pool)
         allocation = self.place(counts, pool, current)
         seconds = time.perf_counter() - started
         held = current_counts(ranked, pool, current)
@@ -150,9 +144,15 @@ class BaselinePolicy(Policy):
         return Decision(allocation, objective, proven_optimal=False, bound=bound, solve_seconds=seconds)
 
 
-def _as_sizes(counts: Mapping[str, int], least: Mapping[str, int], pool: Pool) -> dict[str, int]:
-    """Round counts down to sizes for which shared hosts have room, in the order of `counts`."""
+def as_sizes(counts: Mapping[str, int], trainers: Sequence[PlannedJob], pool: Pool) -> dict[str, int]:
+    """Round counts down to sizes for which shared hosts have room, in the order of `counts`; whole nodes stay.
+
+    A trainer that would fall below its ``min_nodes`` gets nothing.
+    """
     slots = pool.slots_per_host
+    if slots == 1:
+        return dict(counts)
+    least = {trainer.name: trainer.min_nodes for trainer in trainers}
     left = room(Counter(node.machine for node in pool.values()).values(), slots)
     sizes: dict[str, int] = {}
     for name, count in counts.items():

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.objectives.base import Objective
     from freetrain_parsl.planning.solvers.highs import Counts, Solution, Table
 
-__all__ = ["MilpPolicy"]
+__all__ = ["MilpPolicy", "move_cost"]
 
 _REMEMBERED = 16  # solves: the planner alternates between the nodes that it has and those that it could have
 
@@ -122,7 +122,7 @@ class _Shared:
         names = [trainer.name for trainer in ranked]
         values[:, ~are_sizes(np.arange(values.shape[1]), hosts.slots)] = -np.inf
         held = np.array([sum(map(len, hosts.held.get(name, {}).values())) for name in names], dtype=np.int64)
-        costs = np.array([_move_cost(t, n, objective) for t, n in zip(ranked, held.tolist(), strict=True)])
+        costs = np.array([move_cost(t, n, objective) for t, n in zip(ranked, held.tolist(), strict=True)])
         laid_out = np.array([hosts.is_laid_out(name) for name in names])
         rows = np.arange(len(names))
         values[rows, held] -= np.where((held > 0) & ~laid_out, costs, 0.0)  # it has to move in any case
@@ -143,7 +143,7 @@ class _Shared:
         return maximise_on_hosts(values, incumbent, self.parts, self.costs, time_limit=time_limit, gap=gap)
 
 
-def _move_cost(trainer: PlannedJob, held: int, objective: Objective) -> float:
+def move_cost(trainer: PlannedJob, held: int, objective: Objective) -> float:
     """Return the cost of a move: a trainer grows on the other host, and leaves this one, at the rate that it has."""
     if not trainer.min_nodes <= held <= trainer.max_nodes:
         return 0.0

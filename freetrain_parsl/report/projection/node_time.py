@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.places import slots_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["NodePhase", "NodeTime", "NodeTimeFold"]
 
@@ -22,7 +23,7 @@ _ENDED_BY_ITSELF = (BlockState.COMPLETED.value, _WITH_THE_DRIVER)
 
 
 class NodePhase(Enum):
-    """What a node that we hold is doing."""
+    """What a node that we hold is doing; where jobs share nodes, each of its slots."""
 
     STARTING = "starting"
     """From the start of its block until its slots are ready."""
@@ -36,7 +37,7 @@ class NodePhase(Enum):
 
 @dataclass
 class NodeTime:
-    """Node time of one driver's blocks, in node-seconds.
+    """Node time of one driver's blocks, in node-seconds; a slot of a node that jobs share counts as its share of it.
 
     Parameters
     ----------
@@ -67,6 +68,8 @@ class NodeTime:
         Slot-seconds of nodes on which training jobs ran.
     useful_slot_seconds
         Slot-seconds in steps that count, of all drivers together; see `CountedSteps`.
+    shared_slots
+        Number of slots of a node, if jobs share nodes; 1: jobs have whole nodes.
     requests
         Hour, in seconds since the epoch -> how often each command of the batch system was run in it.
     """
@@ -85,6 +88,7 @@ class NodeTime:
     unfinished: int = 0
     slot_seconds: float = 0.0
     useful_slot_seconds: float = 0.0
+    shared_slots: int = 1
     requests: dict[float, Counter[str]] = field(default_factory=dict)
 
     @property
@@ -119,13 +123,14 @@ class NodeTime:
         for hour, counts in other.requests.items():
             self.requests[hour] = self.requests.get(hour, Counter()) + counts
         self.slot_seconds += other.slot_seconds
+        self.shared_slots = max(self.shared_slots, other.shared_slots)
         self.begin = min((time for time in (self.begin, other.begin) if time is not None), default=None)
         self.end = max((time for time in (self.end, other.end) if time is not None), default=None)
 
 
 @dataclass
 class _Node:
-    """A node that a block holds."""
+    """A node that a block holds, or a slot of one that jobs share."""
 
     block: str
     begin: float
@@ -137,7 +142,10 @@ class _Node:
 
 
 class NodeTimeFold:
-    """Adds up the node time of one driver, record by record; all times are those of its journal's clock."""
+    """Adds up the node time of one driver, record by record; all times are those of its journal's clock.
+
+    It follows units: whole nodes, or the slots of nodes that jobs share. The records of blocks name nodes.
+    """
 
     def __init__(self) -> None:
         self.lead = 0.0
@@ -149,9 +157,9 @@ class NodeTimeFold:
         self._released: set[str] = set()  # blocks that have not ended
         self._ends: dict[str, float] = {}  # started block -> end of its walltime
         self._nodes: dict[str, _Node] = {}
-        self._freed: dict[str, float] = {}  # node that we have held -> until when
-        self._fragments: dict[tuple[str, int], list[str]] = {}  # (training, generation) -> nodes
-        self._training: Counter[str] = Counter()  # node -> fragments on it
+        self._freed: dict[str, float] = {}  # unit that we have held -> until when
+        self._fragments: dict[tuple[str, int], list[str]] = {}  # (training, generation) -> units
+        self._training: Counter[str] = Counter()  # unit -> fragments on it
         self._slots: dict[str, tuple[str, str]] = {}  # slot that is connected -> its block and node
         self._connected: Counter[tuple[str, str]] = Counter()  # (block, node) -> such slots
         self._most_slots: dict[tuple[str, str], int] = {}  # (block, node) -> slots that were connected at a time
@@ -162,6 +170,10 @@ class NodeTimeFold:
         self._now = account.end = max(self._now, time)
         account.begin = time if account.begin is None else account.begin
         match entry:
+            case record.PlannerStarted():
+                account.shared_slots = entry.slots_per_node
+            case record.PlannerStep(events=events) if account.shared_slots > 1:
+                self._take_slots(events)
             case record.BlockRequested(subject=block):
                 account.requested += 1
                 self._requests[block] = entry.seconds
@@ -196,16 +208,32 @@ class NodeTimeFold:
             case record.NodeJoined(subject=node):
                 if entry.block in self._requests:  # it may join before a query has shown that its block started
                     self._start(entry.block, [node], entry.closes)
-                self._enter(node, NodePhase.BETWEEN)
+                if self._units(node) == [node]:  # of a node that jobs share, one slot is ready: see `_take_slots`
+                    self._enter(node, NodePhase.BETWEEN)
             case record.NodeLeft(subject=node):
-                self._enter(node, NodePhase.LEAVING)
+                for name in self._units(node):
+                    self._enter(name, NodePhase.LEAVING)
             case record.FragmentStarted(subject=training):
                 self._fragment_ends(training, entry.generation)  # a report that came twice
-                self._count(entry.nodes, 1)
-                self._fragments[training, entry.generation] = entry.nodes
+                units = [name for place in entry.nodes for name in self._units(place)]
+                self._count(units, 1)
+                self._fragments[training, entry.generation] = units
             case record.FragmentEnded(subject=training):
                 self._account.lost_fragments += entry.failure
                 self._fragment_ends(training, entry.generation)
+
+    def _take_slots(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Take from the planner's events which slots of shared nodes are ready; records name only their nodes."""
+        for event in events:
+            if event["type"] == "nodes_joined":
+                for node in event["nodes"]:
+                    self._enter(node["name"], NodePhase.BETWEEN)
+            elif event["type"] == "nodes_left":
+                for name in event["nodes"]:
+                    self._enter(name, NodePhase.LEAVING)
+
+    def _units(self, place: str) -> list[str]:
+        return slots_of(place, self._account.shared_slots)
 
     def pass_time(self, time: float) -> None:
         """Note that the driver runs at `time`."""
@@ -240,11 +268,11 @@ class NodeTimeFold:
         begin = self._now if since is None else max(since, self._requested.get(block, self._now))
         self._account.started += block not in self._ends
         self._ends[block] = self._now + self._requests.get(block, 0.0) if ends is None else ends
-        for name in nodes:
+        for name in (name for node in nodes for name in self._units(node)):
             held = self._nodes.get(name)
             if held is not None and held.block == block:  # it joined before its block was seen to start
                 start = min(held.begin, max(begin, self._freed.get(name, begin)))
-                self._account.phases[NodePhase.STARTING] += held.begin - start
+                self._account.phases[NodePhase.STARTING] += (held.begin - start) / self._account.shared_slots
                 held.begin = start
                 continue
             if held is not None:
@@ -260,7 +288,7 @@ class NodeTimeFold:
         if block not in self._ends:  # it never started
             return
         self._account.endings[reason] += 1
-        nodes = sum(node.block == block for node in self._nodes.values())
+        nodes = sum(node.block == block for node in self._nodes.values()) / self._account.shared_slots
         left = nodes * max(0.0, self._ends[block] - self._now)
         if given_back:
             self._account.returned += left
@@ -300,6 +328,6 @@ class NodeTimeFold:
     def _count_time(self, account: NodeTime, name: str, until: float) -> None:
         node = self._nodes[name]
         phase = NodePhase.TRAINING if self._training[name] > 0 else node.phase
-        account.phases[phase] += until - node.since
+        account.phases[phase] += (until - node.since) / account.shared_slots
         if phase is NodePhase.TRAINING:
             account.slot_seconds += (until - node.since) * self._most_slots.get((node.block, name), 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from freetrain_parsl.places import node_of
 from freetrain_parsl.planning.blocks import why_not
 from freetrain_parsl.planning.settings import SettingsInSeconds
 from freetrain_parsl.protocol import journal as record
@@ -16,10 +18,43 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning import events as ev
 
-__all__ = ["Obstacles", "UnusedWindows"]
+__all__ = ["FailedStarts", "Obstacles", "UnusedWindows"]
 
 _REFUSED = "was refused: "
 """How the reason begins for which a block ended that the batch system did not accept."""
+
+
+@dataclass(frozen=True)
+class FailedStarts:
+    """The last attempts to start a block failed.
+
+    Parameters
+    ----------
+    count, most
+        Consecutive failed attempts; after `most`, no more blocks are submitted.
+    next_attempt
+        Earliest time of the next attempt, seconds since the epoch; ``None``: no further attempt.
+    reason
+        Reason of the last failure.
+    """
+
+    count: int
+    most: int
+    next_attempt: float | None
+    reason: str
+
+    @classmethod
+    def of(cls, entry: record.StartsFailed) -> FailedStarts | None:
+        """Return what a record says; ``None``: a block has started again."""
+        return cls(entry.count, entry.most, entry.next_attempt, entry.reason) if entry.count else None
+
+    def sentence(self, now: float) -> str:
+        """Describe it in one line."""
+        if self.next_attempt is None:
+            when = "nothing is submitted any more"
+        else:
+            when = f"next attempt in {max(0.0, self.next_attempt - now):.0f} s"
+        return f"the last {self.count} of at most {self.most} attempts to start a block failed, {when}; {self.reason}"
 
 
 class Obstacles:
@@ -28,7 +63,7 @@ class Obstacles:
     def __init__(self) -> None:
         self._refusals = 0
         self._refusal = ""
-        self._set_aside: dict[str, tuple[float, str]] = {}  # node -> when it rejoins, and why it was set aside
+        self._set_aside: dict[str, tuple[float, str]] = {}  # node or slot -> when it rejoins, and why
         self._different: dict[str, str] = {}  # node -> why no training job can run there
 
     def take(self, time: float, entry: record.Record) -> None:
@@ -44,7 +79,7 @@ class Obstacles:
             case record.EnvironmentDiffers(subject=node, refused=True):
                 self._different[node] = entry.difference
             case record.NodeJoined(subject=node):
-                self._set_aside.pop(node, None)
+                self._set_aside = {unit: why for unit, why in self._set_aside.items() if node_of(unit) != node}
                 self._different.pop(node, None)
 
     def reasons(self, now: float) -> list[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.journal import Record
     from freetrain_parsl.report.projection.blocks import BlockHistory
-    from freetrain_parsl.report.projection.run import FailedStarts
+    from freetrain_parsl.report.projection.obstacles import FailedStarts
     from freetrain_parsl.report.sentences import IncidentLevel
 
 __all__ = ["Projection"]

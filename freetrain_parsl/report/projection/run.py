@@ -8,9 +8,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.journal import last_record, read_journal, read_kinds, read_progress
+from freetrain_parsl.places import node_of, slots_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.blocks import BlockFold
-from freetrain_parsl.report.projection.obstacles import Obstacles, UnusedWindows
+from freetrain_parsl.report.projection.obstacles import FailedStarts, Obstacles, UnusedWindows
+from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.report.projection.blocks import BlockHistory
 
-__all__ = ["NO_NODES_YET", "FailedStarts", "Fragment", "RunState", "TrainingState"]
+__all__ = ["NO_NODES_YET", "Fragment", "RunState", "TrainingState"]
 
 NO_NODES_YET = "its driver has found no nodes for it yet"
 """Why a training job waits of which nothing is recorded; after less than a minute there is."""
@@ -58,6 +60,7 @@ class Fragment:
 
     training: str
     nodes: tuple[str, ...]
+    """Where jobs share nodes: slots."""
     start: float
     end: float | None = None
     failure: bool = False
@@ -72,6 +75,8 @@ class Fragment:
     """The array in which it trains, fused with others."""
     lane: int = 0
     """Its place among the members of the array, from 0: free ones are taken first."""
+    slots_per_node: int = 1
+    """Number of slots of a node, if jobs share nodes; 1: jobs have whole nodes."""
 
 
 @dataclass
@@ -82,6 +87,8 @@ class TrainingState:
     ----------
     state
         ``waiting``, ``running``, ``finished``, ``failed`` or ``cancelled``.
+    min_nodes, max_nodes, nodes
+        Of whole nodes; where jobs share nodes, of slots.
     progress
         Last progress report; see ``protocol.reports.Progress``.
     error
@@ -129,6 +136,12 @@ class TrainingState:
     """The kind of its nodes, where there are several kinds."""
     batch_changes: int = 0
     """How often its batch size has changed."""
+    slots_per_node: int = 1
+    """As of a `Fragment`, of the nodes that it had last."""
+
+    def where(self) -> str:
+        """Return its nodes, or what it has of nodes that jobs share, in words."""
+        return show_units(self.nodes, self.slots_per_node)
 
     def submit_again(self, min_nodes: int, max_nodes: int) -> None:
         """Note that it was submitted again, as by a driver that resumes the run; its progress and its counts stay."""
@@ -202,39 +215,6 @@ class TrainingState:
         return min(1.0, self.progress["samples"] / total) if total else None
 
 
-@dataclass(frozen=True)
-class FailedStarts:
-    """The last attempts to start a block failed.
-
-    Parameters
-    ----------
-    count, most
-        Consecutive failed attempts; after `most`, no more blocks are submitted.
-    next_attempt
-        Earliest time of the next attempt, seconds since the epoch; ``None``: no further attempt.
-    reason
-        Reason of the last failure.
-    """
-
-    count: int
-    most: int
-    next_attempt: float | None
-    reason: str
-
-    @classmethod
-    def of(cls, entry: record.StartsFailed) -> FailedStarts | None:
-        """Return what a record says; ``None``: a block has started again."""
-        return cls(entry.count, entry.most, entry.next_attempt, entry.reason) if entry.count else None
-
-    def sentence(self, now: float) -> str:
-        """Describe it in one line."""
-        if self.next_attempt is None:
-            when = "nothing is submitted any more"
-        else:
-            when = f"next attempt in {max(0.0, self.next_attempt - now):.0f} s"
-        return f"the last {self.count} of at most {self.most} attempts to start a block failed, {when}; {self.reason}"
-
-
 class RunState:
     """The content of the journal up to the last entry read.
 
@@ -252,6 +232,8 @@ class RunState:
         self.fragments: list[Fragment] = []
         self.checkpoints: list[tuple[float, str]] = []
         self.windows: list[dict[str, Any]] = []
+        self.slots_per_node = 1
+        """Number of slots of a node, if jobs share nodes, of the last driver; 1: jobs have whole nodes."""
         self.gains: dict[str, tuple[int, float]] = {}
         """Cohort -> size of an array, and its speed relative to one by one."""
         self.stalled_cohorts: dict[str, str] = {}
@@ -353,7 +335,8 @@ class RunState:
             training.fused_with = sizes[training.array] - 1 if training.array else 0
         coming = self.blocks.coming
         busy = {node for training in self.trainings.values() for node in training.nodes}
-        used = bool(self.blocks.nodes) and busy.issuperset(self.blocks.nodes)
+        units = (unit for node in self.blocks.nodes for unit in slots_of(node, self.slots_per_node))
+        used = bool(self.blocks.nodes) and busy.issuperset(units)
         training_cohorts = {training.cohort for training in self.trainings.values() if training.array}
         for training in self.trainings.values():
             training.nodes_come, training.nodes_used = coming, used
@@ -380,7 +363,20 @@ class RunState:
     @property
     def training_nodes(self) -> int:
         """Number of nodes on which training jobs run."""
-        return len({node for training in self.trainings.values() for node in training.nodes})
+        return len({node_of(unit) for training in self.trainings.values() for unit in training.nodes})
+
+    @property
+    def training_slots(self) -> int:
+        """Number of slots, of nodes that jobs share, on which training jobs run; of whole nodes, of nodes."""
+        return len({unit for training in self.trainings.values() for unit in training.nodes})
+
+    @property
+    def training_place(self) -> str:
+        """On how much training jobs run: ``2 nodes``; where jobs share nodes, ``5 of 8 accelerators of 2 nodes``."""
+        nodes = self.training_nodes
+        if self.slots_per_node == 1:
+            return f"{nodes} nodes"
+        return f"{self.training_slots} of {self.slots_per_node * nodes} accelerators of {nodes} nodes"
 
     @property
     def idle_nodes(self) -> int:
@@ -393,7 +389,7 @@ class RunState:
                 self.trainings[name] = TrainingState(name, entry.min_nodes, entry.max_nodes, time)
             case record.PlannerStarted():  # what an earlier driver saw is over
                 self.windows, self.failed_starts, self.stalled_cohorts = [], None, {}
-                self.blocks.nodes = {}
+                self.blocks.nodes, self.slots_per_node = {}, entry.slots_per_node
                 self._unused.take(entry)
                 self._obstacles = Obstacles()
             case record.PlannerStep(events=events):
@@ -465,9 +461,10 @@ class RunState:
                 training.rescales += last is not None and last.nodes != nodes
                 training.state, training.nodes, training.error = "running", nodes, ""
                 training.fragments += 1
+                training.slots_per_node = self.slots_per_node
                 training.array = entry.array
                 training.cohort = training.cohort if entry.array else ""
-                training.node_kind = ", ".join(sorted({self.node_kinds.get(node, "") for node in nodes}))
+                training.node_kind = ", ".join(sorted({self.node_kinds.get(node_of(node), "") for node in nodes}))
                 fragment = Fragment(
                     training.name,
                     nodes,
@@ -476,6 +473,7 @@ class RunState:
                     paused=entry.paused,
                     array=entry.array,
                     lane=self._free_lane(entry.array),
+                    slots_per_node=self.slots_per_node,
                 )
                 self._last_fragments[training.name] = len(self.fragments)
                 self.fragments.append(fragment)

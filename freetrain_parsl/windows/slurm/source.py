@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import BatchSystemError, CommandNotFound, InvalidSettings, did_you_mean
 from freetrain_parsl.planning.model import BlockTerms
-from freetrain_parsl.windows.availability_profile import NodeNeeds, find_windows
+from freetrain_parsl.windows.availability_profile import NodeNeeds, find_windows, gpus_of
 from freetrain_parsl.windows.base import BlockState, BlockStatus, Survey, WindowSource
 from freetrain_parsl.windows.commands import Commands
 from freetrain_parsl.windows.hidden_queue import hides_jobs
@@ -288,6 +288,12 @@ class SlurmWindowSource(WindowSource):
             self._check_signs(who)
         self._check_association()
         self._check_needs(partition)
+
+    def gpus_on_nodes(self) -> frozenset[int]:
+        """Return the numbers of GPUs of the partition's nodes, from their GRES."""
+        nodes = self._queries.nodes(afresh=False)
+        names = self._own_partition(self._queries.partitions()).nodes
+        return gpus_of((nodes[name] for name in names if name in nodes), self._needs)
 
     def _check_signs(self, who: str) -> None:
         """Reject a site that hides other users' jobs so completely that free nodes cannot be determined."""

@@ -41,7 +41,8 @@ def test_the_draft_is_a_valid_site_file_with_what_was_found(system):
     assert (site.name, site.system) == ("perl", system)
     assert site.block["partition" if system == "slurm" else "queue"] == "gpu"
     assert site.block["account"] == "m1"
-    assert site.node.gpus == site.node.slots == 4
+    assert site.node.gpus == site.node.slots == site.units_per_node == 4
+    assert "# share: false" in text
     assert site.planner_settings.closing_margin.total_seconds() == 45
     assert site.planner_settings.max_walltime.total_seconds() == 1800
     assert site.checkpoint_dir == Path("/scratch/ada/freetrain")
@@ -67,6 +68,8 @@ def test_nodes_of_different_types_are_pointed_out():
     text = draft_site(Machine("slurm", (mixed,)), mixed, HOST)
     assert "90 with 64 cores, 256 GiB; 10 with 32 cores, 4 GPUs, 128 GiB" in text
     assert parsed(text).node.gpus is None
+    assert "# slots: 2 " in text
+    assert "share" not in text.partition("node:")[2].replace("shares", "")
 
 
 def test_several_networks_are_listed_and_one_is_not():

@@ -11,7 +11,14 @@ from parsl.providers import PBSProProvider, SlurmProvider
 from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.run import CampaignRun
-from freetrain_parsl.campaign.site.providers import make_executor, make_provider, make_window_source, refuse_too_large
+from freetrain_parsl.campaign.site.providers import (
+    ask_slots,
+    describe_unused,
+    make_executor,
+    make_provider,
+    make_window_source,
+    refuse_too_large,
+)
 from freetrain_parsl.campaign.site.site import Site
 from freetrain_parsl.errors import InvalidInput
 from freetrain_parsl.windows.base import Survey, WindowSource
@@ -224,3 +231,97 @@ def test_a_training_larger_than_the_batch_system_is_refused_before_it_starts(
     with pytest.raises(InvalidInput, match=r"c.yaml:3: training job 'slow_app' needs min_nodes=3 nodes") as error:
         refuse_too_large(large, site(SLURM))
     assert message in str(error.value)
+
+
+SHARED = "system: local\nblock: {nodes: 2}\nnode: {slots: 4}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "site_text", "message"),
+    [
+        (
+            "accelerators: 12",
+            SHARED,
+            "accelerators=12, which are 3 nodes, at the same time, but site.yaml has only 2; lower accelerators",
+        ),
+        ("min_accelerators: 9\n    max_nodes: 8", SHARED, "min_accelerators=9, which are 3 nodes, at the same time"),
+        (
+            "min_accelerators: 9\n    max_nodes: 8",
+            f"{SHARED}  share: false\n".replace("{slots: 4}", "\n  slots: 4"),
+            "3",
+        ),
+        ("accelerators: 3", SHARED, "c.yaml:3: training job 'slow_app': accelerators=3: a job has 1, 2, 4 acc"),
+        ("accelerators: 2", LOCAL, "accelerators=2: its kinds of nodes have different numbers of accelerators (1, 2)"),
+        ("max_nodes: 2\n    min_nodes: 3", SHARED, "max_nodes (2) is less than min_nodes (3)"),
+    ],
+)
+def test_a_size_that_the_site_does_not_have_is_refused_before_a_run_is_created(
+    options: str, site_text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInput) as error:
+        CampaignRun.create(campaign(options), site(site_text), tmp_path / "run")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_whether_jobs_share_nodes_is_a_key_of_the_node() -> None:
+    """Only nodes with equal numbers of slots are shared."""
+    assert (site(SHARED).units_per_node, site(SHARED).slots_per_node) == (4, {"": 4})
+    whole = site("system: local\nnode: {slots: 4, share: false}\n")
+    assert (whole.units_per_node, whole.slots_per_node) == (1, {"": 4})
+    assert (site(LOCAL).units_per_node, site(LOCAL).slots_per_node) == (1, {"fast": 1, "slow": 2})
+    assert site(LOCAL.replace("slots: 2", "slots: 1")).units_per_node == 1
+
+
+class GpuSource(CountedSource):
+    """A batch system that tells the GPUs of its nodes."""
+
+    def __init__(self, *gpus: int) -> None:
+        super().__init__(Survey(0.0))
+        self.gpus = frozenset(gpus)
+
+    def gpus_on_nodes(self) -> frozenset[int]:
+        return self.gpus
+
+
+AUTO = "system: slurm\nblock: {partition: p}\nnode: {slots: auto%s}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "shape"),
+    [
+        ("", (4,), (4, 4, 4)),
+        ("", (), (1, 0, None)),  # not told
+        ("", (0,), (1, 0, None)),
+        (", gpus: 2", (8,), (2, 2, 2)),  # stated
+        (", accelerators: ['0.0', '0.1']", (1,), (2, ("0.0", "0.1"), None)),
+    ],
+)
+def test_slots_are_the_gpus_that_the_batch_system_tells(
+    options: str, gpus: tuple[int, ...], shape: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freetrain_parsl.campaign.site.providers.make_window_source", lambda site: GpuSource(*gpus))
+    node = ask_slots(site(AUTO % options)).node
+    assert (node.slots, node.accelerators, node.gpus) == shape
+    assert not node.asks_slots
+
+
+def test_nodes_with_different_numbers_of_gpus_are_refused_or_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(asked):
+        return GpuSource(*{"a": (4,), "b": (8,), "p": (4, 8)}[asked.block["partition"]])
+
+    monkeypatch.setattr("freetrain_parsl.campaign.site.providers.make_window_source", source)
+    with pytest.raises(InvalidInput, match=r"node.slots: .* different numbers of GPUs \(4, 8\); state"):
+        ask_slots(site(AUTO % ""))
+    kinds = site(AUTO % "" + "kinds:\n  small: {partition: a}\n  large: {partition: b}\n")
+    assert ask_slots(kinds).slots_per_node == {"small": 4, "large": 8}
+
+
+def test_gpus_that_no_slot_uses_are_told() -> None:
+    read = site("system: slurm\nnode: {gpus: 2}\n")
+    assert describe_unused(read, GpuSource(4)) == (
+        "nodes have 4 GPUs, but 2 slots by site.yaml: with node.gpus: 4, each GPU is a slot"
+    )
+    assert not describe_unused(read, GpuSource(2))
+    assert not describe_unused(read, GpuSource())
+    assert not describe_unused(site("system: slurm\nnode: {gpus: 2, exclusive: false}\n"), GpuSource(4))

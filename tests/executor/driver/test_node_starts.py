@@ -184,7 +184,7 @@ def test_what_fails_in_a_slot_names_its_node(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("freetrain_parsl.executor.slot.slot.occupy", no_memory)
     monkeypatch.setattr("freetrain_parsl.executor.slot.slot.gc.freeze", lambda: None)
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    settings: Any = SimpleNamespace(heartbeat_timeout=30.0)
+    settings: Any = SimpleNamespace(heartbeat_timeout=30.0, bind_cores=False)
     with pytest.raises(SlotNotStarted) as caught:
         run_slot(settings, "slot-1")
     copied = pickle.loads(pickle.dumps(caught.value))

@@ -21,6 +21,7 @@ from freetrain_parsl.executor.slot import slot as slot_module
 from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.interpreters import script_command
+from freetrain_parsl.planning.events import TasksWaiting
 from freetrain_parsl.protocol.messages import StartTask, TaskEnded
 
 if TYPE_CHECKING:
@@ -51,6 +52,24 @@ def test_a_task_is_run_again_until_its_slots_have_crashed_too_often(crash: bool)
     else:
         assert started == [7] * 5
     assert tasks.waiting is not crash
+
+
+@pytest.mark.parametrize(("shared", "lent"), [(False, {"n"}), (True, {"n/1", "n/3"})])
+def test_tasks_want_and_have_whole_nodes_or_slots_of_shared_ones(shared: bool, lent: set[str]) -> None:
+    registry = SlotRegistry(4, share_nodes=shared)
+    started: list[str] = []
+    tasks = TaskQueue(registry, lambda slot, _message: started.append(slot), max_restarts=2)
+    for number in range(5):
+        tasks.submit(Task(number, b"function", Future()))
+    assert tasks.demand(0.0) == TasksWaiting(0.0, 5 if shared else 2, frozenset())
+    for number in range(4):
+        slot = Slot(f"s{number}", "token", "n", "b", heard=0.0, lane=registry.free_lane("n", None))
+        registry.slots[slot.name] = slot
+        registry.completes(slot)
+    tasks.lent = frozenset(lent)
+    tasks.serve()
+    assert started == (["s1", "s3"] if shared else ["s0", "s1", "s2", "s3"])
+    assert tasks.demand(0.0) == TasksWaiting(0.0, 3 if shared else 1, frozenset(lent))
 
 
 def test_a_task_that_calls_exit_fails_and_its_slot_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

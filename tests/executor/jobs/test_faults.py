@@ -67,7 +67,7 @@ def test_members_that_cannot_hear_each_other_go_on_after_the_loss_timeout(start,
 @pytest.mark.smoke
 def test_a_node_whose_slots_die_at_once_is_one_loss_answered_in_place(start, slow) -> None:
     policy = ScriptedPolicy(2)
-    site = start(nodes=2, policy=policy, slots_per_node=2)
+    site = start(nodes=2, policy=policy, slots_per_node=2, share_nodes=False)
     future = make_app(max_nodes=2).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 2)
     slots = _slots(site)

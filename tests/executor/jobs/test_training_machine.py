@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from freetrain_parsl.errors import TooManyRestarts, TrainingCancelled, TrainingError
 from freetrain_parsl.executor.jobs.training.states import Abandoning, Ended, Goal, Regrouping, Running, Waiting
 from freetrain_parsl.protocol.reports import PauseReason
-from tests.executor.jobs.training_world import LIMITS, NODES, Process, World
+from tests.executor.jobs.training_world import LIMITS, UNITS, Process, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,15 +113,15 @@ class Walk(World, RuleBasedStateMachine):
     @rule(
         layout=st.sampled_from(LAYOUTS),
         rounds=st.integers(1, 9),
-        victims=st.sets(st.sampled_from(NODES), min_size=1, max_size=3),
+        victims=st.sets(st.sampled_from(UNITS), min_size=1, max_size=3),
         how=st.sampled_from(["dies", "dies late", "hangs"]),
     )
-    def fail_during_a_change(self, layout: str, rounds: int, victims: set[str], how: str) -> None:
+    def fail_during_a_change(self, layout: str, rounds: int, victims: set[int], how: str) -> None:
         """Let processes die or hang some time after the planner has decided otherwise."""
         self._assign(layout)
         for _ in range(rounds):
             self._round()
-        for process in [process for process in self.processes.values() if process.node in victims]:
+        for process in [process for process in self.processes.values() if process.unit in victims]:
             if how == "hangs":
                 self._hang(process)
             else:
@@ -135,10 +135,10 @@ class Walk(World, RuleBasedStateMachine):
         """Let a process hang; it is still alive."""
         self._hang(self._one_of(data, lambda process: process.run is not None))
 
-    @rule(nodes=st.sets(st.sampled_from(NODES), min_size=2, max_size=2))
-    def cut_connection(self, nodes: set[str]) -> None:
-        """Let two nodes reach the driver, but not each other, in the groups that form from now on."""
-        self.cut.add(frozenset(nodes))
+    @rule(units=st.sets(st.sampled_from(UNITS), min_size=2, max_size=2))
+    def cut_connection(self, units: set[int]) -> None:
+        """Let two units reach the driver, but not each other, in the groups that form from now on."""
+        self.cut.add(frozenset(units))
 
     @precondition(lambda self: any(self.heard.values()))
     @rule(data=st.data())
@@ -155,9 +155,10 @@ class Walk(World, RuleBasedStateMachine):
         """Let HTEX report a death."""
         self._lose(self.dead.pop(0).slot, crash=crash)
 
-    @rule(node=st.sampled_from(NODES), warned=st.booleans())
-    def reclaim(self, node: str, warned: bool) -> None:
-        """Reclaim a node, as the batch system does; its process stops at the next boundary, and the others with it."""
+    @rule(unit=st.sampled_from(UNITS), warned=st.booleans())
+    def reclaim(self, unit: int, warned: bool) -> None:
+        """Reclaim a node, as the batch system does; its processes stop at the next boundary, the others with them."""
+        node = f"n{unit // self.slots_per_node}"
         for slot in self.registry.slots.values():
             slot.leaving = slot.leaving or (warned and slot.node == node)
         for process in self.processes.values():
@@ -358,11 +359,28 @@ class Walk(World, RuleBasedStateMachine):
         return future.exception() if future.done() else None
 
 
+class SharedWalk(Walk):
+    """The same on two nodes of two slots each, which both training jobs share."""
+
+    slots_per_node = 2
+
+
+class OneNodeWalk(Walk):
+    """The same on one node of four slots."""
+
+    slots_per_node = 4
+
+
 TestWalk = Walk.TestCase
 TestWalk.settings = settings(max_examples=30, stateful_step_count=25)
+TestSharedWalk = SharedWalk.TestCase
+TestSharedWalk.settings = settings(max_examples=15, stateful_step_count=25)
+TestOneNodeWalk = OneNodeWalk.TestCase
+TestOneNodeWalk.settings = settings(max_examples=15, stateful_step_count=25)
 
 
 @pytest.mark.slow
-def test_many_walks() -> None:
+@pytest.mark.parametrize("walk", [Walk, SharedWalk, OneNodeWalk])
+def test_many_walks(walk: type[Walk]) -> None:
     """Walk further, and more often."""
-    run_state_machine_as_test(Walk, settings=settings(max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(walk, settings=settings(max_examples=100, stateful_step_count=40))

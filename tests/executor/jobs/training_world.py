@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 
-NODES = ("n0", "n1", "n2", "n3")
+UNITS = range(4)
 LIMITS = Limits(peer_timeout=5.0, meeting_timeout=20.0, max_restarts=3)
 LEAST_NODES = {"a": 1, "b": 2}
 LAST_STEPS = 5  # that a training job still runs before it ends
@@ -69,6 +69,7 @@ class Process:
 
     slot: str
     node: str
+    unit: int
     run: StartRun | None = None
     place: str = ""
     group: int = 0
@@ -117,7 +118,12 @@ class StorageModel:
 
 
 class World:
-    """Training jobs `a` and `b` on four nodes, their processes, and the messages in transit."""
+    """Training jobs `a` and `b` on four units, their processes, and the messages in transit.
+
+    The units are whole nodes, or slots of one or two nodes that the training jobs share.
+    """
+
+    slots_per_node = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +138,7 @@ class World:
         """Training -> number of its steps that count: each is made once."""
         self.heard: dict[str, list[Any]] = {}
         self.dead: list[Process] = []  # whose death the driver has not detected yet
-        self.cut: set[frozenset[str]] = set()  # pairs of nodes that cannot reach each other
+        self.cut: set[frozenset[int]] = set()  # pairs of units that cannot reach each other
         self.places: dict[int, dict[int, str]] = {}
         """Group -> rank -> slot, as commanded."""
         self.runs: dict[str, int] = {}
@@ -145,7 +151,7 @@ class World:
         """Training -> faults since its furthest step."""
         self.furthest: Counter[str] = Counter()
         self.machines: dict[str, TrainingMachine] = {}
-        self.registry = SlotRegistry(1)
+        self.registry = SlotRegistry(self.slots_per_node, share_nodes=True)
         self.manager = JobManager(
             SharedSettings(SessionOptions("world", Path("/nowhere")), costs=CostsInSeconds(1, 1, 1), limits=LIMITS),
             registry=self.registry,
@@ -166,16 +172,24 @@ class World:
             request = TrainingRequest(SessionOptions(name), nodes, 4, ScalingCurve.default())
             self.manager.submit(Training(request, b"", self.futures[name]))
             self.machines[name] = self.manager._by_name[name].job
-        for node in NODES:
-            self._join(node)
+        for unit in UNITS:
+            self._join(unit)
 
     # The driver's side of the wire.
 
-    def _join(self, node: str) -> None:
-        slot = Slot(f"{node}-{next(self.names)}", "token", node, "block", heard=self.now)
+    def _join(self, unit: int) -> None:
+        node, lane = divmod(unit, self.slots_per_node)
+        name = f"n{node}"
+        slot = Slot(f"s{unit}-{next(self.names)}", "token", name, "block", heard=self.now)
+        slot.lane = self.registry.free_lane(name, lane)
+        assert slot.place == self._place(unit)
         self.registry.slots[slot.name] = slot
-        self.registry.completes(slot)
-        self.processes[slot.name] = Process(slot.name, node)
+        assert self.registry.completes(slot)
+        self.processes[slot.name] = Process(slot.name, name, unit)
+
+    def _place(self, unit: int) -> str:
+        node, lane = divmod(unit, self.slots_per_node)
+        return f"n{node}" if self.slots_per_node == 1 else f"n{node}/{lane}"
 
     def _send(self, slot: str, message: msg.ToSlot) -> None:
         assert slot in self.registry.slots, "no command to a slot that is gone"
@@ -229,11 +243,11 @@ class World:
         self.faults[str(slot.busy)] += crash
         self.manager.on_lost(slot, "gone", crash=crash)
         self.excluded.discard(name)
-        self._join(slot.node)
+        self._join(int(name[1]))
 
     def _assign(self, layout: str) -> None:
         for name, digits in zip(LEAST_NODES, layout.split("/"), strict=True):
-            self.manager.assign(name, frozenset(f"n{digit}" for digit in digits))
+            self.manager.assign(name, frozenset(self._place(int(digit)) for digit in digits))
 
     def _pass_time(self, seconds: float) -> None:
         """Let time pass, with heartbeats of all live processes."""
@@ -404,7 +418,7 @@ class World:
             return
         assert process.run is not None
         pairs = itertools.combinations(peers, 2)
-        if broken := tuple((a.rank, b.rank) for a, b in pairs if {a.node, b.node} in self.cut):
+        if broken := tuple((a.rank, b.rank) for a, b in pairs if {a.unit, b.unit} in self.cut):
             for one in peers:
                 self._strand(one, "cannot connect", broken)
             return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class SlotBench:
     """A slot cycle with blocks "0", "1", … that have just started on these nodes."""
 
-    def __init__(self, *blocks: tuple[str, ...], slots_per_node: int = 1) -> None:
+    def __init__(self, *blocks: tuple[str, ...], slots_per_node: int = 1, share_nodes: bool = False) -> None:
         self.now = 0.0
         self.requested: list[tuple[float, str]] = []
         """Time and token of each slot task."""
@@ -28,7 +28,7 @@ class SlotBench:
         self.lost: list[tuple[str, bool]] = []
         """Slot, and whether it crashed."""
         self.failed_blocks: list[str] = []
-        self.registry = SlotRegistry(slots_per_node)
+        self.registry = SlotRegistry(slots_per_node, share_nodes=share_nodes)
         for number, nodes in enumerate(blocks):
             block = self.registry.blocks[str(number)] = Block(str(number), nodes, 3600.0, None)
             block.start(0.0, nodes, 3600.0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from freetrain_parsl.executor.slot.node_share import Lane
 from freetrain_parsl.executor.slot.place import Pulse
 from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, SlotHeartbeat
@@ -52,6 +53,7 @@ class _Stage:
         slot._assigned = slot._run = slot._closes = None
         slot._lock = threading.Lock()
         slot._leaving = False
+        slot._lane, slot._watch, slot._others_save = Lane(), None, 0.0
         slot._channel = self.channel  # type: ignore[assignment]
         self._main = threading.Thread(target=self._work, daemon=True)
 

@@ -444,3 +444,30 @@ def work(before):
 """)
     assert told == [[False]], errors
     assert code == 0
+
+
+def test_what_a_process_leaves_ends_with_it_and_no_neighbour_does(tmp_path: Path) -> None:
+    """Also a daemon that has left its session; another place, with what its process has started, goes on."""
+    daemon = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(60)"
+    work = f"""
+def work(left):
+    import subprocess
+    read, write = os.pipe()
+    if os.fork() == 0:  # an orphan, which ignores the friendly signals
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen([sys.executable, "-c", {daemon!r}], stdout=write)
+        os._exit(0)
+    tell(os.getpid(), int(os.read(read, 100)))
+    time.sleep(60)
+"""
+    with _place(work) as crashing, _place(work) as neighbour:
+        assert crashing.stdout is not None
+        assert neighbour.stdout is not None
+        slot, leaked = json.loads(crashing.stdout.readline())
+        others = json.loads(neighbour.stdout.readline())
+        os.kill(slot, signal.SIGKILL)
+        assert crashing.wait(20) == 128 + signal.SIGKILL
+        assert process_info(leaked) is None
+        assert all((info := process_info(pid)) is not None and info.alive for pid in others)
+        assert neighbour.poll() is None
+        os.kill(others[0], signal.SIGKILL)

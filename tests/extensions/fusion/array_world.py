@@ -81,7 +81,15 @@ class ArrayWorld:
         Of the manager.
     """
 
-    def __init__(self, directory: Path, journal: Journal, *, nodes: int = 3, slots_per_node: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        journal: Journal,
+        *,
+        nodes: int = 3,
+        slots_per_node: int = 1,
+        share_nodes: bool = False,
+    ) -> None:
         self.now = 0.0
         self.journal = journal
         self.processes: dict[str, Process] = {}
@@ -97,7 +105,7 @@ class ArrayWorld:
         self.structures: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
         """Training -> its structure, if it is not that of most."""
-        self.registry = SlotRegistry(slots_per_node)
+        self.registry = SlotRegistry(slots_per_node, share_nodes=share_nodes)
         self._slots = 0
         for node in range(nodes):
             for _ in range(slots_per_node):
@@ -126,6 +134,7 @@ class ArrayWorld:
         """Add a slot."""
         self._slots += 1
         slot = Slot(f"s{self._slots}", "token", node, "b", heard=0.0)
+        slot.lane = self.registry.free_lane(node, None)
         self.registry.slots[slot.name] = slot
         self.registry.completes(slot)
         self.processes[slot.name] = Process(slot)
@@ -133,7 +142,7 @@ class ArrayWorld:
     @property
     def nodes(self) -> list[str]:
         """All nodes."""
-        return sorted({slot.node for slot in self.registry.slots.values()})
+        return sorted({slot.place for slot in self.registry.slots.values()})
 
     # ── the planner ───────────────────────────────────────────────────────────────────────────────
 

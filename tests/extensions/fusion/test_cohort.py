@@ -337,6 +337,18 @@ def test_every_slot_of_a_node_has_an_array(make) -> None:
     assert arrays(world) == [2, 2]
 
 
+def test_a_cohort_has_arrays_in_single_slots_of_a_shared_node(make) -> None:
+    world = make(nodes=1, slots_per_node=4, share_nodes=True)
+    submit(world, 4)
+    world.advance(1.0)
+    trainer = world.trainers["cohort-1"].trainer
+    assert (trainer.min_nodes, trainer.max_nodes) == (1, 4)
+    world.assign("cohort-1", frozenset({"n0/1", "n0/3"}))
+    world.settle(2)
+    assert arrays(world) == [2, 2]
+    assert sorted(entry.node for entry in records(world, record.ArrayStarted)) == ["n0/1", "n0/3"]
+
+
 def test_a_training_that_raises_an_exception_in_an_array_is_repeated_alone(make) -> None:
     """The array may be the cause."""
     world = make(nodes=1)

@@ -294,3 +294,9 @@ def test_a_vnode_of_two_kinds_is_named_in_the_note():
     survey = WindowsByKind(sources).survey()
     assert {window.nodes: window.node_kind for window in survey.windows} == {("pbs1[6]",): "gpu"}
     assert "pbs1[6]: of the kinds 'gpu' and 'cpu', counted as 'gpu'" in survey.notes
+
+
+def test_the_gpus_of_a_node_are_its_ngpus():
+    """Of the nodes on which blocks can start."""
+    found, _ = source({}, select_options="ngpus=1")
+    assert found.gpus_on_nodes() == {4}

@@ -107,7 +107,7 @@ class TrainingProcesses:
     # Start.
 
     def start(self, nodes: frozenset[str], slots: Sequence[Slot]) -> None:
-        """Start a group on these nodes; `slots` are all slots there."""
+        """Start a group on these units; `slots` are all slots there."""
         group = GroupMembers(next(self._numbers), nodes, tuple(slot.name for slot in slots), self._response.now)
         self._enter(Starting(group))
         self._response.do(do.OpenStore(group.number))
@@ -124,7 +124,7 @@ class TrainingProcesses:
         role = Role.NEWCOMER if place is None else Role.MEMBER
         has_state = place is not None
         self.participants[slot.name] = Participant(
-            slot.name, slot.node, run, role, has_state=has_state, began=self._response.now
+            slot.name, slot.node, slot.place, run, role, has_state=has_state, began=self._response.now
         )
         self._response.do(do.Send(slot.name, StartRun(self._name, run, self._options, b"", place, self._meeting)))
 
@@ -150,7 +150,7 @@ class TrainingProcesses:
         before = self._close_change()
         self.arrived = frozenset()
         participants = self.participants
-        nodes = frozenset(participants[slot].node for slot in ranks)
+        nodes = frozenset(participants[slot].place for slot in ranks)
         after = GroupMembers(next(self._numbers), nodes, ranks, self._response.now)
         grows = any(not participants[slot].has_state for slot in ranks)
         self._enter(Regrouping(before, after, failure, grows, set(ranks), pauses))

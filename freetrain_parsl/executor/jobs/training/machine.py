@@ -82,12 +82,21 @@ class TrainingMachine:
         Rescale costs if the request does not state them, until they are measured.
     numbers
         Yields numbers that are unique within the driver.
+    units_per_node
+        Number of the units of a node that it is assigned: of its slots where jobs share nodes, or 1.
     """
 
     states_curve = False
 
     def __init__(
-        self, request: TrainingRequest, limits: Limits, costs: CostsInSeconds, numbers: Iterator[int], now: float
+        self,
+        request: TrainingRequest,
+        limits: Limits,
+        costs: CostsInSeconds,
+        numbers: Iterator[int],
+        now: float,
+        *,
+        units_per_node: int = 1,
     ) -> None:
         self.request = request
         self.name = request.name
@@ -95,6 +104,7 @@ class TrainingMachine:
         self.desired: frozenset[str] = frozenset()
         self._assigned = now
         self._limits = limits
+        self._units_per_node = units_per_node
         self._response = Response(now)
         self._planner = PlannerView(request, costs, self._response)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
@@ -245,7 +255,7 @@ class TrainingMachine:
                 phase.group,
                 self.desired,
                 self._registry,
-                min_nodes=self.request.min_nodes,
+                least=self.request.min_nodes,
                 now=self._response.now,
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
@@ -258,7 +268,7 @@ class TrainingMachine:
             return
         wanted = self.desired - self._registry.closing(self.desired)
         self._processes.dismiss(self._processes.newcomers, abort=False)
-        leaves = any(member.node not in wanted for member in self._processes.members)
+        leaves = any(member.place not in wanted for member in self._processes.members)
         if leaves or (isinstance(phase, Running) and wanted != phase.group.nodes):
             self._processes.pause()
 
@@ -282,6 +292,7 @@ class TrainingMachine:
                 desired=self.desired,
                 assigned=self._assigned,
                 needed=self.request.min_nodes,
+                shared=self._units_per_node > 1,
                 now=self._response.now,
             )
         self._note_stall(reason)
@@ -472,7 +483,7 @@ class TrainingMachine:
         self._log(record.TrainingCancelled(self.name))
 
     def _refuse_if_too_large(self, machine: on.MachineSized) -> None:
-        needed, by_kind = self.request.min_nodes, machine.by_kind
+        needed, by_kind = -(-self.request.min_nodes // self._units_per_node), machine.by_kind
         kinds = self.request.node_kinds or by_kind
         nodes = max((by_kind[kind] for kind in kinds if kind in by_kind), default=machine.nodes)
         if self.over or self._processes.group is not None or needed <= nodes:

@@ -189,6 +189,7 @@ def stall_reason(
     desired: Collection[str],
     assigned: float,
     needed: int,
+    shared: bool,
     now: float,
 ) -> str:
     """Return why a training job makes no progress; empty if it does, or has waited only for a short time.
@@ -200,20 +201,22 @@ def stall_reason(
     steps
         The times of its steps.
     desired
-        Nodes that are assigned to it.
+        Units that are assigned to it: whole nodes, or slots of shared ones.
     assigned
         Time at which it last got nodes after it had none, seconds.
     needed
-        Minimum number of nodes on which it runs.
+        Minimum number of units on which it runs.
+    shared
+        Whether the units are slots of shared nodes.
     now
         Seconds.
     """
     if isinstance(phase, Waiting):
-        return waiting_reason(desired, needed, now - max(phase.since, assigned))
+        return waiting_reason(desired, needed, now - max(phase.since, assigned), shared=shared)
     if isinstance(phase, Starting) and now - phase.group.began >= _EXPLAINED_AFTER:
         return f"on {_listed(phase.group.nodes)} its function has not reached session.epochs() yet"
     newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
-    slow = {one.node for one in newcomers if one.ready is None and now - one.began >= _EXPLAINED_AFTER}
+    slow = {one.place for one in newcomers if one.ready is None and now - one.began >= _EXPLAINED_AFTER}
     if slow:
         return f"on {_listed(slow)}, to join the others, its function has not reached session.epochs() yet"
     if isinstance(phase, (Running, Regrouping, Pausing)):
@@ -223,12 +226,12 @@ def stall_reason(
     return ""
 
 
-def waiting_reason(desired: Collection[str], needed: int, seconds: float) -> str:
+def waiting_reason(desired: Collection[str], needed: int, seconds: float, *, shared: bool) -> str:
     """Return the reason why a job that has waited for `seconds` does not run; empty if the time is short.
 
     Parameters
     ----------
-    desired, needed
+    desired, needed, shared
         As for `stall_reason`.
     seconds
         Time since it last had nodes, or got some.
@@ -237,14 +240,15 @@ def waiting_reason(desired: Collection[str], needed: int, seconds: float) -> str
         return ""
     if desired:
         return f"waits for slots on {_listed(desired)} to start or to become free"
-    nodes = "a node" if needed == 1 else f"{needed} nodes"
-    return f"waits for {nodes} to join; `freetrain explain` shows why idle nodes are not used"
+    unit = "slot" if shared else "node"
+    units = f"a {unit}" if needed == 1 else f"{needed} {unit}s"
+    return f"waits for {units} to join; `freetrain explain` shows why idle nodes are not used"
 
 
 def _blocked_nodes(group: GroupMembers, participants: Mapping[str, Participant], seconds: float) -> str:
     """Name the nodes of a group on which the function does not continue: the others have waited for `seconds`."""
     members = [participants[slot] for slot in group.ranks if slot in participants]
-    waiting = {member.node for member in members if member.waited >= seconds}
+    waiting = {member.place for member in members if member.waited >= seconds}
     blocked = group.nodes - waiting
     if not (waiting and blocked):
         return _listed(group.nodes)

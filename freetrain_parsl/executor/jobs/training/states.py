@@ -56,8 +56,8 @@ class Participant:
 
     Parameters
     ----------
-    slot, node
-        The slot and its node.
+    slot, node, place
+        The slot, its node, and the unit of the pool that it belongs to, or is.
     run
         Number of its run, unique within the driver.
     role
@@ -82,6 +82,7 @@ class Participant:
 
     slot: str
     node: str
+    place: str
     run: int
     role: Role
     has_state: bool = False
@@ -108,7 +109,7 @@ class GroupMembers:
     number
         The group's number, unique within the driver.
     nodes
-        Their nodes.
+        Their units: whole nodes, or slots of shared ones.
     ranks
         Their slots, in order of rank.
     began
@@ -293,7 +294,7 @@ def next_change(
     desired: frozenset[str],
     registry: SlotRegistry,
     *,
-    min_nodes: int,
+    least: int,
     now: float,
 ) -> NextChange:
     """Decide the next change of a training job that runs, can change in place, and is not changing.
@@ -310,32 +311,32 @@ def next_change(
     group
         The current group.
     desired
-        Nodes that are assigned to the training job.
+        Units that are assigned to the training job: whole nodes, or slots of shared ones.
     registry
         The connected slots.
-    min_nodes
-        The minimum number of nodes of the training job.
+    least
+        The minimum number of units of the training job.
     now
         Seconds.
     """
     closing = registry.closing(desired | group.nodes)
     wanted = desired - closing
     members = members_of(participants, group)
-    stay = [member for member in members if member.node in wanted]
+    stay = [member for member in members if member.place in wanted]
     newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
     if not wanted:
         return NextChange(pause=True, dismiss=_names(newcomers))
     there = _Availability(participants, wanted, registry)
     if len(stay) == len(members):
         return there.change(_grow(stay, there, now))
-    if len({member.node for member in stay}) >= min_nodes:
+    if len({member.place for member in stay}) >= least:
         return there.change((*_names(stay), *_names(there.ready)))
-    apart = len(registry.transports_on({member.node for member in members} | wanted)) > 1
-    if apart or any(member.node in closing for member in members) or not there.complete:
+    apart = len(registry.transports_on({member.place for member in members} | wanted)) > 1
+    if apart or any(member.place in closing for member in members) or not there.complete:
         return NextChange(pause=True, dismiss=_names(newcomers))
     ranks: tuple[str, ...] = ()
     if not there.startable and not there.preparing:
-        keep = stay or [member for member in members if member.node == members[0].node]
+        keep = stay or [member for member in members if member.place == members[0].place]
         ranks = (*_names(keep), *_names(there.ready))
     return there.change(ranks)
 
@@ -434,18 +435,18 @@ def hanging_newcomers(
 
 
 class _Availability:
-    """The state of the nodes that are assigned to a training job.
+    """The state of the units that are assigned to a training job.
 
     Attributes
     ----------
     unwanted
-        Newcomers on other nodes.
+        Newcomers on other units.
     startable
         Idle slots on which newcomers can be started.
     preparing
         Newcomers that are not ready yet.
     ready
-        Newcomers that can join: all slots of their nodes are ready or already members.
+        Newcomers that can join: all slots of their units are ready or already members.
     complete
         Whether no slot is missing or busy with other work.
     """
@@ -453,13 +454,13 @@ class _Availability:
     def __init__(self, participants: Mapping[str, Participant], wanted: Iterable[str], registry: SlotRegistry) -> None:
         newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
         wanted = sorted(wanted)
-        self.unwanted = _names(one for one in newcomers if one.node not in wanted)
-        self.preparing = [one for one in newcomers if one.node in wanted and one.ready is None]
+        self.unwanted = _names(one for one in newcomers if one.place not in wanted)
+        self.preparing = [one for one in newcomers if one.place in wanted and one.ready is None]
         self.ready: list[Participant] = []
         self.startable: tuple[Slot, ...] = ()
         self.complete = True
-        for node in wanted:
-            slots = registry.complete_slots([node]) or []
+        for place in wanted:
+            slots = registry.complete_slots([place]) or []
             here = [participants[slot.name] for slot in slots if slot.name in participants]
             self.startable += tuple(slot for slot in slots if slot.busy is None)
             self.complete = (

@@ -91,8 +91,8 @@ class CohortArrays:
         members
             Number of members that are to train in arrays.
         """
-        arrays = [array for array in self if array.node in wanted and not array.pausing]
-        others = [array for array in self if array.node not in wanted]
+        arrays = [array for array in self if array.place in wanted and not array.pausing]
+        others = [array for array in self if array.place not in wanted]
         for array in arrays:
             array.leave_by = None
         if members == 0 or not (arrays or free):
@@ -122,13 +122,13 @@ class CohortArrays:
             members = self._next(min(first, share, max(sizes)))
             if not members:
                 break
-            array = RunningArray(slot.name, slot.node, next(self._numbers), len(members), self._response.now)
+            array = RunningArray(slot.name, slot.place, next(self._numbers), len(members), self._response.now)
             array.size = self.size or _FIRST_SIZE
             self._running[slot.name] = array
             names = tuple(member.name for member in members)
             start = StartArray(self._cohort, array.run, names, self._limit, self.size)
             self._response.do(do.Send(slot.name, start))
-            self._response.log(record.ArrayStarted(self._cohort, array.name, array.node))
+            self._response.log(record.ArrayStarted(self._cohort, array.name, array.place))
             for member in members:
                 self._add(array, member)
             started.append(array)
@@ -148,7 +148,7 @@ class CohortArrays:
         for array in others:
             if array.leave_by is None:
                 array.leave_by = self._response.now + _HAND_OVER
-            if room <= 0 or array.node in leaving or self._response.now >= array.leave_by:
+            if room <= 0 or array.place in leaving or self._response.now >= array.leave_by:
                 self.pause(array)
         places = slots + sum(array.takes_members(most) for array in arrays) - len(self.queue) - self._in_transit()
         for array in others:

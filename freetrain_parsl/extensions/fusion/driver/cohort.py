@@ -69,8 +69,8 @@ class Cohort:
         See `Limits`.
     costs
         Rescale costs of members that do not state them, until they are measured.
-    slots_per_node
-        Number of slots of a node.
+    slots_per_unit, units_per_node
+        Number of slots of a unit that the planner assigns, and of units of a node: one of them is 1.
     numbers
         Yields numbers that are unique within the driver.
     best_rate
@@ -93,17 +93,18 @@ class Cohort:
         key: CohortKey,
         limits: Limits,
         costs: CostsInSeconds,
-        slots_per_node: int,
+        slots_per_unit: int,
+        units_per_node: int,
         numbers: Iterator[int],
         best_rate: Callable[[], float],
         now: float,
     ) -> None:
         self.name, self.key = name, key
         self._limits = limits
-        self._slots_per_node = slots_per_node
+        self._slots_per_unit, self._units_per_node = slots_per_unit, units_per_node
         limit = key.fusion.limit
         self._response = Response(now)
-        self._trainer = CohortTrainer(name, limit, costs, slots_per_node, best_rate, self._response)
+        self._trainer = CohortTrainer(name, limit, costs, slots_per_unit, best_rate, self._response)
         self._members: dict[str, CohortMember] = {}  # those that are not over, in the order of their submission
         self._answering: list[MemberResponse] = []  # those with commands
         self._arrays = CohortArrays(name, limit, self._trainer, self._response, numbers)
@@ -208,7 +209,7 @@ class Cohort:
     # ── time ──────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        leaving = self._registry.closing(self._desired | {array.node for array in self._arrays})
+        leaving = self._registry.closing(self._desired | {array.place for array in self._arrays})
         wanted = frozenset() if self._holds or self.over else self._desired - leaving
         for array in self._arrays:
             if array.deadline is not None and self._response.now > array.deadline:
@@ -227,20 +228,22 @@ class Cohort:
         """Record why no array runs; why a member is in none of those that run follows from their number."""
         if self._arrays or self.over or self._holds:
             self._stands_since = self._response.now
-        reason = waiting_reason(self._desired, 1, self._response.now - self._stands_since)
+        reason = waiting_reason(
+            self._desired, 1, self._response.now - self._stands_since, shared=self._units_per_node > 1
+        )
         if reason != self._stall:
             self._stall = reason
             self._log(record.CohortStalled(self.name, reason))
 
     def _use_all_nodes(self) -> None:
-        """Let members train alone on whole nodes if each can have one or more, and could use more than one slot."""
+        """Let members train alone on whole units if each can have one or more, and could use more than one slot."""
         for member in list(self._members.values()):
-            if self._slots_per_node > 1 or member.request.max_nodes > 1:
+            if self._slots_per_unit > 1 or member.request.max_nodes > 1:
                 self._leave(member, "")
 
-    def _free(self, nodes: Iterable[str]) -> list[Slot]:
-        """Return the idle slots of these nodes."""
-        slots = [self._registry.complete_slots([node]) or [] for node in sorted(nodes)]
+    def _free(self, places: Iterable[str]) -> list[Slot]:
+        """Return the idle slots of these units."""
+        slots = [self._registry.complete_slots([place]) or [] for place in sorted(places)]
         return [slot for each in slots for slot in each if slot.busy is None and not slot.leaving]
 
     # ── reports ───────────────────────────────────────────────────────────────────────────────────
@@ -269,7 +272,7 @@ class Cohort:
     def _take_progress(self, array: RunningArray, member: CohortMember, progress: Progress) -> None:
         if member.began is None:
             member.began = self._response.now
-            started = record.FragmentStarted(member.name, array.run, [array.node], False, 0.0, array.name)  # noqa: FBT003
+            started = record.FragmentStarted(member.name, array.run, [array.place], False, 0.0, array.name)  # noqa: FBT003
             member.response.log(started)
             if progress.resumed_from is not None:
                 member.response.log(record.FragmentResumed(member.name, progress.resumed_from, progress.slot_seconds))
@@ -368,7 +371,7 @@ class Cohort:
     def _end(self, array: RunningArray, *, failure: bool) -> None:
         self._arrays.remove(array)
         seconds = max(0.0, self._response.now - array.started)
-        self._log(record.ArrayEnded(self.name, array.name, array.node, failure, seconds))
+        self._log(record.ArrayEnded(self.name, array.name, array.place, failure, seconds))
 
     def _part(self, array: RunningArray, member: CohortMember, *, failure: bool) -> None:
         """Take a member out of its array."""
@@ -379,7 +382,7 @@ class Cohort:
             seconds = max(0.0, self._response.now - member.began)
             counted = member.tracker.counted_seconds
             member.response.log(
-                record.FragmentEnded(member.name, array.run, [array.node], failure, seconds, array.name, counted)
+                record.FragmentEnded(member.name, array.run, [array.place], failure, seconds, array.name, counted)
             )
             member.began = None
 

@@ -36,7 +36,7 @@ class CohortTrainer:
         name: str,
         limit: int | None,
         costs: CostsInSeconds,
-        slots_per_node: int,
+        slots_per_unit: int,
         best_rate: Callable[[], float],
         response: Response,
     ) -> None:
@@ -45,7 +45,7 @@ class CohortTrainer:
         self._name = name
         self._limit = limit
         self._costs = costs
-        self._slots = slots_per_node
+        self._slots = slots_per_unit
         self._best_rate = best_rate
         self._response = response
         self._rate: float | None = None  # of one member alone, samples per second
@@ -144,7 +144,7 @@ class CohortTrainer:
             self._name,
             requests,
             costs=self._costs,
-            slots_per_node=self._slots,
+            slots_per_unit=self._slots,
             submitted=self._response.now if self._sent is None else self._sent.submitted,
             rate=rate,
             fusion=self.fusion,
@@ -158,7 +158,7 @@ def cohort_as_trainer(
     requests: Sequence[TrainingRequest],
     *,
     costs: CostsInSeconds,
-    slots_per_node: int,
+    slots_per_unit: int,
     submitted: float,
     rate: float = 1.0,
     fusion: FusionCurve | None = None,
@@ -174,8 +174,8 @@ def cohort_as_trainer(
         Those of its members.
     costs
         Rescale costs if the requests do not state them.
-    slots_per_node
-        Number of slots of a node.
+    slots_per_unit
+        Number of slots of a unit that the planner assigns.
     submitted
         When it was submitted, seconds.
     rate
@@ -188,7 +188,7 @@ def cohort_as_trainer(
     first, fusion = requests[0], fusion or FusionCurve()
     trainers = [request.trainer(costs, submitted) for request in requests]
     limit = None if first.fusion is None else first.fusion.limit
-    max_nodes = max(1, math.ceil(len(requests) / slots_per_node))
+    max_nodes = max(1, math.ceil(len(requests) / slots_per_unit))
     return PlannedJob(
         name=name,
         min_nodes=1,
@@ -197,7 +197,7 @@ def cohort_as_trainer(
             {
                 nodes: rate
                 * math.fsum(
-                    map(fusion, fusion.grouping(len(requests), nodes * slots_per_node, fusion.best_size(limit)))
+                    map(fusion, fusion.grouping(len(requests), nodes * slots_per_unit, fusion.best_size(limit)))
                 )
                 for nodes in _some_up_to(max_nodes)
             },

@@ -93,7 +93,8 @@ class FusionKind(JobKind):
                 key=key,
                 limits=jobs.settings.limits,
                 costs=jobs.settings.costs,
-                slots_per_node=jobs.registry.slots_per_node,
+                slots_per_unit=jobs.registry.slots_per_unit,
+                units_per_node=jobs.registry.units_per_node,
                 numbers=jobs.numbers,
                 best_rate=jobs.curves.best_rate,
                 now=jobs.clock(),
@@ -138,4 +139,4 @@ class FusionKind(JobKind):
         name = f"cohort-{number}"
         names = ", ".join(request.name for request in requests[:3]) + (", …" if requests[3:] else "")
         note = f"{name}: {len(requests)} training jobs that may run fused, several in a slot: {names}"
-        return cohort_as_trainer(name, requests, costs=costs, slots_per_node=1, submitted=submitted), note
+        return cohort_as_trainer(name, requests, costs=costs, slots_per_unit=1, submitted=submitted), note

@@ -127,7 +127,7 @@ class CohortMember:
         """Record if it has made no step for long in `array`, in which it trains."""
         steps = self.tracker.steps
         overdue = None if self.began is None else steps.overdue(self.began, now)
-        self.note_stall("" if overdue is None else steps.sentence(overdue, f"{array.node}, in {array.name}"))
+        self.note_stall("" if overdue is None else steps.sentence(overdue, f"{array.place}, in {array.name}"))
 
     def note_stall(self, reason: str) -> None:
         """Record why it makes no progress, if that has changed."""
@@ -157,8 +157,8 @@ class RunningArray:
 
     Parameters
     ----------
-    slot, node
-        Where it runs.
+    slot, place
+        The slot in which it runs, and its unit of the pool: a whole node, or the slot of a shared one.
     run
         Number of its run, unique within the driver.
     size
@@ -184,7 +184,7 @@ class RunningArray:
     """
 
     slot: str
-    node: str
+    place: str
     run: int
     size: int
     started: float

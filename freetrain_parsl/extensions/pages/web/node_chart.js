@@ -2,7 +2,7 @@
 import { colourOf, make, words } from "./parts.js";
 
 const IDLE = 1, OTHERS = 2, OURS = 3;
-const LABELS = 76, AXIS = 22, TALLEST = 420, ROW = 16;
+const LABELS = 76, AXIS = 22, TALLEST = 420, ROW = 16, LANE = 9;
 const SPANS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800];
 
 export function createNodeChart(element, store, select) {
@@ -107,19 +107,34 @@ export function createNodeChart(element, store, select) {
   canvas.addEventListener("pointerleave", () => { tip.hidden = true; });
 
   const clamp = (share) => Math.min(1, Math.max(0, share));
+  // The parts of nodes that a fragment has: calls act(node, first lane, number of lanes); of a whole node, 0 and its slots.
+  const eachPart = (parts, i, act) => {
+    const slots = parts.slots[i];
+    for (let run = 0; run < parts.nodes[i].length; run += 2) {
+      const end = parts.nodes[i][run] + parts.nodes[i][run + 1];
+      for (let unit = parts.nodes[i][run]; unit < end;) {
+        const node = Math.floor(unit / slots);
+        const next = Math.min(end, (node + 1) * slots);
+        act(node, unit - node * slots, next - unit);
+        unit = next;
+      }
+    }
+  };
   const whatIsAt = (x, y) => {
     if (x < 0 || x > 1 || y < 0 || y > 1) return null;
     const [begin, end] = span();
     const [top, bottom] = rowSpan();
     const time = begin + x * (end - begin);
-    const node = order[Math.floor(top + y * (bottom - top))];
+    const row = top + y * (bottom - top);
+    const node = order[Math.floor(row)];
     if (node === undefined) return null;
     const parts = store.table("fragments");
     for (let i = store.count("fragments") - 1; i >= 0; i--) {
       if (parts.begin[i] > time || (parts.end[i] ?? Infinity) < time) continue;
-      for (let run = 0; run < parts.nodes[i].length; run += 2) {
-        if (node >= parts.nodes[i][run] && node < parts.nodes[i][run] + parts.nodes[i][run + 1]) return { node, time, training: parts.training[i] };
-      }
+      const lane = (row % 1) * parts.slots[i];
+      let lanes = null;
+      eachPart(parts, i, (one, first, number) => { if (one === node && lane >= first && lane < first + number) lanes = { first, number, slots: parts.slots[i] }; });
+      if (lanes) return { node, time, training: parts.training[i], lanes };
     }
     const spans = store.table("spans");
     for (let i = store.count("spans") - 1; i >= 0; i--) {
@@ -134,7 +149,9 @@ export function createNodeChart(element, store, select) {
     const who = found.training !== undefined ? store.table("trainings").name[found.training]
       : { [IDLE]: "idle", [OTHERS]: "other users, or down", [OURS]: "ours, without a training job" }[found.state] ?? "unknown";
     const kind = store.table("nodes").kind[found.node];
-    tip.textContent = `${store.table("nodes").name[found.node]}${kind ? ` (${kind})` : ""}, ${words.clock(store, found.time)}: ${who}`;
+    const { first, number, slots } = found.lanes ?? {};
+    const part = number < slots ? `/${first}${number > 1 ? `-${first + number - 1}` : ""}` : "";
+    tip.textContent = `${store.table("nodes").name[found.node]}${part}${kind ? ` (${kind})` : ""}, ${words.clock(store, found.time)}: ${who}`;
     const box = frame.getBoundingClientRect();
     const left = event.clientX - box.left;
     tip.style.left = `${Math.max(0, Math.min(left + 12, box.width - tip.offsetWidth - 4))}px`;
@@ -155,7 +172,8 @@ export function createNodeChart(element, store, select) {
     arrange();
     const width = frame.clientWidth;
     if (!width) return;
-    const body = Math.min(TALLEST, Math.max(48, ROW * order.length));
+    const shared = store.run.shared_slots;
+    const body = Math.min(TALLEST, Math.max(48, (shared > 1 ? Math.max(ROW, LANE * shared) : ROW) * order.length));
     const scale = globalThis.devicePixelRatio || 1;
     canvas.style.height = `${body + AXIS}px`;
     canvas.width = Math.round(width * scale);
@@ -202,14 +220,14 @@ export function createNodeChart(element, store, select) {
       pen.globalAlpha = selected === null || selected === parts.training[i] ? 1 : 0.18;
       pen.fillStyle = colourOf(parts.training[i]);
       const lanes = sizes[parts.array[i]];
-      for (let run = 0; run < parts.nodes[i].length; run += 2) {
-        for (let node = parts.nodes[i][run]; node < parts.nodes[i][run] + parts.nodes[i][run + 1]; node++) {
-          bar(node, x(parts.begin[i]), x(last), gap, 1 / lanes, parts.lane[i] / lanes);
-        }
-      }
+      eachPart(parts, i, (node, first, number) => {
+        const part = number / parts.slots[i];
+        bar(node, x(parts.begin[i]), x(last), gap, part / lanes, first / parts.slots[i] + (parts.lane[i] / lanes) * part);
+      });
       if (parts.failure[i] && parts.end[i] !== null) {
         pen.fillStyle = colour("failure");
-        for (let run = 0; run < parts.nodes[i].length; run += 2) bar(parts.nodes[i][run], x(last) - 1, x(last) + 1);
+        if (parts.slots[i] > 1) eachPart(parts, i, (node, first, number) => bar(node, x(last) - 1, x(last) + 1, gap, number / parts.slots[i], first / parts.slots[i]));
+        else for (let run = 0; run < parts.nodes[i].length; run += 2) bar(parts.nodes[i][run], x(last) - 1, x(last) + 1);
       }
     }
     pen.globalAlpha = 1;
@@ -262,7 +280,7 @@ export function createNodeChart(element, store, select) {
   const summary = () => {
     const rows = store.table("trainings");
     const running = [];
-    for (let i = 0; i < store.count("trainings"); i++) if (rows.nodes[i]) running.push(`${rows.name[i]} on ${words.count(rows.nodes[i], "node")}`);
+    for (let i = 0; i < store.count("trainings"); i++) if (rows.nodes[i]) running.push(`${rows.name[i]} on ${words.count(rows.nodes[i], store.run.shared_slots > 1 ? "accelerator" : "node")}`);
     const shown = running.slice(0, 8).join(", ") + (running.length > 8 ? ` and ${running.length - 8} more` : "");
     return `${words.count(order.length, "node")} over ${words.duration(store.run.now)}. ${shown ? `Now training: ${shown}.` : "No training runs now."} The tables below have the same content.`;
   };

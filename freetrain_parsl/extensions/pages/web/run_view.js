@@ -138,6 +138,7 @@ export function createRunView(element) {
     const rows = store.table("trainings");
     for (let i = trainingRows.length; i < store.count("trainings"); i++) trainingRows.push(makeTrainingRow(i));
     for (const row of trainingRows) row.draw(rows);
+    put(trainings.querySelectorAll("thead th")[4], store.run.shared_slots > 1 ? "Accelerators" : "Nodes");
     const order = trainingRows.map((_, i) => i).sort((a, b) => STATES.indexOf(rows.state[a]) - STATES.indexOf(rows.state[b]) || a - b);
     if (order.some((i, place) => trainingBody.children[place] !== trainingRows[i].element)) {
       const focused = root.ownerDocument.activeElement;
@@ -187,8 +188,10 @@ export function createRunView(element) {
     const run = store.run;
     const held = Object.values(run.node_seconds).reduce((sum, seconds) => sum + seconds, 0);
     const hours = (seconds) => words.number(seconds / 3600);
+    const slots = run.shared_slots; // of a node that jobs share
+    const accelerators = slots > 1 ? (seconds) => [make("td", { class: "ft-number" }, hours(slots * seconds))] : () => [];
     const line = (name, seconds, of, deep) => make("tr", {}, make("th", { scope: "row", class: ["", "ft-deep", "ft-deeper"][deep] }, name),
-      make("td", { class: "ft-number" }, hours(seconds)), make("td", { class: "ft-number" }, of ? words.percent(seconds / of) : ""));
+      make("td", { class: "ft-number" }, hours(seconds)), ...accelerators(seconds), make("td", { class: "ft-number" }, of ? words.percent(seconds / of) : ""));
     const lines = [line("held by our blocks", held, held, 0)];
     for (const [phase, seconds] of Object.entries(run.node_seconds)) {
       lines.push(line(PHASES[phase] ?? phase, seconds, held, 1));
@@ -197,7 +200,7 @@ export function createRunView(element) {
     lines.push(line("requested, but given back before the walltime", run.returned_node_seconds, 0, 0));
     lines.push(line("requested, but preempted or lost before the walltime", run.cut_short_node_seconds, 0, 0));
     const head = (...names) => make("thead", {}, make("tr", {}, ...names.map((name, place) => make("th", { scope: "col", class: place ? "ft-number" : "" }, name))));
-    const parts = [scrolling("Node-hours, by cause", make("table", { class: "ft-narrow" }, head("", "Node-hours", "Share"), make("tbody", {}, ...lines)))];
+    const parts = [scrolling("Node-hours, by cause", make("table", { class: "ft-narrow" }, head("", "Node-hours", ...(slots > 1 ? ["Accelerator-hours"] : []), "Share"), make("tbody", {}, ...lines)))];
     const blocks = run.blocks;
     parts.push(make("p", { class: "ft-note" }, `${words.count(blocks.requested, "block")} requested, ${blocks.started} started; ${blocks.yielded} left early for jobs of other users; ${words.count(run.closing_notices, "notice")} that a node is reclaimed.`));
     const requests = requestsPerHour(store);
@@ -231,7 +234,7 @@ export function createRunView(element) {
     const left = run.ended === null ? `${counts.running} running, ${counts.waiting} waiting` : `${counts.waiting} not finished`;
     const facts = [
       ["Training jobs finished", `${counts.finished} of ${store.count("trainings")}`, counts.failed ? `${left}, ${counts.failed} failed` : left],
-      ["Nodes in training", String(run.training_nodes), `${run.idle_nodes} more are idle`],
+      ["Nodes in training", String(run.training_nodes), `${run.shared_slots > 1 ? `${run.training_slots} of their ${run.shared_slots * run.training_nodes} accelerators; ` : ""}${run.idle_nodes} more are idle`],
       ["Node-hours held", words.number(held / 3600), held ? `${words.percent(run.node_seconds.training / held)} of them training` : "no block has started"],
       ["Given back", `${words.number(run.returned_node_seconds / 3600)} h`, "node-hours requested, not needed"],
     ];

@@ -1,0 +1,115 @@
+"""Real slots of a node that jobs share: what a job takes, how one is ended alone, and what it leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from parsl import curvezmq
+from parsl.serialize import deserialize
+
+from freetrain_parsl.executor.driver.slot_server import SlotServer
+from freetrain_parsl.executor.payloads.payloads import pack_training
+from freetrain_parsl.executor.slot.neighbours import Neighbour, neighbours_of, publish
+from freetrain_parsl.executor.slot.node_watch import NodeWatch
+from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
+from freetrain_parsl.protocol.messages import Exit, Hello, Output, Place, RunEnded, StartRun
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import RunFailed, RunFinished
+from tests.executor.slot.test_place import _Driver, _train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+
+
+def _run_in_pool(pool: Path, settings: SlotSettings) -> None:
+    """Run the first of two slots of a small node, which is out of memory as soon as a file says so."""
+    os.environ.update(PARSL_WORKER_RANK="0", PARSL_WORKER_COUNT="2")
+    os.environ.pop("OMP_NUM_THREADS", None)
+    multiprocessing.current_process()._config["tempdir"] = str(pool)  # type: ignore[attr-defined]
+    low = pool / "low"
+    NodeWatch.__init__.__kwdefaults__["memory"] = lambda: (1000 * MIB, 0 if low.exists() else 500 * MIB)  # type: ignore[index]
+    run_slot(settings, "token")
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    path = tmp_path / "pool"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def driver(tmp_path: Path, pool: Path) -> Iterator[_Driver]:
+    certificates = str(curvezmq.create_certificates(tmp_path))
+    driver = _Driver(SlotServer(certificates, (55000, 56000)))
+    settings = SlotSettings(("127.0.0.1",), driver._server.port, certificates, 0.2, 60.0, 30.0)
+    place = multiprocessing.get_context("spawn").Process(target=_run_in_pool, args=(pool, settings))
+    place.start()
+    try:
+        driver.awaits(Hello)
+        yield driver
+        driver.send(Exit())
+        place.join(20)
+        assert place.exitcode == 0
+    finally:
+        place.kill()
+        driver.close()
+
+
+def _describes_itself(session: Any) -> tuple[str, int, int, str]:
+    import torch
+
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.write(b"left behind")
+    return file.name, len(os.sched_getaffinity(0)), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_a_job_has_its_own_temporary_files_and_cores(driver: _Driver, tmp_path: Path, pool: Path) -> None:
+    cores = max(1, len(os.sched_getaffinity(0)) // 2)
+    for run in (1, 2):
+        ended = _train(driver, tmp_path, run, _describes_itself)
+        assert isinstance(ended.end, RunFinished)
+        name, cpus, threads, variable = deserialize(ended.payload)
+        assert Path(name).parent == pool / "t0"
+        assert (threads, variable) == (cores, str(cores))
+        assert cpus <= max(cores, 2)  # a core may have two hyperthreads
+        driver.awaits(Hello)  # of the next process
+        assert not Path(name).exists()
+    assert neighbours_of(pool, 1) == []
+
+
+def _needs_much(session: Any) -> None:
+    block = b"x" * (900 * MIB)
+    time.sleep(60)
+    assert block
+
+
+def test_a_job_over_its_share_is_told_then_ended_alone_and_its_slot_goes_on(
+    driver: _Driver, tmp_path: Path, pool: Path
+) -> None:
+    publish(pool, 1, Neighbour("theirs", 1 << 30))
+    begun = time.monotonic()
+    options = SessionOptions("t", tmp_path / "1")
+    driver.send(StartRun("t", 1, options, pack_training(_needs_much, (), {}), Place(1, 0, 1), 60.0))
+    assert b"more than its share of 0.5 GiB (1 of 2 slots)" in driver.awaits(Output).payload
+    assert [one.training for one in neighbours_of(pool, 1)] == ["t"]
+    (pool / "low").touch()
+    ended = driver.awaits(RunEnded)
+    assert isinstance(ended.end, RunFailed)
+    assert ended.end.reason.startswith("training job 't' was ended on node ")
+    assert "its share was 0.5 GiB" in ended.end.reason
+    with pytest.raises(Exception, match="of host memory"):
+        deserialize(ended.payload).reraise()
+    driver.awaits(Hello)  # the slot continues
+    assert isinstance(_train(driver, tmp_path, 2, _describes_itself).end, RunFinished)
+    assert time.monotonic() - begun < 50

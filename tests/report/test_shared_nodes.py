@@ -1,0 +1,66 @@
+"""Runs whose jobs share nodes, in words, pictures and on the page, from handwritten records."""
+
+from __future__ import annotations
+
+import pytest
+
+from freetrain_parsl.extensions.pages.run_view import RunView
+from freetrain_parsl.places import count_places
+from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.timeline import draw_timeline
+from freetrain_parsl.windows.hostlist import show_hosts, show_units
+
+
+def slots(node, *lanes):
+    return [f"{node}/{lane}" for lane in lanes]
+
+
+WHOLE = [*slots("n0", 0, 1, 2, 3), *slots("n1", 0, 1, 2, 3)]
+
+
+@pytest.fixture
+def view():
+    """`large` has two whole nodes, `small` half of a third."""
+    view = RunView("shared")
+    entries = [record.PlannerStarted("", "milp", {}, 4)]
+    entries += [record.TrainingSubmitted(name, 1, 8, None) for name in ("large", "small")]
+    entries.append(record.BlockRequested("b1", ["n0", "n1", "n2"], 100.0, None))
+    entries.append(record.BlockStarted("b1", ["n0", "n1", "n2"], 110.0))
+    entries += [record.NodeJoined(node, "b1", 110.0) for node in ("n0", "n1", "n2")]
+    entries.append(record.FragmentStarted("large", 1, WHOLE, in_place=False, paused=0.0))
+    entries.append(record.FragmentStarted("small", 1, slots("n2", 2, 3), in_place=False, paused=0.0))
+    view.take([(10.0 + time, entry) for time, entry in enumerate(entries)])
+    return view
+
+
+def test_names_and_numbers_of_slots():
+    assert show_hosts(["n0", "n1"]) == "n[0-1]"
+    assert show_hosts(slots("n0", 0, 1, 2)) == "n0/0-2"
+    assert show_hosts(slots("n0", 0, 2, 3)) == "n0/0,2-3"
+    assert show_hosts(WHOLE, 4) == "n[0-1]"
+    assert show_hosts(WHOLE) == "n[0-1]/0-3"
+    assert show_units(slots("n0", 0, 1), 4) == "n0/0-1 (2 accelerators)"
+    assert show_units(["n0", "n1"]) == "n0, n1"
+    assert count_places(["n0"]) == "1 node"
+    assert count_places(slots("n0", 1)) == "1 accelerator on n0"
+    assert count_places(WHOLE) == "2 nodes (8 accelerators)"
+
+
+def test_jobs_say_which_accelerators_they_have(view):
+    assert view.state.trainings["large"].where() == "n[0-1] (8 accelerators)"
+    assert view.state.trainings["small"].where() == "n2/2-3 (2 accelerators)"
+    assert view.state.training_place == "10 of 12 accelerators of 3 nodes"
+
+
+def test_the_page_has_rows_of_nodes_and_runs_of_slots(view):
+    seen = view.since()
+    assert seen["nodes"]["name"] == ["n0", "n1", "n2"]
+    assert seen["fragments"]["nodes"] == [[0, 8], [10, 2]]
+    assert seen["fragments"]["slots"] == [4, 4]
+    assert (seen["run"]["training_nodes"], seen["run"]["training_slots"], seen["run"]["shared_slots"]) == (3, 10, 4)
+
+
+def test_the_picture_is_drawn(view, tmp_path):
+    stays = [{"node": node, "kind": "preemptible", "start": 10.0, "end": 30.0} for node in ("n0", "n1", "n2")]
+    draw_timeline(view.state, stays, tmp_path / "timeline.svg", title="shared")
+    assert "small" in (tmp_path / "timeline.svg").read_text()
