@@ -106,7 +106,7 @@ def sized_for(request: TrainingRequest, kinds: Mapping[str, NodeKind], units_per
     Raises
     ------
     InvalidApp
-        It asks for kinds of nodes, or a size, that there are not.
+        The site has no such kind of nodes, or no job can have its size there.
     """
     refuse_unknown_kinds(request, kinds)
     slots = {name: kind.slots_per_node for name, kind in kinds.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.errors import PlanningError
-from freetrain_parsl.planning.sizes import are_sizes, round_down, sizes_within
+from freetrain_parsl.planning.sizes import are_sizes, room, round_down, sizes_within, wanted
 from freetrain_parsl.planning.solvers.shared_hosts import Parts, most_valuable_stays
 
 if TYPE_CHECKING:
@@ -99,7 +99,6 @@ class SharedHosts:
         """Host -> its slots in the pool."""
         for node in pool.values():
             self.on.setdefault(node.machine, []).append(node.name)
-        self._pool = pool
         self._number = {host: number for number, host in enumerate(self.on)}
         self.last_closing = {
             host: (pool[slots[0]].startup, -min(pool[slot].lasts_until for slot in slots))
@@ -109,11 +108,7 @@ class SharedHosts:
         self.held: dict[str, dict[str, list[str]]] = {}
         """Trainer -> host -> its slots there."""
         for slot, trainer in sorted(_holders(current, pool).items()):
-            self.held.setdefault(trainer, {}).setdefault(self.host_of(slot), []).append(slot)
-
-    def host_of(self, slot: str) -> str:
-        """Return the host of a slot."""
-        return self._pool[slot].machine
+            self.held.setdefault(trainer, {}).setdefault(pool[slot].machine, []).append(slot)
 
     def whole(self, trainer: str) -> list[str]:
         """Return the hosts that a trainer has for itself, those that close last first."""
@@ -150,8 +145,13 @@ def _place_sizes(
     counts: Mapping[str, int], pool: Pool, current: Allocation, move_costs: Mapping[str, float]
 ) -> dict[str, frozenset[str]]:
     hosts = SharedHosts(pool, current)
-    if not are_sizes(np.fromiter(counts.values(), dtype=np.int64), hosts.slots).all():
-        raise PlanningError(f"placement: not all of {dict(counts)} are sizes on hosts of {hosts.slots} slots")
+    sizes = np.fromiter(counts.values(), dtype=np.int64)
+    if not are_sizes(sizes, hosts.slots).all():
+        raise PlanningError(
+            f"placement: not all of {dict(counts)} are sizes on hosts of {hosts.slots} slots; `as_sizes` rounds them"
+        )
+    if (wanted(sizes, hosts.slots) > room(map(len, hosts.on.values()), hosts.slots)).any():
+        raise PlanningError(f"placement: {dict(counts)} do not fit on these hosts of {hosts.slots} slots")
     free = {host: set(slots) for host, slots in hosts.on.items()}
     placed: dict[str, set[str]] = {name: set() for name in sorted(counts) if counts[name]}
 
@@ -257,8 +257,8 @@ def _check_counts(counts: Mapping[str, int], pool: Pool) -> None:
     for trainer, count in counts.items():
         if count < 0:
             raise PlanningError(f"placement: trainer {trainer!r} cannot have {count} nodes")
-    if (wanted := sum(counts.values())) > len(pool):
-        raise PlanningError(f"placement: {wanted} nodes are allocated, but the pool has {len(pool)}")
+    if (total := sum(counts.values())) > len(pool):
+        raise PlanningError(f"placement: {total} nodes are allocated, but the pool has {len(pool)}")
 
 
 def _holders(current: Allocation, pool: Pool) -> dict[str, str]:

@@ -180,7 +180,7 @@ class Planner:
                     self._members[node.name] = _Member(node, event.block)
                     self._holdings.join(event.block, node.machine)
                 self.outlook.opened(event.time, dict.fromkeys(n.machine for n in event.nodes if n.machine not in known))
-                if self._settle_until is None and self._holdings.still_joining(self._machines):
+                if self._settle_until is None and self._holdings.still_joining(self._complete_machines):
                     self._settle_until = event.time + self.settings.settle
                 self._dirty = True
             case ev.NodesLeft():
@@ -234,7 +234,7 @@ class Planner:
     def _drop(self, names: Iterable[str], now: float) -> None:
         dropped = [member for name in names if (member := self._members.pop(name, None)) is not None]
         blocks = {member.node.machine: member.block for member in dropped}
-        for machine in [machine for machine in blocks if machine not in self._machines]:
+        for machine in blocks.keys() - self._machines:
             self.outlook.closed(now, [machine], given_back=self._holdings.is_over(blocks[machine], now))
         self._dirty = True
 
@@ -249,7 +249,7 @@ class Planner:
         actions = self._lend(usable)
         pool = self._pool((node for name, node in usable.items() if name not in self._lent), now)
         if self._settle_until is not None and (
-            now >= self._settle_until or not self._holdings.still_joining(self._machines)
+            now >= self._settle_until or not self._holdings.still_joining(self._complete_machines)
         ):
             self._settle_until = None
         actions += self._reassign(pool, now)
@@ -403,6 +403,12 @@ class Planner:
     def _machines(self) -> frozenset[str]:
         """The machines of which any slot is ready."""
         return frozenset(member.node.machine for member in self._members.values())
+
+    @property
+    def _complete_machines(self) -> frozenset[str]:
+        """The machines of which all slots are ready."""
+        slots = Counter(member.node.machine for member in self._members.values())
+        return frozenset(machine for machine, number in slots.items() if number >= self.slots_per_node)
 
     def _units_of(self, node: PoolNode) -> list[PoolNode]:
         """Return what is allocated of a node that has not joined: itself, or its slots."""

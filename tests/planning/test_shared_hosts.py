@@ -213,6 +213,27 @@ def test_layouts_that_straddle_hosts_are_refused() -> None:
     assert SharedHosts(pool, {"t": frozenset({"h0/0", "h0/3"})}).is_laid_out("t")
 
 
+def test_counts_that_do_not_fit_are_refused_in_a_sentence() -> None:
+    with pytest.raises(PlanningError, match="do not fit on these hosts of 4 slots"):
+        place({"large": 4}, pool_of(3, 3), {})
+    with pytest.raises(PlanningError, match="`as_sizes` rounds them"):
+        place({"odd": 3}, pool_of(3, 3), {})
+
+
+def test_a_job_grows_once_for_all_slots_of_a_node_that_join_one_by_one() -> None:
+    planner = Planner(MilpPolicy(), PlannerSettings().in_seconds(), slots_per_node=4)
+    planner.advance(ev.TrainerSubmitted(0.0, PlannedJob("a", 1, 4, LINEAR)))
+    actions = planner.advance(ev.WindowsSeen(0.0, (Window(("n0",), 0.0, None),)))
+    (block,) = [action.block for action in actions if isinstance(action, ev.RequestBlock)]
+    planner.advance(ev.BlockStarted(1.0, block, ("n0",), 3000.0))
+    sizes = []
+    for lane in range(4):
+        joined = PoolNode(slot_place("n0", lane), 3000.0, host="n0")
+        planner.advance(ev.NodesJoined(2.0 + 0.1 * lane, block, (joined,)))
+        sizes.append(len(planner.assigned["a"]))
+    assert sizes == [1, 1, 1, 4]
+
+
 def test_the_planner_requests_nodes_and_allocates_slots() -> None:
     settings = PlannerSettings().in_seconds()
     planner = Planner(MilpPolicy(), settings, slots_per_node=4)

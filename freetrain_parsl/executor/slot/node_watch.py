@@ -222,5 +222,7 @@ class NodeWatch:
         try:
             while not self._closing.wait(_PERIOD):
                 self.look()
-        except Exception:
+        except (
+            Exception
+        ):  # of the kernel's description, which differs between systems: the job trains without the watch
             logger.exception("cannot watch this slot's share of its node")

@@ -38,7 +38,7 @@ __all__ = ["OnesPolicy", "PlacedValues", "placement_of"]
 def placement_of(nodes: Iterable[str], pool: Pool) -> tuple[int, ...]:
     """Return how many of some nodes are on each host, largest first; machines of their own count as one host."""
     shared = pool.slots_per_host > 1
-    on = Counter((pool[node].host or node) if shared else "" for node in nodes)
+    on = Counter(pool[node].machine if shared else "" for node in nodes)
     return tuple(sorted(on.values(), reverse=True))
 
 
@@ -208,7 +208,7 @@ class _Problem:
     def __init__(self, pool: Pool, current: Allocation, moment: Moment, values: PlacedValues) -> None:
         self._pool, self._current, self._moment, self._values = pool, current, moment, values
         self._shared = pool.slots_per_host > 1
-        hosts = {name: (node.host or name) if self._shared else "" for name, node in pool.items()}
+        hosts = {name: node.machine if self._shared else "" for name, node in pool.items()}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
         self._host_of = {name: numbers[host] for name, host in hosts.items()}
         sizes = [0] * len(numbers)
