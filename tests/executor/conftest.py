@@ -61,3 +61,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Site]]:
     if sites and parsl.DataFlowKernelLoader._dfk is not None:
         parsl.dfk().cleanup()
         parsl.clear()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """Create a file; while it exists, training jobs are slow."""
+    file = tmp_path / "slow"
+    file.touch()
+    return file

@@ -22,19 +22,10 @@ from tests.executor.scenario import TRAININGS, ScriptedPolicy, Site, make_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from freetrain_parsl.report.projection.run import Fragment, RunState
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    """Create a file; while it exists, training jobs are slow."""
-    file = tmp_path / "slow"
-    file.touch()
-    return file
 
 
 @pytest.mark.smoke

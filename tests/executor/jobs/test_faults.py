@@ -28,21 +28,11 @@ from freetrain_parsl.training.fragment import run_local
 from tests.executor.scenario import TRAININGS, ScriptedPolicy, make_app
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.executor.scenario import Site
 
 pytestmark = pytest.mark.cluster
 
 EPOCHS = 12
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    """Create a file; while it exists, training jobs are slow."""
-    file = tmp_path / "slow"
-    file.touch()
-    return file
 
 
 def test_members_that_cannot_hear_each_other_go_on_after_the_loss_timeout(start, slow) -> None:

@@ -27,14 +27,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 EPOCHS = 12
 
 
-@pytest.fixture
-def slow(tmp_path: Path) -> Path:
-    """Create a file; while it exists, training jobs are slow."""
-    file = tmp_path / "slow"
-    file.touch()
-    return file
-
-
 def test_a_job_that_is_killed_on_a_shared_node_leaves_its_neighbours_alone(
     start: Callable[..., Site], slow: Path, tmp_path: Path
 ) -> None:

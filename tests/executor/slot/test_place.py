@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -234,13 +235,13 @@ class _Driver:
                 self._server.send(self.name, self._to_send.get())
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[_Driver]:
-    """Start a slot and its driver, and wait for its first message."""
-    certificates = str(curvezmq.create_certificates(tmp_path))
+@contextmanager
+def running_slot(directory: Path, target: Callable[..., None], *before: object) -> Iterator[_Driver]:
+    """Start a slot in a process of its own, by ``target(*before, settings, token)``, and wait for its first message."""
+    certificates = str(curvezmq.create_certificates(directory))
     driver = _Driver(SlotServer(certificates, (55000, 56000)))
     settings = SlotSettings(("127.0.0.1",), driver._server.port, certificates, 0.2, 60.0, 30.0)
-    place = multiprocessing.get_context("spawn").Process(target=run_slot, args=(settings, "token"))
+    place = multiprocessing.get_context("spawn").Process(target=target, args=(*before, settings, "token"))
     place.start()
     try:
         driver.awaits(Hello)
@@ -251,6 +252,12 @@ def driver(tmp_path: Path) -> Iterator[_Driver]:
     finally:
         place.kill()
         driver.close()
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[_Driver]:
+    with running_slot(tmp_path, run_slot) as driver:
+        yield driver
 
 
 def _train(driver: _Driver, directory: Path, run: int, function: Callable[..., Any]) -> RunEnded:

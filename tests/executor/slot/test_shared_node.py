@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from parsl import curvezmq
 from parsl.serialize import deserialize
 
-from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.payloads.payloads import pack_training
 from freetrain_parsl.executor.slot.neighbours import Neighbour, neighbours_of, publish
 from freetrain_parsl.executor.slot.node_watch import NodeWatch
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
-from freetrain_parsl.protocol.messages import Exit, Hello, Output, Place, RunEnded, StartRun
+from freetrain_parsl.protocol.messages import Hello, Output, Place, RunEnded, StartRun
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import RunFailed, RunFinished
-from tests.executor.slot.test_place import _Driver, _train
+from tests.executor.slot.test_place import _Driver, _train, running_slot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,14 +29,14 @@ pytestmark = pytest.mark.slow
 MIB = 1 << 20
 
 
-def _run_in_pool(pool: Path, settings: SlotSettings) -> None:
+def _run_in_pool(pool: Path, settings: SlotSettings, token: str) -> None:
     """Run the first of two slots of a small node, which is out of memory as soon as a file says so."""
     os.environ.update(PARSL_WORKER_RANK="0", PARSL_WORKER_COUNT="2")
     os.environ.pop("OMP_NUM_THREADS", None)
     multiprocessing.current_process()._config["tempdir"] = str(pool)  # type: ignore[attr-defined]
     low = pool / "low"
     NodeWatch.__init__.__kwdefaults__["memory"] = lambda: (1000 * MIB, 0 if low.exists() else 500 * MIB)  # type: ignore[index]
-    run_slot(settings, "token")
+    run_slot(settings, token)
 
 
 @pytest.fixture
@@ -50,20 +48,8 @@ def pool(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def driver(tmp_path: Path, pool: Path) -> Iterator[_Driver]:
-    certificates = str(curvezmq.create_certificates(tmp_path))
-    driver = _Driver(SlotServer(certificates, (55000, 56000)))
-    settings = SlotSettings(("127.0.0.1",), driver._server.port, certificates, 0.2, 60.0, 30.0)
-    place = multiprocessing.get_context("spawn").Process(target=_run_in_pool, args=(pool, settings))
-    place.start()
-    try:
-        driver.awaits(Hello)
+    with running_slot(tmp_path, _run_in_pool, pool) as driver:
         yield driver
-        driver.send(Exit())
-        place.join(20)
-        assert place.exitcode == 0
-    finally:
-        place.kill()
-        driver.close()
 
 
 def _describes_itself(session: Any) -> tuple[str, int, int, str]:
