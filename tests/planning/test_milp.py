@@ -74,7 +74,7 @@ def instances(draw):
             low,
             low + draw(st.integers(0, 10)),
             ScalingCurve(dict(zip([low, *counts], rates, strict=True))),
-            CostsInSeconds(*costs),
+            CostsInSeconds(*costs, sharded_bytes=draw(st.sampled_from([0.0, 0.0, 5e9, 1e12]))),
             submitted=float(index),
         )
         # After node failures a trainer may have fewer nodes than its minimum.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool, moved_shares
 from freetrain_parsl.planning.objectives.base import (
     Moment,
     ObjectiveLike,
@@ -148,7 +148,9 @@ def move_cost(trainer: PlannedJob, held: int, objective: Objective) -> float:
     if not trainer.may_have(held):
         return 0.0
     rate = objective_table(charged(without_own_costs(objective)), trainer, held)[held]
-    return (trainer.costs.up + trainer.costs.down) * float(rate)
+    costs = trainer.costs
+    moving = costs.sharded_bytes / costs.bandwidth * float(moved_shares(held, np.array([held]))[0])
+    return (costs.up + costs.down + moving) * float(rate)
 
 
 def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[PlannedJob]) -> Counts:
