@@ -302,6 +302,8 @@ class PlannedJob:
         Samples per second that count as a speedup of 1; ``None``: its rate on `min_nodes`.
     allowed_counts
         The numbers of nodes within the bounds on which its model can run.
+    save_seconds
+        Time that it needs to write a checkpoint; zero while that is unknown.
     """
 
     name: str
@@ -321,6 +323,7 @@ class PlannedJob:
     curves: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
     unit: float | None = None
     allowed_counts: AllowedCounts = ANY_COUNT
+    save_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         who = f"trainer {self.name!r}"

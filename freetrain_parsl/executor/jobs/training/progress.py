@@ -327,7 +327,7 @@ class PlannerView:
         self._response.inform(planner.TrainerWithheld(self._response.now, self._name))
 
     def describe_model(self, progress: Progress, processes_per_unit: int) -> None:
-        """Report what limits the numbers of units, and what a change in place has to move.
+        """Report what limits the numbers of units, what a change in place has to move, and how long it saves.
 
         Raises
         ------
@@ -338,13 +338,16 @@ class PlannerView:
         if moved != self._costs.sharded_bytes:
             self._learn(replace(self._costs, sharded_bytes=moved))
         allowed = self._stated.allowed_counts & progress.allowed_counts.in_units(processes_per_unit)
-        if allowed == self._trainer.allowed_counts:
+        saves = progress.write_seconds
+        known = self._trainer
+        if allowed == known.allowed_counts and abs(saves - known.save_seconds) <= _SIGNIFICANT * known.save_seconds:
             return
         self._trainer = replace(
-            self._trainer,
+            known,
             min_nodes=self._stated.min_nodes,
             max_nodes=self._stated.max_nodes,
             allowed_counts=allowed,
+            save_seconds=saves,
         )
         self._response.inform(planner.TrainerLearned(self._response.now, self._trainer))
 
