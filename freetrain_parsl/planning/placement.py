@@ -97,18 +97,23 @@ class SharedHosts:
         self.slots = pool.slots_per_host
         self.on: dict[str, list[str]] = {}
         """Host -> its slots in the pool."""
+        ends: dict[str, tuple[float, float]] = {}
         for node in pool.values():
-            self.on.setdefault(node.machine, []).append(node.name)
+            machine, lasts = node.host or node.name, node.expected if node.closes is None else node.closes
+            if (slots := self.on.get(machine)) is None:
+                self.on[machine], ends[machine] = [node.name], (node.startup, -lasts)
+            else:
+                slots.append(node.name)
+                if -lasts > ends[machine][1]:
+                    ends[machine] = ends[machine][0], -lasts
         self._number = {host: number for number, host in enumerate(self.on)}
-        self.last_closing = {
-            host: (pool[slots[0]].startup, -min(pool[slot].lasts_until for slot in slots))
-            for host, slots in self.on.items()
-        }
+        self.last_closing = ends
         """Host -> key that sorts ready ones first, then those that close last."""
         self.held: dict[str, dict[str, list[str]]] = {}
         """Trainer -> host -> its slots there."""
         for slot, trainer in sorted(_holders(current, pool).items()):
-            self.held.setdefault(trainer, {}).setdefault(pool[slot].machine, []).append(slot)
+            node = pool[slot]
+            self.held.setdefault(trainer, {}).setdefault(node.host or node.name, []).append(slot)
 
     def whole(self, trainer: str) -> list[str]:
         """Return the hosts that a trainer has for itself, those that close last first."""
