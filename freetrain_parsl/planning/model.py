@@ -223,8 +223,9 @@ class CostsInSeconds:
     def changes(self, before: int, last: int) -> npt.NDArray[np.float64]:
         """Tabulate the seconds that a running trainer loses by a change from `before` nodes to 0, 1, …, `last`."""
         counts = np.arange(last + 1)
-        seconds = self.sharded_bytes / self.bandwidth * moved_shares(before, counts)
-        seconds += np.where(counts > before, self.up, self.down)
+        seconds = np.where(counts > before, self.up, self.down)
+        if self.sharded_bytes:
+            seconds += self.sharded_bytes / self.bandwidth * moved_shares(before, counts)
         return np.where(counts == before, 0.0, seconds)
 
 

@@ -29,6 +29,7 @@ def place(
     pool: Pool,
     current: Allocation,
     move_costs: Mapping[str, float] = MappingProxyType({}),
+    hosts: SharedHosts | None = None,
 ) -> dict[str, frozenset[str]]:
     """Choose nodes for decided counts without moving trainers between nodes.
 
@@ -51,6 +52,8 @@ def place(
         Trainer -> its nodes before; nodes that have left the pool are ignored.
     move_costs
         Trainer -> cost of moving it to another host, where hosts are shared; absent ones cost 1.
+    hosts
+        Those of this pool and allocation, where hosts are shared, if they are known.
 
     Returns
     -------
@@ -65,7 +68,7 @@ def place(
     """
     _check_counts(counts, pool)
     if pool.slots_per_host > 1:
-        return _place_sizes(counts, pool, current, move_costs)
+        return _place_sizes(counts, hosts or SharedHosts(pool, current), move_costs)
     held = _holders(current, pool)
     order = sorted(pool, key=lambda name: (pool[name].startup, -pool[name].lasts_until, name))
     kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
@@ -147,9 +150,8 @@ class SharedHosts:
 
 
 def _place_sizes(
-    counts: Mapping[str, int], pool: Pool, current: Allocation, move_costs: Mapping[str, float]
+    counts: Mapping[str, int], hosts: SharedHosts, move_costs: Mapping[str, float]
 ) -> dict[str, frozenset[str]]:
-    hosts = SharedHosts(pool, current)
     sizes = np.fromiter(counts.values(), dtype=np.int64)
     if not are_sizes(sizes, hosts.slots).all():
         raise PlanningError(

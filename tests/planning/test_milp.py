@@ -135,7 +135,7 @@ def test_the_dynamic_programme_is_right_by_enumeration(rows, data):
     solution = maximise_counts(values, np.zeros(len(rows), dtype=np.int64), time_limit=60)
     assert best_value(values) == total
     assert solution.objective == pytest.approx(total)
-    assert solution.bound == pytest.approx(total)
+    assert solution.bound == pytest.approx(total, abs=1e-9)  # the total may be zero
 
 
 def alike(many, size, *, low=1, high=64, start=0.0):

@@ -14,7 +14,7 @@ The last rows are the condition under which the jobs that do not stay fit beside
 jobs of d_r slots for which node i has room. A job of whole nodes never needs to move, as nodes are alike.
 
 The linear relaxation of the count model without all this bounds it from above, and its solution, rounded and repaired,
-is a good one. If that does not prove it optimal, the programme is solved over the counts that reduced-cost fixing leaves.
+is a good one. Where that is no proof, the programme is solved over the counts that reduced-cost fixing leaves.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def most_valuable_stays(parts: Parts, counts: Counts, weights: Table, *, time_li
     model.add_columns(-weights[rows], np.ones(len(rows)), integer=True)
     remaining = [_Remaining(column, int(row), int(parts.sizes[row])) for column, row in enumerate(rows)]
     demand = [
-        [(one.column, -float(one.size)) for one in remaining if counts[one.row] >= size]
+        [(one.column, -float(one.size)) for one in remaining if counts[one.row] >= size > 1]
         for size in sizes_within(parts.slots)
     ]
     _add_room(model, parts, remaining, demand, wanted(counts, parts.slots))
@@ -210,11 +210,12 @@ def most_valuable_stays(parts: Parts, counts: Counts, weights: Table, *, time_li
 
 @dataclass(frozen=True)
 class _Remaining:
-    """A column with the number of alike jobs whose part of `size` remains; `row` is one of them."""
+    """A column with the number of `many` alike jobs whose part of `size` remains; `row` is one of them."""
 
     column: int
     row: int
     size: int
+    many: int = 1
 
 
 def _divided_hosts(parts: Parts) -> Counts:
@@ -223,9 +224,9 @@ def _divided_hosts(parts: Parts) -> Counts:
 
 
 def _room_of(parts: Parts, stays: Counts) -> Table:
-    """Return y_ir of the nodes of which jobs have parts, node by node."""
+    """Return y_ir of the nodes of which jobs have parts, for sizes above 1, node by node."""
     left = parts.left(stays)[_divided_hosts(parts)]
-    rooms: Table = (left[:, None] // np.array(sizes_within(parts.slots))).ravel().astype(float)
+    rooms: Table = (left[:, None] // np.array(sizes_within(parts.slots)[1:])).ravel().astype(float)
     return rooms
 
 
@@ -236,8 +237,12 @@ def _add_room(
     demand: Sequence[Sequence[tuple[int, float]]],
     fixed: Counts,
 ) -> None:
-    """Add y, and the rows that compare it with the demand for each size: columns with coefficients, and a constant."""
-    sizes = sizes_within(parts.slots)
+    """Add y, and the rows that compare it with the demand for each size: columns with coefficients, and a constant.
+
+    y of the size 1 is what a node has left. Other sizes have stronger rows, too: a part that remains, however small,
+    takes a whole place of size d if it begins one.
+    """
+    sizes = sizes_within(parts.slots)[1:]
     hosts = _divided_hosts(parts)
     on: dict[int, list[_Remaining]] = defaultdict(list)
     for one in remaining:
@@ -247,11 +252,16 @@ def _add_room(
     for number, host in enumerate(hosts.tolist()):
         taken = [(one.column, float(one.size)) for one in on[host]]
         for level, size in enumerate(sizes):
-            _add(model, [(first + number * len(sizes) + level, float(size)), *taken], float(parts.free[host]))
+            free, column = int(parts.free[host]), first + number * len(sizes) + level
+            _add(model, [(column, float(size)), *taken], float(free))
+            for one in on[host]:
+                if free % size < one.size < size:
+                    _add(model, [(column, 1.0), (one.column, 1.0 / one.many)], float(free // size))
     elsewhere = room(np.delete(parts.free, hosts), parts.slots) - fixed
+    _add(model, demand[0], float(parts.free.sum() - fixed[0]))
     for level, size in enumerate(sizes):
         given = [(first + number * len(sizes) + level, -float(size)) for number in range(len(hosts))]
-        _add(model, [*demand[level], *given], float(elsewhere[level]))
+        _add(model, [*demand[level + 1], *given], float(elsewhere[level + 1]))
 
 
 def _add(model: Programme, terms: Sequence[tuple[int, float]], most: float) -> None:
@@ -359,11 +369,11 @@ class _Programme:
                 np.array([-self._move_costs[rows[0]] * self._scale]), np.array([many]), integer=True
             )
             begin.append(float(stays[rows].sum()))
-            remaining.append(_Remaining(column, int(rows[0]), size))
+            remaining.append(_Remaining(column, int(rows[0]), size, many))
             same = first + int(np.flatnonzero(at == size)[0])
             model.add_row(np.array([column, same]), np.array([1.0, -1.0]), -np.inf, 0.0)
             for level, least in enumerate(sizes_within(parts.slots)):
-                if size >= least:
+                if size >= least > 1:  # of single slots, what remains is in use like the rest
                     demand[level].append((column, -float(size)))
         capacity = self._prices.capacity
         idle = model.add_columns(np.array([self._prices.price * self._scale]), np.array([capacity]))
