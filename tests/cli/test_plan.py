@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.campaign.files.yaml_file import Variables
-from freetrain_parsl.cli.plan import plan
+from freetrain_parsl.cli.plan import plan, plan_figures
 from freetrain_parsl.cli.preview import ask_planner
 from freetrain_parsl.cli.sources import ChosenSource
 from freetrain_parsl.errors import InvalidApp, InvalidSettings
@@ -197,6 +197,8 @@ def test_a_site_whose_jobs_share_nodes_is_previewed_in_whole_nodes(campaign):
     file.write_text(SIZED % 2)
     answer = ask_planner(chosen, str(file), Variables())
     assert {share.trainer for block in answer.explanation.plan.shares for share in block} == {"one"}
+    figures = plan_figures(answer)
+    assert (figures["slots_per_node"], figures["units_per_node"]) == (4, 4)
     assert "training jobs share nodes here, but this preview gives each of them whole nodes" in answer.notes
     file.write_text(SIZED % 3)
     with pytest.raises(InvalidApp, match="the nearest sizes are 2 and 4 accelerators"):
