@@ -139,6 +139,7 @@ def explanation_figures(answer: PlannerAnswer) -> dict[str, Any]:
             {**window_row(verdict.window), "used": list(verdict.used), "why_not": verdict.why or None}
             for verdict in answer.explanation.verdicts
         ],
+        "free_accelerators": answer.explanation.free_slots or None,
         "nodes_in_no_window": dict(answer.survey.unused),
         "notes": list(answer.notes),
     }
@@ -151,6 +152,7 @@ def print_explanation(console: Screen, answer: PlannerAnswer, title: str, most: 
     number = {0: "no windows", 1: "1 window"}.get(len(verdicts), f"{len(verdicts)} windows")
     lines = [f"{title}: {number} at {when}"]
     lines += [verdict_sentence(verdict, answer.survey.time) for verdict in verdicts]
+    lines += filter(None, [answer.explanation.free_slots])
     lines += unused_lines(answer.survey.unused, most)
     console.print("\n".join(lines), highlight=False)
     for note in notes_view(answer.notes):
