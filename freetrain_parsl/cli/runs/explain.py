@@ -104,8 +104,8 @@ def _keep_one(figures: dict[str, Any], training: str | None, directory: Path) ->
 def runs_here() -> Iterator[str]:
     """Report what a user should know of runs in this directory.
 
-    Blocks that cannot start, no storage, training jobs that make no progress or cannot fuse, and the batches that the
-    driver has chosen.
+    Blocks that cannot start, accelerators that no waiting job can use, no storage, training jobs that make no progress
+    or cannot fuse, and the batches that the driver has chosen.
     """
     for directory in run_directories():
         try:
@@ -114,7 +114,7 @@ def runs_here() -> Iterator[str]:
             continue  # of another version
         if run is None:
             continue
-        yield from (f"{directory}: {reason}" for reason in run.reasons(time.time()))
+        yield from (f"{directory}: {reason}" for reason in [*run.reasons(time.time()), run.free_slots] if reason)
         reasons: defaultdict[str, list[str]] = defaultdict(list)
         for training in run.trainings.values():
             if training.state not in ("waiting", "running"):
