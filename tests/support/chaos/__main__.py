@@ -52,13 +52,17 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
         faults, strikes, limit = CAMPAIGN_FAULTS, (2, 6), 300.0
         make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = CampaignScene
     else:
-        from tests.support.chaos.bare import BARE_FAULTS, BareScene, warm_up
+        from tests.support.chaos.bare import BARE_FAULTS, SHARED_FAULTS, BareScene, warm_up
         from tests.support.chaos.bare_plan import BarePlan
 
         faults, strikes, limit = BARE_FAULTS, ((1, 4) if options.short else (3, 9)), 150.0
+        if options.kind == "shared":
+            faults, strikes, limit = SHARED_FAULTS, (2, 7), 240.0
 
         def make_scene(settings: EpisodeSettings, directory: Path, checkpoints: Path) -> Scene:
             plan = BarePlan(directory, checkpoints)
+            if options.kind == "shared":
+                plan = plan.shared()
             short = replace(plan, epochs=2, samples=256, heartbeat_timeout=3.0, peer_timeout=3.0)
             return BareScene(settings, short if options.short else plan)
 
@@ -96,7 +100,11 @@ def _line(report: EpisodeReport) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.support.chaos", description=__doc__)
-    parser.add_argument("kind", choices=["bare", "campaign"], help="bare: without HTEX, seconds; campaign: whole runs")
+    parser.add_argument(
+        "kind",
+        choices=["bare", "shared", "campaign"],
+        help="bare: without HTEX, seconds; shared: the same, with jobs that share nodes; campaign: whole runs",
+    )
     parser.add_argument("seeds", help="a number, or a range such as 1-20")
     parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, with relative frequencies")
     parser.add_argument("--jobs", type=int, default=1, help="concurrent episodes (default 1)")
