@@ -9,6 +9,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,22 +47,23 @@ def main(arguments: Sequence[str]) -> int:
 def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
     """Return the function that runs the episode of a seed, after validating the options."""
     root = options.directory or Path(tempfile.gettempdir()) / f"freetrain-chaos-{options.kind}"
-    if options.kind == "campaign":
+    shared = options.kind.startswith("shared")
+    if options.kind.endswith("campaign"):
         from tests.support.chaos.campaign import CAMPAIGN_FAULTS, CampaignScene
 
         faults, strikes, limit = CAMPAIGN_FAULTS, (2, 6), 300.0
-        make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = CampaignScene
+        make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = partial(CampaignScene, shared=shared)
     else:
         from tests.support.chaos.bare import BARE_FAULTS, SHARED_FAULTS, BareScene, warm_up
         from tests.support.chaos.bare_plan import BarePlan
 
         faults, strikes, limit = BARE_FAULTS, ((1, 4) if options.short else (3, 9)), 150.0
-        if options.kind == "shared":
-            faults, strikes, limit = SHARED_FAULTS, (2, 7), 240.0
+        if shared:
+            faults, strikes, limit = SHARED_FAULTS, ((1, 4) if options.short else (2, 7)), 240.0
 
         def make_scene(settings: EpisodeSettings, directory: Path, checkpoints: Path) -> Scene:
             plan = BarePlan(directory, checkpoints)
-            if options.kind == "shared":
+            if shared:
                 plan = plan.shared()
             short = replace(plan, epochs=2, samples=256, heartbeat_timeout=3.0, peer_timeout=3.0)
             return BareScene(settings, short if options.short else plan)

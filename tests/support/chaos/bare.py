@@ -261,13 +261,13 @@ class BareScene(Scene):
             low.unlink()
         if self._driver is None or self._channel is None:
             return
-        for name, job in self._jobs.items():
+        for name, job in list(self._jobs.items()):
             here = {(slot.node, slot.lane) for slot in self._slots.values() if slot.job == name}
             if not job.ending and now > job.ends:
                 self._end_job(name, "TIMED_OUT")
             if job.ending and not here:
                 self._tell("job_ended", name, job.ending)
-                job.nodes = ()
+                del self._jobs[name]  # told once: a driver that is stopped does not read what fills the pipe
             elif not job.ending and now > job.started + 0.3:
                 for place in product(job.nodes, range(self.plan.slots_per_node)):
                     if place not in here and self._tokens:
