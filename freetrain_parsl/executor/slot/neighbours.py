@@ -36,15 +36,15 @@ class Neighbour:
 
     Parameters
     ----------
-    training
-        The training job.
+    job
+        The training job, or the array of several: equal for the members of one job, which do not disturb each other.
     place
         Process id of the slot's place, whose descendants belong to the slot.
     save_seconds
         Estimated time in which this process writes a checkpoint; zero if another member of the job does.
     """
 
-    training: str
+    job: str
     place: int
     save_seconds: float = 0.0
 

@@ -87,18 +87,18 @@ def over_share(own: Neighbour, others: Sequence[Neighbour], share: float, used: 
     used
         Returns the bytes that the slot of a place uses.
     """
-    if all(other.training == own.training for other in others):
+    if all(other.job == own.job for other in others):
         return False
     amount = used(own.place)
     return amount > share and all((used(other.place), other.place) < (amount, own.place) for other in others)
 
 
-def saving_of(training: str, others: Collection[Neighbour]) -> float:
+def saving_of(job: str, others: Collection[Neighbour]) -> float:
     """Return the seconds in which the other jobs of the node write their checkpoints, one after another."""
     longest: dict[str, float] = {}
     for other in others:
-        longest[other.training] = max(longest.get(other.training, 0.0), other.save_seconds)
-    return sum(seconds for name, seconds in longest.items() if name != training)
+        longest[other.job] = max(longest.get(other.job, 0.0), other.save_seconds)
+    return sum(seconds for name, seconds in longest.items() if name != job)
 
 
 class NodeWatch:
@@ -106,8 +106,8 @@ class NodeWatch:
 
     Parameters
     ----------
-    training
-        The training job.
+    job
+        The training job, or the array, as people know it.
     lane
         Which slot of the node it runs in.
     pool
@@ -126,7 +126,7 @@ class NodeWatch:
 
     def __init__(
         self,
-        training: str,
+        job: str,
         lane: Lane,
         pool: Path,
         *,
@@ -138,7 +138,7 @@ class NodeWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._thread = threading.Thread(target=self._run, name="freetrain-node-watch", daemon=True)
-        self._own = Neighbour(training, os.getppid())
+        self._own = Neighbour(job, os.getppid())
         self._published: Neighbour | None = None
         self._lane = lane
         self._pool = pool
@@ -168,12 +168,12 @@ class NodeWatch:
 
     def look(self) -> None:
         """Look once."""
-        own = Neighbour(self._own.training, self._own.place, round(sum(list(self._saves.values())), 1))
+        own = Neighbour(self._own.job, self._own.place, round(sum(list(self._saves.values())), 1))
         if own != self._published:
             publish(self._pool, self._lane.rank, own)
             self._published = own
         others = neighbours_of(self._pool, self._lane.rank)
-        self._saving(saving_of(own.training, others))
+        self._saving(saving_of(own.job, others))
         memory = self._memory()
         if memory is None or self._is_ending:
             return
@@ -190,7 +190,7 @@ class NodeWatch:
         elif not self._told and self._exceeds(own.place, share):
             self._told = True
             self._tell(
-                f"freetrain: training job {own.training} uses {self._used(own.place) / _GIB:.1f} GiB of host memory, "
+                f"freetrain: {own.job} uses {self._used(own.place) / _GIB:.1f} GiB of host memory, "
                 f"more than its share of {self._share(share)}: if the node runs out of memory, it is ended\n"
             )
 
