@@ -83,7 +83,7 @@ def use_own_temporary_directory(pool: Path, rank: int) -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shared))
     path = pool / f"{_TEMPORARY}{rank}"
     with suppress(OSError):  # no file can be created
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=True)  # of a job before, which has left what cannot be removed
         os.environ["TMPDIR"] = tempfile.tempdir = str(path)
 
 
