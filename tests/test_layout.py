@@ -53,7 +53,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_300,
+    "planning": 7_400,
     "protocol": 1_920,
     "report": 3_060,
     "storage": 2_090,
