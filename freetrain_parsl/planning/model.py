@@ -327,9 +327,9 @@ class PlannedJob:
     save_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        who = f"trainer {self.name!r}"
+        who = f"training job {self.name!r}"
         if not self.name:
-            raise InvalidApp("a trainer needs a name")
+            raise InvalidApp("a training job needs a name")
         if self.min_nodes < 1:
             raise InvalidApp(f"{who}: min_nodes must be at least 1, got {self.min_nodes}")
         if self.max_nodes < self.min_nodes:
@@ -339,7 +339,7 @@ class PlannedJob:
             if curve.first_nodes > self.min_nodes:
                 raise InvalidApp(
                     f"{who}: its scaling curve{f' on nodes of kind {kind!r}' if kind else ''} starts at "
-                    f"{curve.first_nodes} nodes; add a point at or below min_nodes ({self.min_nodes})"
+                    f"{curve.first_nodes}; add a point at or below its least size, {self.min_nodes}"
                 )
         if math.isnan(self.work_left) or self.work_left < 0:
             raise InvalidApp(f"{who}: work_left must be zero or more samples, got {self.work_left!r}")

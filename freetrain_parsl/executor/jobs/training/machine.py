@@ -499,9 +499,8 @@ class TrainingMachine:
             return
         self._fail(
             InvalidApp(
-                f"training job {self.name!r} needs min_nodes={needed} nodes at the same time, but there are only "
-                f"{nodes} "
-                "for its blocks: lower min_nodes, or use a larger partition"
+                f"training job {self.name!r} needs {needed} nodes at the same time, but there are only {nodes} for its "
+                "blocks: lower min_nodes, min_accelerators or accelerators, or use a larger partition"
             )
         )
 
