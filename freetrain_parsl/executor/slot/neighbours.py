@@ -103,7 +103,7 @@ def use_own_temporary_directory(pool: Path, rank: int) -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shared))
     path = pool / f"{_TEMPORARY}{rank}"
     with suppress(OSError):  # no file can be created
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=True)  # of a job before, which has left what cannot be removed
         os.environ["TMPDIR"] = tempfile.tempdir = str(path)
 
 
@@ -112,4 +112,7 @@ def clear_traces(pool: Path, rank: int) -> None:
     with suppress(OSError):
         for file in (_FILE, _PROCESS):
             (pool / f"{file}{rank}").unlink(missing_ok=True)
-    shutil.rmtree(pool / f"{_TEMPORARY}{rank}", ignore_errors=True)
+    temporary = pool / f"{_TEMPORARY}{rank}"
+    with suppress(OSError):  # a directory
+        temporary.unlink()  # a link that the job has made of it: not followed, and the next job can have a directory
+    shutil.rmtree(temporary, ignore_errors=True)

@@ -231,3 +231,24 @@ def test_temporary_files_of_a_slot_are_its_own_and_are_removed(tmp_path: Path, m
     assert own.exists()
     clear_traces(tmp_path, 3)
     assert not own.exists()
+
+
+def test_what_a_job_left_that_cannot_be_removed_does_not_send_the_next_one_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "t3" / "read-only").mkdir(parents=True)
+    use_own_temporary_directory(tmp_path, 3)
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(tmp_path / "t3")
+
+
+def test_a_link_in_place_of_the_temporary_files_is_removed_and_not_followed(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").touch()
+    (tmp_path / "t3").symlink_to(theirs)
+    clear_traces(tmp_path, 3)
+    assert list(theirs.iterdir()) == [theirs / "file"]
+    assert not (tmp_path / "t3").is_symlink()
