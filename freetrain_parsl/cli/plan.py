@@ -77,6 +77,8 @@ def plan_figures(answer: PlannerAnswer) -> dict[str, Any]:
         "proven_optimal": None if decision is None else decision.proven_optimal,
         "solve_seconds": None if decision is None else decision.solve_seconds,
         "notes": list(answer.notes),
+        "slots_per_node": answer.slots_per_node,
+        "units_per_node": answer.units_per_node,
     }
 
 

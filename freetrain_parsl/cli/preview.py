@@ -45,11 +45,17 @@ class PlannerAnswer:
         The planner's decision.
     notes
         Assumptions, one line each.
+    slots_per_node
+        The least number of slots of a node.
+    units_per_node
+        Number of slots of a node where training jobs share nodes, otherwise 1.
     """
 
     survey: Survey
     explanation: Explanation
     notes: tuple[str, ...]
+    slots_per_node: int = 1
+    units_per_node: int = 1
 
 
 def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables) -> PlannerAnswer:
@@ -116,7 +122,8 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
                 f"training job {trainer.name} needs {needed} nodes at the same time, but there are only "
                 f"{most}: it would be rejected"
             )
-    return PlannerAnswer(survey, explanation, (*notes, *survey.notes))
+    slots = min(chosen.slots_per_node.values())
+    return PlannerAnswer(survey, explanation, (*notes, *survey.notes), slots, chosen.units_per_node)
 
 
 def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]:

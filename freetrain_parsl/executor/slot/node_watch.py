@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.slot.neighbours import Neighbour, neighbours_of, publish
-from freetrain_parsl.executor.slot.node_share import memory_of_node
+from freetrain_parsl.executor.slot.node_share import fields_of, memory_of_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -37,7 +37,6 @@ _PERIOD: Final = 1.0  # seconds between two looks
 _EXACT: Final = 10.0  # seconds between exact measurements, which may take a tenth of a second
 _LOW: Final = 0.03  # of the node's memory: when less is available, a job is ended
 _LARGEST_LOW: Final = 4 << 30  # bytes
-_KIB: Final = 1024
 _GIB: Final = 1 << 30
 
 
@@ -49,17 +48,6 @@ def _tree(pid: int, proc: Path) -> list[int]:
             for children in (proc / str(one) / "task").glob("*/children"):
                 found.extend(int(word) for word in children.read_text(encoding="ascii").split())
     return found
-
-
-def _field(path: Path, *names: str) -> int:
-    """Return the sum of fields of a file in ``/proc``, in bytes; zero if the process has ended."""
-    total = 0
-    with suppress(OSError, ValueError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name in names:
-                total += int(value.split()[0]) * _KIB
-    return total
 
 
 def memory_of(place: int, *, exact: bool, proc: Path = Path("/proc")) -> int:
@@ -78,9 +66,10 @@ def memory_of(place: int, *, exact: bool, proc: Path = Path("/proc")) -> int:
     """
     total = 0
     for pid in _tree(place, proc):
-        upper = _field(proc / str(pid) / "status", "RssAnon", "RssShmem")
-        shares = _field(proc / str(pid) / "smaps_rollup", "Pss_Anon", "Pss_Shmem") if exact else 0
-        total += shares or upper
+        status = fields_of(proc / str(pid) / "status")
+        rollup = fields_of(proc / str(pid) / "smaps_rollup") if exact else {}
+        shares = rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0)
+        total += shares or status.get("RssAnon", 0) + status.get("RssShmem", 0)
     return total
 
 
