@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 476
+MOST_FILES: Final = 480
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -53,7 +53,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_400,
+    "planning": 7_450,
     "protocol": 1_920,
     "report": 3_060,
     "storage": 2_090,
