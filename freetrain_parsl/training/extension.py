@@ -19,12 +19,16 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.checkpoints.saver import Saver, SaverParts
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
     from freetrain_parsl.training.data.order import Batch, Order
+    from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.node_memory import NodeMemory
 
-__all__ = ["SESSIONS", "BatchSource", "DataSource", "SessionExtension", "extension_for", "filled"]
+__all__ = ["SESSIONS", "BatchSource", "DataSource", "SessionExtension", "extension_for", "filled", "recalled"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,28 @@ class SessionExtension:
         """
         return saved
 
+    @classmethod
+    def recall(cls, memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:  # noqa: ARG003
+        """Return a state from copies in the members' memory; all members call this, and all get the same, or ``None``.
+
+        Parameters
+        ----------
+        memory
+            This member's.
+        options
+            Of the training job.
+        group
+            The members.
+        known
+            Step of the newest checkpoint, -1 without any, as the first member knows it; an older state is not returned.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        return None
+
     def gives_way(self) -> None:
         """Note that the prepared objects need another extension, which takes part from here on instead."""
 
@@ -124,6 +150,30 @@ class SessionExtension:
 
     def boundary(self) -> None:
         """Note a boundary, before the members decide how to continue."""
+
+    def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
+        """Keep copies of the state in memory from now on, if the extension does this; called before `started`."""
+
+    def copy_due(self, step: int, now: float) -> bool:  # noqa: ARG002
+        """Return whether such a copy is due, after `step` steps; the first member's answer counts."""
+        return False
+
+    @property
+    def copy_arrived(self) -> bool:
+        """Whether this member has a copy of its part and of another member's that not all are known to have."""
+        return False
+
+    def copy(self, state: Mapping[str, Any]) -> None:
+        """Copy a state, see `SessionState.whole`; all members call this at the same boundary.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+
+    def copied(self) -> None:
+        """Note that the copy has arrived at all members."""
 
     def backward(self, loss: torch.Tensor, *, steps: bool) -> None:
         """Compute the gradients of a loss, if the extension `computes`; `steps`: or in the `step` that follows."""
@@ -164,6 +214,12 @@ def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) ->
         return present
     present.gives_way()
     return kind()
+
+
+def recalled(memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:
+    """Return a state from copies in the members' memory; see `SessionExtension.recall`."""
+    states = (kind.recall(memory, options, group, known) for kind in SESSIONS.usable())
+    return next((state for state in states if state is not None), None)
 
 
 def filled(saved: Any, target: Stateful, checkpoint: Path) -> Any:
