@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
+from freetrain_parsl.extensions.sharding.copies import Copies
+from freetrain_parsl.extensions.sharding.recall import recall
 from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
@@ -18,9 +20,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.checkpoints.saver import SaverParts
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
+    from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.node_memory import NodeMemory
 
 __all__ = ["Sharding"]
 
@@ -29,6 +35,10 @@ class Sharding(SessionExtension):
     """The members hold different parts of the state: FSDP2 averages the gradients, and all write the checkpoints."""
 
     in_place = False
+
+    def __init__(self) -> None:
+        self.copies: Copies | None = None
+        """Copies of the members' parts; ``None`` before the loop, or without a memory for them."""
 
     @classmethod
     def applies(cls, objects: Mapping[str, Stateful]) -> bool:
@@ -39,6 +49,11 @@ class Sharding(SessionExtension):
     def fill(cls, saved: Any, target: Stateful, checkpoint: Path) -> Any:
         """See `sharded.fill`; either may be sharded or not."""
         return sharded.fill(saved, target, checkpoint)
+
+    @classmethod
+    def recall(cls, memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:
+        """See `recall.recall`."""
+        return recall(memory, options, group, known)
 
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
         """Refuse objects that are sharded over another mesh, and newcomers, which would have no part."""
@@ -57,6 +72,34 @@ class Sharding(SessionExtension):
             )
         if KEEP in state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
+
+    def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
+        """Keep copies of the members' parts."""
+        self.copies = Copies(memory, options, members)
+
+    def copy_due(self, step: int, now: float) -> bool:
+        """See `Copies.due`."""
+        return self.copies is not None and self.copies.due(step, now)
+
+    @property
+    def copy_arrived(self) -> bool:
+        """See `Copies.arrived`."""
+        return self.copies is not None and self.copies.arrived
+
+    def copy(self, state: Mapping[str, Any]) -> None:
+        """See `Copies.begin`."""
+        assert self.copies is not None, "a copy was due"
+        self.copies.begin(state)
+
+    def copied(self) -> None:
+        """See `Copies.complete`."""
+        assert self.copies is not None, "a copy has arrived"
+        self.copies.complete()
+
+    def close(self) -> None:
+        """Accept no further copy."""
+        if self.copies is not None:
+            self.copies.close()
 
     def spread(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is sharded."""
