@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    width, blocks = (256, 12) if given.quick else (2048, 24)
+    width, blocks = (256, 12) if given.quick else (1280, 16)
     rows = [cost(width, blocks), failure(width, copies=True), failure(width, copies=False)]
     report("Copies of a sharded state", rows, ["torch", "freetrain-parsl"], given.json)
 

@@ -28,6 +28,7 @@ class Shelf:
     def __init__(self) -> None:
         self._file = os.memfd_create("freetrain-copy")
         self._mapped: mmap.mmap | None = None
+        self._pinned = False
 
     def open(self, size: int) -> torch.Tensor:
         """Return the memory for a content of `size` bytes; until it is sealed, the shelf counts as empty."""
@@ -35,6 +36,13 @@ class Shelf:
         self._set(_SEALED, 0)
         self._set(_SIZE, size)
         return self._content(size)
+
+    def pin(self) -> None:
+        """Let GPUs copy to this memory while the program continues; where this is not possible, it waits for them."""
+        if not self._pinned and self._mapped is not None and torch.cuda.is_available():
+            self._pinned = True
+            begin = torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr()
+            torch.cuda.cudart().cudaHostRegister(begin, len(self._mapped), 0)  # type: ignore[no-untyped-call]  # torch's
 
     def seal(self, head: bytes) -> None:
         """Note that the content is complete, and what it is."""
@@ -93,6 +101,7 @@ class Shelf:
             os.ftruncate(self._file, size)
         if self._mapped is None or len(self._mapped) < size:
             self._mapped = mmap.mmap(self._file, self.held)  # tensors in the old mapping keep it
+            self._pinned = False
 
     def _content(self, size: int) -> torch.Tensor:
         if not size:
@@ -141,7 +150,7 @@ class NodeMemory:
             shelf.empty()
 
     def free(self) -> None:
-        """Give the memory of empty shelves back, between two processes of the slot."""
+        """Give the memory of empty shelves back, in a process that has not used them or has ended its threads."""
         for shelf in self.shelves:
             shelf.free()
 

@@ -130,7 +130,7 @@ class Runtime:
         self._mailbox = mailbox
         self._clock = clock
         self._regrouped = False  # whether the group has changed since the last boundary
-        self._memory = None if options.snapshot_every is None else memory
+        self._memory = memory
         restored = None if members.is_newcomer else self._restore()
         self._restored = None if restored is None else Restoration(restored)
         self._received: dict[str, Any] | None = None  # by a newcomer, until its loop comes to the batches
@@ -274,7 +274,7 @@ class Runtime:
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
         self.batch_runner = runner = self._make_batch_runner()
-        if self._memory is not None:
+        if self._memory is not None and self.options.snapshot_every is not None:
             self.extension.use_memory(self._memory, self.options, self.members)
         self.extension.started(self.state, lambda: runner.has_piece)
         check_schedulers(self.state.objects.values())
@@ -628,7 +628,10 @@ class Runtime:
     def _restore(self) -> Restored | None:
         """Return the newest state, on all members: from copies in their memory, or else from the newest checkpoint."""
         manager = self.checkpoint_manager
-        if self._memory is not None:
+        if self._memory is not None and self.options.snapshot_every is None:
+            self._memory.empty()  # of an earlier job
+            self._memory.free()
+        elif self._memory is not None:
             state = recalled(self._memory, self.options, self.members.group, manager.known_step())
             if state is not None:
                 manager.rejoin()

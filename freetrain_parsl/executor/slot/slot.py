@@ -440,6 +440,7 @@ class _Slot:
             run = TrainingRun(message, self._memory, interface=interface, address=address, send=send, files=files)
         else:
             self._memory.empty()  # of an earlier job
+            self._memory.free()
             run = kind_of(message).run(message, send, files)
         watch = self._watch_of(run, message.training)
         self._tell_closing(run)

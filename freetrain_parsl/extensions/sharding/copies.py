@@ -24,7 +24,7 @@ from freetrain_parsl.extensions.sharding.parts import Label, Layout, digest, pac
 from freetrain_parsl.training.checkpoints.save_schedule import Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.group.process_group import Group
@@ -114,7 +114,7 @@ class Copies:
             problem = str(error)
         if group.generation != self._generation:
             if not self._has_ended():
-                return  # a thread of the last group still writes there
+                layout, problem = None, "a transfer in the last group does not end"
             self._targets = self._plan(group, layout, problem)
             self._generation, self._transfer = group.generation, None
         if self._targets is None or layout is None:
@@ -122,15 +122,16 @@ class Copies:
         own, other = self._pairs[1 - self._newest]
         other.empty()
         content = own.open(layout.size(group.rank, group.size))
+        own.pin()
         for view, names in zip(layout.views(content, group.rank, group.size), layout.names, strict=True):
-            view.copy_(shards[names[0]].to_local().detach())
+            view.copy_(shards[names[0]].to_local().detach(), non_blocking=True)
         label = Label(self._job, group.generation, group.size, step, group.rank, is_own=True)
         loop = {**plain["loop"], "own": []}
         mine: Any = plain["loop"]["own"][0]
-        own.seal(pack(label, {"plain": {**plain, "loop": loop}, "layout": layout.as_plain(), "own": mine}))
+        head = pack(label, {"plain": {**plain, "loop": loop}, "layout": layout.as_plain(), "own": mine})
         sent = pack(replace(label, is_own=False), {"own": mine})
-        target = self._targets[group.rank]
-        self._transfer = _Transfer(sent, content, other, target, self._targets.index(group.rank))
+        target, source = self._targets[group.rank], self._targets.index(group.rank)
+        self._transfer = _Transfer(_once_copied(lambda: own.seal(head)), sent, content, other, target, source)
         self.blocked_seconds = time.monotonic() - begun
         self._schedule.measured(blocked=self.blocked_seconds)
 
@@ -182,6 +183,21 @@ class Copies:
         return None
 
 
+def _once_copied(action: Callable[[], None]) -> Callable[[], None]:
+    """Act at once if there is no GPU, else when the returned function is called: it waits for the copies before it."""
+    if not torch.cuda.is_available():
+        action()
+        return lambda: None
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+    copied.record()
+
+    def act() -> None:
+        copied.synchronize()
+        action()
+
+    return act
+
+
 def _step_on(shelf: Shelf) -> int:
     label = Label.on(shelf)
     return -1 if label is None else label.step
@@ -192,6 +208,8 @@ class _Transfer:
 
     Parameters
     ----------
+    ready
+        Called first, in the thread: waits until the copy is complete.
     head, content
         The copy.
     shelf
@@ -200,9 +218,12 @@ class _Transfer:
         Ranks.
     """
 
-    def __init__(self, head: bytes, content: torch.Tensor, shelf: Shelf, target: int, source: int) -> None:
+    def __init__(
+        self, ready: Callable[[], None], head: bytes, content: torch.Tensor, shelf: Shelf, target: int, source: int
+    ) -> None:
         self.arrived = self.dropped = False
         self.seconds = self.processor_seconds = 0.0
+        self._ready = ready
         self._head = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._content, self._shelf = content, shelf
         self._target, self._source = target, source
@@ -214,6 +235,7 @@ class _Transfer:
     def _run(self) -> None:
         begun, used = time.monotonic(), time.thread_time()
         try:
+            self._ready()
             sizes = torch.zeros(2, dtype=torch.int64)
             self._exchange(torch.tensor([self._head.numel(), self._content.numel()]), sizes)
             head = torch.empty(int(sizes[0]), dtype=torch.uint8)

@@ -95,6 +95,8 @@ def recall(memory: NodeMemory, options: SessionOptions, group: Group, known: int
         if replace(label, owner=0, is_own=True) == choice.label:
             shelf.tried()
             mine[label.owner] = shelf
+        else:  # the next copy takes its place, and not that of the one that is used
+            shelf.empty()
     state = _collect(group, choice, mine)
     if group.is_first:
         logger.warning(
@@ -114,6 +116,7 @@ def _usable(memory: NodeMemory, job: int) -> list[tuple[Label, Shelf]]:
                 found.append((label, shelf))
         else:
             shelf.empty()
+    memory.free()
     return found
 
 

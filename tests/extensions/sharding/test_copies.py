@@ -103,6 +103,15 @@ def test_a_copy_that_did_not_arrive_everywhere_is_used_only_if_all_parts_are_the
     assert_same(end, expected)
 
 
+def test_a_copy_that_never_arrives_does_not_stop_the_training(crew: Crew, tmp_path: Path, expected: Finished) -> None:
+    """Nor the end of the job, with a thread that still waits for its neighbour."""
+    stall = (Fault(0, SEND, 6, kills=False),)
+    habit = {**HABIT, "awaits_copies": False}
+    run = crew.run(3, tmp_path, classify_with_faults, faults=stall, **every(3), **habit)
+    assert_same(ends(run)[0], expected)
+    assert max(outcome.seconds for outcome in run if outcome) < 30
+
+
 def test_a_second_node_may_be_lost_as_soon_as_the_others_continue(
     crew: Crew, tmp_path: Path, expected: Finished
 ) -> None:
