@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 484
+MOST_FILES: Final = 486
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -33,7 +33,7 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
     "": 2_200,
-    "campaign": 5_330,
+    "campaign": 5_350,
     "cli": 2_560,
     "cluster": 3_200,
     "executor": 14_200,
@@ -53,7 +53,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_300,
+    "planning": 7_400,
     "protocol": 1_920,
     "report": 3_060,
     "storage": 2_090,

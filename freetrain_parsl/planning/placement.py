@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.errors import PlanningError
-from freetrain_parsl.planning.sizes import are_sizes, room, round_down, sizes_within, wanted
+from freetrain_parsl.planning.sizes import ANY_COUNT, are_sizes, room, round_down, sizes_within, wanted
 from freetrain_parsl.planning.solvers.shared_hosts import Parts, most_valuable_stays
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def check_allocation(
     ------
     PlanningError
         It names an unknown trainer or node, gives a node to two trainers, or gives a trainer nodes of several kinds,
-        nodes of a kind that it cannot use, or a number of nodes outside its bounds (including an empty set: a trainer
+        nodes of a kind that it cannot use, or a number of nodes that it may not have (including an empty set: a trainer
         without nodes must be absent); or, where hosts are shared, slots that are neither part of one host nor whole
         hosts, or a number of them that is no size.
     """
@@ -222,9 +222,11 @@ def check_allocation(
         trainer = known.get(name)
         if trainer is None:
             raise PlanningError(f"allocation: unknown trainer {name!r}; allocate only to the trainers passed in")
-        if not trainer.min_nodes <= len(nodes) <= trainer.max_nodes:
+        if not trainer.may_have(len(nodes)):
+            allowed = trainer.allowed_counts
+            which = "" if allowed == ANY_COUNT else f" in numbers that are {allowed}"
             raise PlanningError(
-                f"allocation: trainer {name!r} takes {trainer.min_nodes} to {trainer.max_nodes} nodes, "
+                f"allocation: trainer {name!r} takes {trainer.min_nodes} to {trainer.max_nodes} nodes{which}, "
                 f"got {len(nodes)}; leave it out to give it none"
             )
         for node in sorted(nodes):

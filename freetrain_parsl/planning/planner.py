@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.planning.sizes import AllowedCounts
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ class Planner:
             case ev.TrainerLearned():
                 if (trainer := self._trainers.get(event.trainer.name)) is not None:
                     self._trainers[trainer.name] = replace(event.trainer, since=trainer.since, service=trainer.service)
-                    self._dirty = self._dirty or event.trainer.max_nodes != trainer.max_nodes
+                    self._dirty = self._dirty or _sizes_of(event.trainer) != _sizes_of(trainer)
             case ev.TrainerFinished() | ev.TrainerFailed() | ev.TrainerWithheld():
                 self._trainers.pop(event.trainer, None)
                 self._assigned.pop(event.trainer, None)
@@ -325,7 +326,7 @@ class Planner:
         """Return the seconds of work left on its nodes; ``None`` if it does not run on them or that is unknown."""
         kind = self._kind_of(nodes)
         here = trainer if kind is None else trainer.on_kind(kind)
-        if len(nodes) < here.min_nodes or (rate := here.rate(len(nodes))) <= 0 or here.curve.relative:
+        if not _can_run(here, nodes) or (rate := here.rate(len(nodes))) <= 0 or here.curve.relative:
             return None
         return here.work_left / rate
 
@@ -346,7 +347,7 @@ class Planner:
         return decision
 
     def _last_good(self, current: Allocation) -> Allocation:
-        return {name: nodes for name, nodes in current.items() if len(nodes) >= self._trainers[name].min_nodes}
+        return {name: nodes for name, nodes in current.items() if _can_run(self._trainers[name], nodes)}
 
     # Blocks.
 
@@ -464,6 +465,16 @@ def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]
             chosen.add(machine)
             missing -= slots[machine]
     return frozenset(chosen)
+
+
+def _sizes_of(trainer: PlannedJob) -> tuple[int, int, AllowedCounts]:
+    """Return what limits a trainer's number of nodes."""
+    return trainer.min_nodes, trainer.max_nodes, trainer.allowed_counts
+
+
+def _can_run(trainer: PlannedJob, nodes: frozenset[str]) -> bool:
+    """Return whether a trainer can continue on its nodes, even if its largest number has become smaller."""
+    return len(nodes) >= trainer.min_nodes and len(nodes) in trainer.allowed_counts
 
 
 def _reassignment(name: str, before: frozenset[str], after: frozenset[str]) -> ev.Reassign:

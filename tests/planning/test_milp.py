@@ -35,7 +35,7 @@ def formula(case, objective, horizon=T):
     values = np.full((len(case.trainers), len(case.pool) + 1), -np.inf)
     before = held(case)
     for row, trainer in enumerate(case.trainers):
-        for n in (0, *range(trainer.min_nodes, min(trainer.max_nodes, len(case.pool)) + 1)):
+        for n in (0, *filter(trainer.may_have, range(len(case.pool) + 1))):
             values[row, n] = value(objective, trainer, before[trainer.name], n, horizon)
     return values
 

@@ -19,7 +19,7 @@ CURVE = ScalingCurve({2: 100.0, 4: 150.0})
         ({"name": ""}, "needs a name"),
         ({"min_nodes": 0}, "min_nodes must be at least 1"),
         ({"max_nodes": 1}, r"max_nodes \(1\) is less than min_nodes \(2\)"),
-        ({"min_nodes": 1}, "curve starts at 2 nodes"),
+        ({"min_nodes": 1}, "curve starts at 2; add"),
         ({"work_left": -1.0}, "work_left"),
         ({"work_left": math.nan}, "work_left"),
         ({"priority": 0.0}, "priority"),

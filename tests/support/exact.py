@@ -36,7 +36,8 @@ def value(objective: Objective, trainer: PlannedJob, current: int, nodes: int, h
     rate = objective(trainer, nodes) if nodes else 0.0
     if current == 0:
         return (horizon - trainer.costs.start) * rate
-    before = objective(trainer, min(max(current, trainer.min_nodes), trainer.max_nodes))
+    allowed = [n for n in range(trainer.min_nodes, trainer.max_nodes + 1) if trainer.may_have(n)]
+    before = objective(trainer, min(allowed, key=lambda n: abs(n - current)))
     if nodes > current:
         return horizon * rate - trainer.costs.up * before
     if nodes < current:

@@ -36,15 +36,15 @@ class Neighbour:
 
     Parameters
     ----------
-    training
-        The training job.
+    job
+        The training job, or the array of several: equal for the members of one job, which do not disturb each other.
     place
         Process id of the slot's place, whose descendants belong to the slot.
     save_seconds
         Estimated time in which this process writes a checkpoint; zero if another member of the job does.
     """
 
-    training: str
+    job: str
     place: int
     save_seconds: float = 0.0
 
@@ -83,7 +83,7 @@ def use_own_temporary_directory(pool: Path, rank: int) -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(shared))
     path = pool / f"{_TEMPORARY}{rank}"
     with suppress(OSError):  # no file can be created
-        path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=True)  # of a job before, which has left what cannot be removed
         os.environ["TMPDIR"] = tempfile.tempdir = str(path)
 
 
@@ -91,4 +91,7 @@ def clear_traces(pool: Path, rank: int) -> None:
     """Remove a slot's file and its temporary files: its process has ended."""
     with suppress(OSError):
         (pool / f"{_FILE}{rank}").unlink(missing_ok=True)
-    shutil.rmtree(pool / f"{_TEMPORARY}{rank}", ignore_errors=True)
+    temporary = pool / f"{_TEMPORARY}{rank}"
+    with suppress(OSError):  # a directory
+        temporary.unlink()  # a link that the job has made of it: not followed, and the next job can have a directory
+    shutil.rmtree(temporary, ignore_errors=True)

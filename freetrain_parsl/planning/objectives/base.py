@@ -242,9 +242,7 @@ class Deadline(Contextual):
 def _allowed_rates(trainer: PlannedJob, nodes: int) -> Table:
     """Tabulate samples per second on 0, 1, …, `nodes` nodes; zero where the count is not allowed."""
     rates = trainer.curve.rates(nodes)
-    rates[: trainer.min_nodes] = 0.0
-    rates[trainer.max_nodes + 1 :] = 0.0
-    return rates
+    return np.where(trainer.may_have_each(nodes), rates, 0.0)
 
 
 def _training_time(trainer: PlannedJob, moment: Moment) -> float:
@@ -376,7 +374,7 @@ def without_own_costs(objective: Objective) -> Objective:
 def objective_table(objective: Objective, trainer: PlannedJob, max_nodes: int) -> Table:
     """Tabulate O_j(0), …, O_j(max_nodes), shape (max_nodes + 1,), value per second.
 
-    Zero on zero nodes; NaN outside the trainer's bounds, where an objective is never called.
+    Zero on zero nodes; NaN where the trainer may not have a number of nodes: an objective is never called there.
 
     Raises
     ------
@@ -384,11 +382,13 @@ def objective_table(objective: Objective, trainer: PlannedJob, max_nodes: int) -
         The objective did not return a finite number of at least zero.
     """
     table = np.full(max_nodes + 1, np.nan)
-    first, last = trainer.min_nodes, min(trainer.max_nodes, max_nodes)
-    if isinstance(objective, Tabulated):
-        table[first : last + 1] = objective.table(trainer, last)[first:]
+    allowed = np.flatnonzero(trainer.may_have_each(min(trainer.max_nodes, max_nodes)))
+    if not len(allowed):
+        pass
+    elif isinstance(objective, Tabulated):
+        table[allowed] = objective.table(trainer, int(allowed[-1]))[allowed]
     else:
-        for nodes in range(first, last + 1):
+        for nodes in allowed.tolist():
             table[nodes] = _checked(objective(trainer, nodes), trainer, nodes)
     table[0] = 0.0
     return table
@@ -401,9 +401,9 @@ def value_table(objective: Objective, trainer: PlannedJob, current: int, max_nod
 
         v(n) = T O(n) - [n > C] R_up O(C) - [n < C] R_down O(C) - [C = 0 < n] R_start O(n)
 
-    A trainer whose `current` count C is outside its bounds (some of its nodes are gone) cannot continue: it stops, at
-    the cost of a shrink, or changes to an allowed count, at the cost of a grow or a shrink. O(C) is then taken at the
-    nearest bound. An objective that is `NetOfChanges` is charged nothing: v(n) = T O(n).
+    A trainer that may not have its `current` count C (some of its nodes are gone) cannot continue: it stops, at the
+    cost of a shrink, or changes to an allowed count, at the cost of a grow or a shrink. O(C) is then taken at the
+    nearest allowed one. An objective that is `NetOfChanges` is charged nothing: v(n) = T O(n).
 
     Parameters
     ----------
@@ -426,7 +426,7 @@ def value_table(objective: Objective, trainer: PlannedJob, current: int, max_nod
     if isinstance(objective, NetOfChanges):
         values = horizon * objective_table(objective, trainer, max_nodes)
         return np.where(np.isnan(values), -np.inf, values)
-    nearest = min(max(current, trainer.min_nodes), trainer.max_nodes)
+    nearest = trainer.nearest(current)
     rates = objective_table(charged(objective), trainer, max(max_nodes, nearest if current else 0))
     before = rates[nearest] if current else 0.0
     rates = rates[: max_nodes + 1]

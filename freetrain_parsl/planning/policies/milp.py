@@ -145,7 +145,7 @@ class _Shared:
 
 def move_cost(trainer: PlannedJob, held: int, objective: Objective) -> float:
     """Return the cost of a move: a trainer grows on the other host, and leaves this one, at the rate that it has."""
-    if not trainer.min_nodes <= held <= trainer.max_nodes:
+    if not trainer.may_have(held):
         return 0.0
     rate = objective_table(charged(without_own_costs(objective)), trainer, held)[held]
     return (trainer.costs.up + trainer.costs.down) * float(rate)

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.states import Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import Report
 
 __all__ = ["TrainingMachine"]
@@ -403,6 +404,7 @@ class TrainingMachine:
                     if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
                         self._do(do.ForgetStorage())
                     self._take_progress(report)
+                    self._restrict(report.allowed_counts)
                     self._observe(report)
             case GroupFailed():
                 self._group_failed(participant, report)
@@ -417,6 +419,14 @@ class TrainingMachine:
         if self.progress is progress and isinstance(self.phase, Running):
             group = self.phase.group
             self._do(do.Observe(group.number, group.nodes, len(group.ranks), progress))
+
+    def _restrict(self, allowed: AllowedCounts) -> None:
+        if isinstance(self.phase, Running):
+            group = self.phase.group
+            try:
+                self._planner.restrict(allowed, len(group.ranks) // len(group.nodes))
+            except InvalidApp as error:
+                self._fail(error)
 
     def _take_progress(self, progress: Progress) -> None:
         first = self._processes.report_training()
@@ -490,9 +500,8 @@ class TrainingMachine:
             return
         self._fail(
             InvalidApp(
-                f"training job {self.name!r} needs min_nodes={needed} nodes at the same time, but there are only "
-                f"{nodes} "
-                "for its blocks: lower min_nodes, or use a larger partition"
+                f"training job {self.name!r} needs {needed} nodes at the same time, but there are only {nodes} for its "
+                "blocks: lower min_nodes, min_accelerators or accelerators, or use a larger partition"
             )
         )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase
     from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import BatchReport, Progress
 
 __all__ = [
@@ -311,7 +312,7 @@ class PlannerView:
         self._name = request.name
         self._samples = request.samples
         self._costs_are_stated = request.costs is not None
-        self._trainer = request.trainer(costs, submitted=response.now)
+        self._stated = self._trainer = request.trainer(costs, submitted=response.now)
         self._costs = self._trainer.costs
         self._response = response
 
@@ -322,6 +323,25 @@ class PlannerView:
     def withhold(self) -> None:
         """Let the planner assign it no nodes until it is submitted again."""
         self._response.inform(planner.TrainerWithheld(self._response.now, self._name))
+
+    def restrict(self, allowed: AllowedCounts, processes_per_unit: int) -> None:
+        """Limit the numbers of units to those of which the job's model allows the numbers of processes.
+
+        Raises
+        ------
+        InvalidApp
+            There is none within the bounds.
+        """
+        allowed = self._stated.allowed_counts & allowed.in_units(processes_per_unit)
+        if allowed == self._trainer.allowed_counts:
+            return
+        self._trainer = replace(
+            self._trainer,
+            min_nodes=self._stated.min_nodes,
+            max_nodes=self._stated.max_nodes,
+            allowed_counts=allowed,
+        )
+        self._response.inform(planner.TrainerLearned(self._response.now, self._trainer))
 
     def finish(self) -> None:
         """Report that it has finished."""

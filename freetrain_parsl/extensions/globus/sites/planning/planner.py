@@ -280,7 +280,7 @@ class _Problem:
 
     def _placed(self, training: SiteTraining, way: _Chosen) -> SiteChoice:
         site, option, home = way.site, way.option, self._home(training)
-        reason = f"{way.nodes} of {self._mean[site]:.1f} nodes expected at {site}"
+        reason = f"{way.nodes} of {self._mean[site]:.1f} {self._question.unit} expected at {site}"
         if site == home:
             if (left := training.arrives - self._question.now) > 0:
                 reason += f", where its state arrives in {left:.0f} s"
