@@ -67,6 +67,7 @@ def run_fragment(
     clock: Clock = time.monotonic,
     recorder: Recorder | None = None,
     memory: NodeMemory | None = None,
+    next_size: int | None = None,
 ) -> Finished | Paused:
     """Run a training job in this process until it is done or this process has to leave.
 
@@ -91,6 +92,8 @@ def run_fragment(
         Sees what happens, in a check of the function.
     memory
         Keeps copies of a sharded state beyond the end of this process; ``None``: there are none.
+    next_size
+        For a process that joins: how many members the group is going to have, as far as it is known.
 
     Raises
     ------
@@ -102,7 +105,7 @@ def run_fragment(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     runtime = None
-    members = GroupMember(membership, meet, mailbox, report)
+    members = GroupMember(membership, meet, mailbox, report, next_size)
     try:
         runtime = Runtime(options, members, mailbox, report, clock, recorder, memory=memory)
         ended = train(runtime, function, args, kwargs or {})

@@ -327,6 +327,7 @@ def run_member(
     tell: Any = lambda _report: None,
     memory: NodeMemory | None = None,
     name: str = "net",
+    next_size: int | None = None,
     **options: Any,
 ) -> Outcome:
     """Run a training job in this process; errors are converted to text, to be sent."""
@@ -353,6 +354,7 @@ def run_member(
             mailbox=mailbox,
             report=report,
             memory=memory,
+            next_size=next_size,
         )
     except Exception as problem:  # noqa: BLE001 - reported to the test
         error = f"{type(problem).__name__}: {problem}"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
 from freetrain_parsl.extensions.sharding.neighbours import neighbours
-from freetrain_parsl.extensions.sharding.parts import Label, Layout, digest, pack
+from freetrain_parsl.extensions.sharding.parts import Label, Parts, digest, pack
 from freetrain_parsl.training.checkpoints.save_schedule import Schedule
 
 if TYPE_CHECKING:
@@ -107,28 +107,28 @@ class Copies:
         if self._every:
             self.next_step = (step // self._every + 1) * self._every
         plain, shards = sharded.split(state)
-        layout, problem = None, ""
+        parts, problem = None, ""
         try:
-            layout = Layout.of(shards)
+            parts = Parts.of(shards)
         except UsageError as error:
             problem = str(error)
         if group.generation != self._generation:
             if not self._has_ended():
-                layout, problem = None, "a transfer in the last group does not end"
-            self._targets = self._plan(group, layout, problem)
+                parts, problem = None, "a transfer in the last group does not end"
+            self._targets = self._plan(group, parts, problem)
             self._generation, self._transfer = group.generation, None
-        if self._targets is None or layout is None:
+        if self._targets is None or parts is None:
             return
         own, other = self._pairs[1 - self._newest]
         other.empty()
-        content = own.open(layout.size(group.rank, group.size))
+        content = own.open(parts.size(group.rank, group.size))
         own.pin()
-        for view, names in zip(layout.views(content, group.rank, group.size), layout.names, strict=True):
+        for view, names in zip(parts.views(content, group.rank, group.size), parts.names, strict=True):
             view.copy_(shards[names[0]].to_local().detach(), non_blocking=True)
         label = Label(self._job, group.generation, group.size, step, group.rank, is_own=True)
         loop = {**plain["loop"], "own": []}
         mine: Any = plain["loop"]["own"][0]
-        head = pack(label, {"plain": {**plain, "loop": loop}, "layout": layout.as_plain(), "own": mine})
+        head = pack(label, {"plain": {**plain, "loop": loop}, "parts": parts.as_plain(), "own": mine})
         sent = pack(replace(label, is_own=False), {"own": mine})
         target, source = self._targets[group.rank], self._targets.index(group.rank)
         self._transfer = _Transfer(_once_copied(lambda: own.seal(head)), sent, content, other, target, source)
@@ -155,12 +155,12 @@ class Copies:
         self._transfer.thread.join(_LONGEST_END)
         return not self._transfer.thread.is_alive()
 
-    def _plan(self, group: Group, layout: Layout | None, problem: str) -> list[int] | None:
+    def _plan(self, group: Group, parts: Parts | None, problem: str) -> list[int] | None:
         """Choose the neighbours in a new group, all members together; ``None``: there are no copies in it."""
         memory = self._memory
-        needed = 0 if layout is None else _COPIES * layout.size(0, group.size)
+        needed = 0 if parts is None else _COPIES * parts.size(0, group.size)
         mine = [digest(memory.node), digest(memory.block), max(0, needed - memory.held), memory.available]
-        rows = [tensor.tolist() for tensor in group.gather(torch.tensor([*mine, int(layout is None)]))]
+        rows = [tensor.tolist() for tensor in group.gather(torch.tensor([*mine, int(parts is None)]))]
         nodes, blocks = [row[0] for row in rows], [row[1] for row in rows]
         share = 1.0 if self._every else _AUTO_SHARE
         room = {node: share * min(row[3] for row in rows if row[0] == node) for node in nodes}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.extensions.sharding.moving import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.node_memory import Shelf
 
-__all__ = ["Label", "Layout", "Sharded", "digest", "pack", "unpack"]
+__all__ = ["Label", "Parts", "digest", "pack", "unpack"]
 
 _ALIGNED = 64  # bytes
 _BITS = 62  # of a digest: it is sent as a signed integer
@@ -95,41 +96,7 @@ def unpack(head: bytes) -> Any:
     return torch.load(io.BytesIO(head.partition(b"\n")[2]), map_location="cpu", weights_only=True)
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """A tensor that is sharded by one dimension, as all members know it.
-
-    Parameters
-    ----------
-    shape
-        Of the whole tensor.
-    dtype
-        Of its elements.
-    dim
-        The dimension.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int
-
-    def span(self, owner: int, owners: int) -> tuple[int, int]:
-        """Return an owner's range of the dimension: the rule of `torch.chunk`, as in FSDP2 and DTensor."""
-        length = self.shape[self.dim]
-        chunk = -(-length // owners)
-        return min(owner * chunk, length), min((owner + 1) * chunk, length)
-
-    def local_shape(self, owner: int, owners: int) -> tuple[int, ...]:
-        """Return the shape of an owner's part."""
-        begin, end = self.span(owner, owners)
-        return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
-
-    def piece(self, part: torch.Tensor, begin: int, end: int, owner: int, owners: int) -> torch.Tensor:
-        """Return the view of an owner's part that has this range of the dimension."""
-        return part.narrow(self.dim, begin - self.span(owner, owners)[0], end - begin)
-
-
-class Layout:
+class Parts:
     """The sharded tensors of a state, the same on all members; those with the same memory are kept once.
 
     Parameters
@@ -140,13 +107,13 @@ class Layout:
         The names of each.
     """
 
-    def __init__(self, tensors: list[Sharded], names: list[list[str]]) -> None:
+    def __init__(self, tensors: list[Layout], names: list[list[str]]) -> None:
         self.tensors = tensors
         self.names = names
 
     @classmethod
-    def of(cls, shards: Mapping[str, DTensor]) -> Layout:
-        """Return the layout of the sharded tensors of a state.
+    def of(cls, shards: Mapping[str, DTensor]) -> Parts:
+        """Return the parts of the sharded tensors of a state.
 
         Raises
         ------
@@ -155,7 +122,7 @@ class Layout:
         """
         from torch.distributed.tensor import Shard
 
-        tensors: list[Sharded] = []
+        tensors: list[Layout] = []
         names: list[list[str]] = []
         seen: dict[tuple[Any, ...], int] = {}
         for name, shard in shards.items():
@@ -171,17 +138,17 @@ class Layout:
                 continue
             seen[memory] = len(names)
             names.append([name])
-            tensors.append(Sharded(tuple(shard.shape), shard.dtype, placement.dim))
+            tensors.append(Layout(tuple(shard.shape), shard.dtype, placement.dim))
         return cls(tensors, names)
 
     def as_plain(self) -> list[tuple[Any, ...]]:
         """Return it as values that can be saved."""
-        return [(*astuple(tensor), names) for tensor, names in zip(self.tensors, self.names, strict=True)]
+        return [(each.shape, each.dtype, each.dim, names) for each, names in zip(self.tensors, self.names, strict=True)]
 
     @classmethod
-    def from_plain(cls, plain: list[tuple[Any, ...]]) -> Layout:
-        """Return the layout that `as_plain` has made."""
-        return cls([Sharded(*facts) for *facts, _ in plain], [names for *_, names in plain])
+    def from_plain(cls, plain: list[tuple[Any, ...]]) -> Parts:
+        """Return what `as_plain` has made a value of."""
+        return cls([Layout(*facts) for *facts, _ in plain], [names for *_, names in plain])
 
     def size(self, owner: int, owners: int) -> int:
         """Return the bytes of an owner's parts."""
@@ -197,6 +164,6 @@ class Layout:
             begin += _padded(tensor, owner, owners)
 
 
-def _padded(tensor: Sharded, owner: int, owners: int) -> int:
+def _padded(tensor: Layout, owner: int, owners: int) -> int:
     size = torch.Size(tensor.local_shape(owner, owners)).numel() * tensor.dtype.itemsize
     return -(-size // _ALIGNED) * _ALIGNED

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from freetrain_parsl.extensions.sharding import state as sharded
-from freetrain_parsl.extensions.sharding.parts import Label, Layout, unpack
+from freetrain_parsl.extensions.sharding.moving import move
+from freetrain_parsl.extensions.sharding.parts import Label, Parts, unpack
 from freetrain_parsl.storage.entry import Entry
 from freetrain_parsl.training.checkpoints.format import Restored
 from freetrain_parsl.training.group.state_transfer import pass_on
@@ -20,7 +20,6 @@ from freetrain_parsl.training.group.state_transfer import pass_on
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from freetrain_parsl.extensions.sharding.parts import Sharded
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.node_memory import NodeMemory, Shelf
@@ -145,7 +144,7 @@ def _collect(group: Group, choice: Choice, shelves: Mapping[int, Shelf]) -> dict
         body = next(head for head in heads.values() if "plain" in head)
     others = [rank for rank in range(group.size) if rank != choice.root]
     body = pass_on(group, [choice.root], others, body) or body
-    layout, state = Layout.from_plain(body["layout"]), body["plain"]
+    parts, state = Parts.from_plain(body["parts"]), body["plain"]
     if body["own"]:
         own: list[Any] = [{} for _ in range(min(group.size, choice.label.size))]
         for rank, keeper in enumerate(choice.keepers[: len(own)]):
@@ -155,64 +154,48 @@ def _collect(group: Group, choice: Choice, shelves: Mapping[int, Shelf]) -> dict
             if group.rank == rank:
                 own[rank] = part
         state["loop"]["own"] = own
-    parts = _moved(group, choice, layout, contents)
-    whole: dict[str, Any] = sharded.put_back(state, parts)
+    whole: dict[str, Any] = sharded.put_back(state, _moved(group, choice, parts, contents))
     return whole
 
 
 def _moved(
-    group: Group, choice: Choice, layout: Layout, contents: Mapping[int, torch.Tensor]
+    group: Group, choice: Choice, parts: Parts, contents: Mapping[int, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, int]]:
-    """Move the parts to their new owners; return name -> this member's part, and the dimension that is sharded.
-
-    One tensor after another, so that there is memory for one more part of one tensor at a time.
-    """
-    size = choice.label.size
-    old = {owner: layout.views(content, owner, size) for owner, content in contents.items()}
-    found: dict[str, tuple[torch.Tensor, int]] = {}
-    for tensor, names in zip(layout.tensors, layout.names, strict=True):
-        parts = {owner: next(views) for owner, views in old.items()}
-        part = _moved_part(group, choice, tensor, parts)
-        found |= dict.fromkeys(names, (part, tensor.dim))
-    return found
+    """Move the parts to their new owners; return name -> this member's part, and the dimension that is sharded."""
+    kept = _Kept(parts, choice.label.size, group.size, contents)
+    move(parts.tensors, choice.keepers, range(group.size), kept, group)
+    return {
+        name: (kept.new[number], tensor.dim)
+        for number, (tensor, names) in enumerate(zip(parts.tensors, parts.names, strict=True))
+        for name in names
+    }
 
 
-def _moved_part(group: Group, choice: Choice, tensor: Sharded, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return this member's new part of a tensor; all members send what they have of the others'.
+class _Kept:
+    """The parts that this member keeps, and its new ones: see `moving.Shards`.
 
     Parameters
     ----------
-    group, choice
-        As for `_collect`.
-    tensor
-        Its description.
     parts
-        Old owner -> its part, as far as this member keeps it.
+        What they are parts of.
+    before, now
+        Number of owners.
+    contents
+        Old owner -> memory with its parts.
     """
-    size, me = choice.label.size, group.rank
-    new = torch.empty(tensor.local_shape(me, group.size), dtype=tensor.dtype)
-    operations, arriving = [], []
-    for owner, keeper in enumerate(choice.keepers):  # in the same order on all members, as messages have no names
-        first, last = tensor.span(owner, size)
-        for target in range(group.size):
-            begin, end = tensor.span(target, group.size)
-            begin, end = max(begin, first), min(end, last)
-            if begin >= end or me not in (keeper, target):
-                continue
-            into = tensor.piece(new, begin, end, me, group.size) if target == me else None
-            if keeper == me:
-                piece = tensor.piece(parts[owner], begin, end, owner, size)
-                if into is None:
-                    operations.append(dist.P2POp(dist.isend, piece.contiguous(), target))
-                else:
-                    into.copy_(piece)
-            elif into is not None:
-                arriving.append((into, torch.empty_like(into, memory_format=torch.contiguous_format)))
-                operations.append(dist.P2POp(dist.irecv, arriving[-1][1], keeper))
-    if operations:
-        with group.waits():
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-    for into, piece in arriving:
-        into.copy_(piece)
-    return new
+
+    def __init__(self, parts: Parts, before: int, now: int, contents: Mapping[int, torch.Tensor]) -> None:
+        self._parts, self._now = parts, now
+        self._old = {owner: list(parts.views(content, owner, before)) for owner, content in contents.items()}
+        self.new: dict[int, torch.Tensor] = {}
+        """Number of a tensor -> this member's new part."""
+
+    def read(self, tensor: int, owner: int) -> torch.Tensor:
+        """Return an old part."""
+        return self._old[owner][tensor]
+
+    def allocate(self, tensor: int, owner: int) -> torch.Tensor:
+        """Return memory for this member's new part."""
+        layout = self._parts.tensors[tensor]
+        self.new[tensor] = torch.empty(layout.local_shape(owner, self._now), dtype=layout.dtype)
+        return self.new[tensor]

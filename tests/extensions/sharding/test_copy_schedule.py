@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from freetrain_parsl.extensions.sharding.copies import Copies
-from freetrain_parsl.extensions.sharding.parts import Label, Layout, Sharded, digest, pack
+from freetrain_parsl.extensions.sharding.moving import Layout
+from freetrain_parsl.extensions.sharding.parts import Label, Parts, digest, pack
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.node_memory import NodeMemory
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PART = 64_000  # bytes of each of two members
-LAYOUT = Layout([Sharded((16_000, 2), torch.float32, 0)], [["w"]])
+PARTS = Parts([Layout((16_000, 2), torch.float32, 0)], [["w"]])
 
 
 @dataclass
@@ -55,7 +56,7 @@ def copies(memory: NodeMemory, root: Path, every: int | None, group: Peers) -> C
 
 def plan(copies: Copies, group: Peers) -> list[int] | None:
     """Choose the neighbours in a group."""
-    targets = copies._plan(group, LAYOUT, "")  # type: ignore[arg-type]
+    targets = copies._plan(group, PARTS, "")  # type: ignore[arg-type]
     copies._targets, copies._generation = targets, group.generation
     return targets
 
