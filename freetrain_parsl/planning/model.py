@@ -200,17 +200,45 @@ class CostsInSeconds:
         When a running trainer grows, or shrinks (also to zero nodes), at the rate it had before.
     start
         When a trainer without nodes gets nodes, at its new rate.
+    sharded_bytes
+        Size of a state that is divided evenly among its nodes, which a change in place moves; 0: each node has all.
+    bandwidth
+        Bytes per second that a node receives, or sends, meanwhile.
     """
 
     up: float = 0.0
     down: float = 0.0
     start: float = 0.0
+    sharded_bytes: float = 0.0
+    bandwidth: float = 1e9
 
     def __post_init__(self) -> None:
-        for name in ("up", "down", "start"):
+        for name in ("up", "down", "start", "sharded_bytes"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise InvalidApp(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
+                raise InvalidApp(f"rescale cost {name!r} must be zero or more, got {value!r}")
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise InvalidApp(f"rescale cost 'bandwidth' must be positive, got {self.bandwidth!r}")
+
+    def changes(self, before: int, last: int) -> npt.NDArray[np.float64]:
+        """Tabulate the seconds that a running trainer loses by a change from `before` nodes to 0, 1, …, `last`."""
+        counts = np.arange(last + 1)
+        seconds = np.where(counts > before, self.up, self.down)
+        if self.sharded_bytes:
+            seconds += self.sharded_bytes / self.bandwidth * moved_shares(before, counts)
+        return np.where(counts == before, 0.0, seconds)
+
+
+def moved_shares(before: int, after: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the share of an evenly divided state that the busiest node receives or sends in a change.
+
+    With `s` nodes on one side of the change and `l` on the other, l > s, each of the l - s nodes that come or go moves
+    its share, 1/l, and the others what their share grows or shrinks by, 1/s - 1/l, as each keeps the part that overlaps
+    most. Where as many nodes are replaced, a new one receives 1/l. A stop moves nothing: it saves.
+    """
+    fewer, more = np.maximum(np.minimum(before, after), 1), np.maximum(np.maximum(before, after), 1)
+    shares: npt.NDArray[np.float64] = np.maximum(1 / more, 1 / fewer - 1 / more)
+    return np.where(np.minimum(before, after) > 0, shares, 0.0)
 
 
 PlacedRate = Callable[[tuple[int, ...]], float]
@@ -275,6 +303,8 @@ class PlannedJob:
         Samples per second that count as a speedup of 1; ``None``: its rate on `min_nodes`.
     allowed_counts
         The numbers of nodes within the bounds on which its model can run.
+    save_seconds
+        Time that it needs to write a checkpoint; zero while that is unknown.
     """
 
     name: str
@@ -294,6 +324,7 @@ class PlannedJob:
     curves: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
     unit: float | None = None
     allowed_counts: AllowedCounts = ANY_COUNT
+    save_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         who = f"training job {self.name!r}"

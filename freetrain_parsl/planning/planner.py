@@ -89,6 +89,8 @@ class Planner:
         self._lent: frozenset[str] = frozenset()
         self._tasks = ev.TasksWaiting(0.0, 0)
         self._settle_until: float | None = None
+        self._vacated: frozenset[str] = frozenset()
+        """Machines that close too soon for those that were on them; they stay empty then."""
         self._dirty = False
         self._planned_at = -math.inf
         self._now = -math.inf
@@ -112,7 +114,11 @@ class Planner:
 
     def wake_at(self, now: float) -> float:
         """Return the latest time of the next event that the planner needs (a `Tick` is enough); infinity if none."""
-        closings = (m.node.closes_or_inf - self.settings.closing_margin for m in self._members.values())
+        margins = self._margins()
+        closings = (
+            m.node.closes_or_inf - margins.get(m.node.machine, self.settings.closing_margin)
+            for m in self._members.values()
+        )
         settles = () if self._settle_until is None else (self._settle_until,)
         again = (self._planned_at + self.settings.replan_interval,) if self._trainers else ()
         due = chain(closings, self._holdings.wakes(), settles, again)
@@ -177,6 +183,7 @@ class Planner:
                 self._holdings.end(event.block)
             case ev.NodesJoined():
                 known = self._machines
+                self._vacated &= known
                 for node in event.nodes:
                     self._members[node.name] = _Member(node, event.block)
                     self._holdings.join(event.block, node.machine)
@@ -242,11 +249,14 @@ class Planner:
     # Planning.
 
     def _plan(self, now: float) -> ev.Actions:
-        usable = {
-            name: member.node
-            for name, member in self._members.items()
-            if member.node.closes_or_inf - now > self.settings.closing_margin
+        margins = self._margins()
+        nodes = [member.node for member in self._members.values()]
+        self._vacated = self._machines & self._vacated | {
+            node.machine
+            for node in nodes
+            if node.closes_or_inf - now <= margins.get(node.machine, self.settings.closing_margin)
         }
+        usable = {node.name: node for node in nodes if node.machine not in self._vacated}
         actions = self._lend(usable)
         pool = self._pool((node for name, node in usable.items() if name not in self._lent), now)
         if self._settle_until is not None and (
@@ -256,6 +266,18 @@ class Planner:
         actions += self._reassign(pool, now)
         actions += self._adjust_blocks(pool, now)
         return actions
+
+    def _margins(self) -> dict[str, float]:
+        """Return how long before its closing a machine is vacated that trainers share; others, by the closing margin.
+
+        The margin is for one of them. They save at the same time to the same storage, so that the others add theirs.
+        """
+        seconds: dict[str, list[float]] = {}
+        for name, nodes in self._assigned.items():
+            if len(nodes) < self.slots_per_node:
+                for machine in {self._members[node].node.machine for node in nodes if node in self._members}:
+                    seconds.setdefault(machine, []).append(self._trainers[name].save_seconds)
+        return {machine: self.settings.closing_margin + sum(each) - max(each) for machine, each in seconds.items()}
 
     def _pool(self, nodes: Iterable[PoolNode], now: float) -> Pool:
         """Make a pool in which nodes of unknown closing have an expected one."""

@@ -197,7 +197,9 @@ def test_the_plan_of_a_site_whose_jobs_share_nodes_counts_accelerators(campaign,
     chosen = ChosenSource(FixedSource(SURVEY), "a site", slots_per_node={"": 4}, units_per_node=4)
     file.write_text(SIZED % 2)
     answer = ask_planner(chosen, str(file), Variables())
-    (block,) = plan_figures(answer)["blocks"]
+    figures = plan_figures(answer)
+    assert (figures["slots_per_node"], figures["units_per_node"]) == (4, 4)
+    (block,) = figures["blocks"]
     (training,) = block["trainings"]
     assert (training["name"], training["nodes"], training["accelerators"]) == ("one", 1, 2)
     assert (block["nodes"], training["node_seconds"]) == (1, 3558 / 2)  # half of n4

@@ -267,8 +267,7 @@ def _pressure(trainer: PlannedJob, moment: Moment) -> Table | None:
     current = moment.held.get(trainer.name, 0)
     rates = _allowed_rates(trainer, max(moment.nodes, trainer.max_nodes))
     counts = np.arange(len(rates))
-    change = np.where(counts > current, trainer.costs.up, trainer.costs.down) if current else trainer.costs.start
-    change = np.where(counts == current, 0.0, change)
+    change = trainer.costs.changes(current, len(rates) - 1) if current else np.where(counts, trainer.costs.start, 0.0)
     share: Table = rates * np.maximum(trainer.deadline - moment.now - change, 0.0) / trainer.work_left
     here: Table = share[: moment.nodes + 1]
     return here if share.max() >= 1 and here.any() else None
@@ -401,6 +400,8 @@ def value_table(objective: Objective, trainer: PlannedJob, current: int, max_nod
 
         v(n) = T O(n) - [n > C] R_up O(C) - [n < C] R_down O(C) - [C = 0 < n] R_start O(n)
 
+    where R_up and R_down are those of `CostsInSeconds.changes`, which depend on C and n if the state is sharded.
+
     A trainer that may not have its `current` count C (some of its nodes are gone) cannot continue: it stops, at the
     cost of a shrink, or changes to an allowed count, at the cost of a grow or a shrink. O(C) is then taken at the
     nearest allowed one. An objective that is `NetOfChanges` is charged nothing: v(n) = T O(n).
@@ -431,9 +432,9 @@ def value_table(objective: Objective, trainer: PlannedJob, current: int, max_nod
     before = rates[nearest] if current else 0.0
     rates = rates[: max_nodes + 1]
     values = horizon * (objective_table(objective, trainer, max_nodes) if isinstance(objective, WithBonus) else rates)
-    values[current + 1 :] -= trainer.costs.up * before
-    values[:current] -= trainer.costs.down * before
-    if current == 0:
+    if current:
+        values -= trainer.costs.changes(current, max_nodes) * before
+    else:
         values -= trainer.costs.start * rates
     return np.where(np.isnan(values), -np.inf, values)
 

@@ -208,6 +208,7 @@ def _instance(
         up=np.array([trainer.costs.up for trainer in ranked]) * factor,
         down=np.array([trainer.costs.down for trainer in ranked]) * factor,
         start=np.array([trainer.costs.start for trainer in ranked]) * factor,
+        moving=np.array([trainer.costs.sharded_bytes / trainer.costs.bandwidth for trainer in ranked]) * factor,
         checkpoint=np.zeros(len(ranked)),
         current=_in_classes(classes, ranked, current),
         sizes=np.array([len(item.nodes) for item in classes]),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.places import node_of
 from freetrain_parsl.planning.blocks import why_not
-from freetrain_parsl.planning.explain import why_free
 from freetrain_parsl.planning.settings import SettingsInSeconds
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import restored
@@ -183,6 +182,8 @@ class FreeSlots:
 
     def sentence(self) -> str:
         """Say which slots are free that none of the waiting jobs can use, and why; empty: there are none."""
+        from freetrain_parsl.planning.explain import why_free  # which imports the solver
+
         free = self._blocks.keys() - {slot for slots in self._held.values() for slot in slots} - set(self._lent)
         waiting = {name: least for name, least in self._least.items() if not self._held.get(name)}
         why = why_free(free, waiting, self._slots_per_node)

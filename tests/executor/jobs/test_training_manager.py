@@ -243,6 +243,20 @@ def test_the_planner_learns_what_rescales_cost_if_that_is_news(stage: Stage) -> 
     assert [(costs.up, costs.down) for costs in learned] == [(1.5, 2.0), (0.75, 2.0)]
 
 
+def test_the_planner_learns_how_fast_the_shards_of_a_job_move(stage: Stage) -> None:
+    """Of 8 GB, each of two nodes has 4: half of it moves in 2 s, at twice the bandwidth that is assumed."""
+    stage.running("n0")
+    stage.progress("s0", step=2, sharded_bytes=8 * 10**9)
+    stage.events.clear()
+    stage.on("n0", "n1")
+    stage.ready("s1")
+    stage.turn()
+    stage.joins("s0", "s1", paused=3.0, transferred=2.0)
+    (learned,) = [event.trainer.costs for event in stage.events if isinstance(event, ev.TrainerLearned)]
+    assert (learned.up, learned.bandwidth) == (1.5, 1.5e9)
+    assert learned.changes(2, 4).tolist() == pytest.approx([2.0, 2.0 + 8 / 3, 0.0, 1.5 + 16 / 9, 1.5 + 4 / 3])
+
+
 def test_the_planner_learns_the_rate_at_each_size(stage: Stage) -> None:
     stage.running("n0")
     stage.events.clear()

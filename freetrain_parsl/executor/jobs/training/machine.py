@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.states import Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
-    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import Report
 
 __all__ = ["TrainingMachine"]
@@ -110,7 +109,7 @@ class TrainingMachine:
         self._planner = PlannerView(request, costs, self._response)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
-            request, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
+            request, limits, numbers, self._response, self._planner, lambda: self._tracker.counted_seconds
         )
         self._recovering: Recovering | None = None
         self._stall = ""
@@ -404,14 +403,14 @@ class TrainingMachine:
                     if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
                         self._do(do.ForgetStorage())
                     self._take_progress(report)
-                    self._restrict(report.allowed_counts)
+                    self._describe_model(report)
                     self._observe(report)
             case GroupFailed():
                 self._group_failed(participant, report)
             case Joined():
                 if not participant.has_state:
                     self._failing_nodes.clear()
-                self._processes.joined(participant, report.generation, report.paused)
+                self._processes.joined(participant, report)
             case _:  # Ready
                 participant.ready = self._response.now
 
@@ -420,11 +419,11 @@ class TrainingMachine:
             group = self.phase.group
             self._do(do.Observe(group.number, group.nodes, len(group.ranks), progress))
 
-    def _restrict(self, allowed: AllowedCounts) -> None:
+    def _describe_model(self, progress: Progress) -> None:
         if isinstance(self.phase, Running):
             group = self.phase.group
             try:
-                self._planner.restrict(allowed, len(group.ranks) // len(group.nodes))
+                self._planner.describe_model(progress, len(group.ranks) // len(group.nodes))
             except InvalidApp as error:
                 self._fail(error)
 
