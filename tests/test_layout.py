@@ -58,7 +58,7 @@ BUDGET: Final = {
     "report": 3_060,
     "storage": 2_090,
     "testing": 1_680,
-    "training": 12_860,
+    "training": 13_060,
     "windows": 3_350,
 }
 

@@ -123,6 +123,24 @@ def test_a_second_node_may_be_lost_as_soon_as_the_others_continue(
     assert_same(end, expected)
 
 
+@pytest.mark.parametrize("change", [3, 2], ids=["grown", "shrunk"])
+def test_after_a_change_in_place_the_next_copy_is_of_the_new_group(
+    crew: Crew, tmp_path: Path, expected: Finished, change: int
+) -> None:
+    """Made at once: parts of the one before may be on nodes that have left, or on new ones not at all."""
+    gates = {step: tmp_path / f"gate-{step}" for step in (6, 8)}
+    habit = {**HABIT, "gates": gates, "kill_after": 9, "kill_rank": 1}
+    run = crew.start(5 - change, tmp_path / "cut", classify_sharded, recover=False, **every(5), **habit)
+    run.until(gates[6].with_suffix(".reached").exists)
+    run.regroup(change, release=gates[6].touch)
+    gates[8].touch()
+    run.until(lambda: run.ended)
+    assert errors(run.outcomes()) == ["PeerFailed"] * (change - 1)
+    end = ends(crew.run(change - 1, tmp_path / "cut", classify_sharded, **every(5), **HABIT))[0]
+    assert end.progress.resumed_from == 7
+    assert_same(end, expected)
+
+
 def test_without_copies_the_training_job_resumes_from_its_checkpoint(crew: Crew, tmp_path: Path) -> None:
     ends(crew.run(2, tmp_path, classify_sharded, pause_after=4, **every(None), **HABIT))
     crew.run(2, tmp_path, classify_sharded, kill_after=9, **every(None), **HABIT)
