@@ -140,8 +140,9 @@ class Runtime:
         self._received: dict[str, Any] | None = None  # by a newcomer, until its loop comes to the batches
         if restored is not None:
             self.state.take_counts(restored.state)
-            self.reporter.resumed(restored)
-            if restored.entry == manager.newest:
+            is_durable = restored.entry == manager.newest
+            self.reporter.resumed(restored, from_memory=not is_durable)
+            if is_durable:
                 manager.mark_saved(self._mark)
         self._bypass = BypassCheck(self.extension.acts)  # last: its hooks in torch stay until `close`
 
