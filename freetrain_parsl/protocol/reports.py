@@ -106,6 +106,8 @@ class Progress:
         Step of the newest durable checkpoint; ``None`` if there is none.
     resumed_from
         Step of the checkpoint from which this fragment resumed; ``None`` if it started from scratch.
+    from_memory
+        Whether it was not a checkpoint, but copies of a sharded state in the memory of the nodes.
     write_seconds
         Estimated time to write a checkpoint, in seconds.
     refused_checkpoints
@@ -141,6 +143,7 @@ class Progress:
     duplicate_samples: Count = 0
     checkpoint_step: Count | None = None
     resumed_from: Count | None = None
+    from_memory: bool = False
     write_seconds: Duration = 0.0
     refused_checkpoints: tuple[Text, ...] = ()
     in_place: bool = True

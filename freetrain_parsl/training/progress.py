@@ -93,11 +93,13 @@ class ProgressReporter:
         self._reported = -math.inf
         self._rows_sent = 0
         self._resumed_from: int | None = None
+        self._from_memory = False
         self._refused: tuple[str, ...] = ()
 
-    def resumed(self, restored: Restored) -> None:
-        """Note that the training job has resumed from a checkpoint, whose position is in the state."""
+    def resumed(self, restored: Restored, *, from_memory: bool) -> None:
+        """Note that the training job has resumed from a checkpoint, or from copies; its position is in the state."""
         self._resumed_from, self._refused = self._state.training_metrics.step, restored.refused
+        self._from_memory = from_memory
 
     def start_counting(self, now: float) -> None:
         """Leave out everything before: samples of earlier fragments, time before the loop."""
@@ -159,6 +161,7 @@ class ProgressReporter:
             duplicate_samples=metrics.audit.duplicate_samples,
             checkpoint_step=manager.newest.step if manager.newest else None,
             resumed_from=self._resumed_from,
+            from_memory=self._from_memory,
             write_seconds=manager.write_seconds_estimate,
             refused_checkpoints=self._refused,
             in_place=self.prepared_by.in_place,

@@ -11,6 +11,7 @@ repeated.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
 from freetrain_parsl.training.decisions import Decisions
-from freetrain_parsl.training.extension import SessionExtension, extension_for
+from freetrain_parsl.training.extension import SessionExtension, extension_for, recalled
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_calls import SharedCalls
 from freetrain_parsl.training.group.shared_gradients import Link
@@ -43,14 +44,19 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.best_epoch import BestEpoch
+    from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.node_memory import NodeMemory
     from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
+
+
+logger = logging.getLogger(__name__)
 
 
 class Unwind(BaseException):
@@ -80,6 +86,8 @@ class Runtime:
         Sees what happens, in a check of the function.
     extension
         Takes part in the training job, until the prepared objects need another.
+    memory
+        Keeps copies of a sharded state; ``None``: there are none.
 
     Raises
     ------
@@ -96,6 +104,7 @@ class Runtime:
         clock: Clock,
         recorder: Recorder | None = None,
         extension: SessionExtension | None = None,
+        memory: NodeMemory | None = None,
     ) -> None:
         self.options = options
         self.members = members
@@ -110,7 +119,9 @@ class Runtime:
         self.replicas = ReplicaCheck(options.name, self.state)
         self.replicas.loop = self.state.loop.shared
         self._shared_calls = SharedCalls(self.state, members, self.reporter, self._interrupt, self._recover)
-        self._decisions = Decisions(options, members, mailbox, self.state, self.reporter, manager, self.replicas, clock)
+        self._decisions = Decisions(
+            options, members, mailbox, self.state, self.reporter, manager, self.replicas, clock, lambda: self.extension
+        )
         self.batch_runner: BatchRunner | None = None
         """Set by `start`."""
         self.at_start: list[Callable[[], None]] = []
@@ -123,13 +134,16 @@ class Runtime:
         self._mailbox = mailbox
         self._clock = clock
         self._regrouped = False  # whether the group has changed since the last boundary
-        restored = None if members.is_newcomer else manager.restore()
+        self._memory = memory
+        restored = None if members.is_newcomer else self._restore()
         self._restored = None if restored is None else Restoration(restored)
         self._received: dict[str, Any] | None = None  # by a newcomer, until its loop comes to the batches
         if restored is not None:
             self.state.take_counts(restored.state)
-            self.reporter.resumed(restored)
-            manager.mark_saved(self._mark)
+            is_durable = restored.entry == manager.newest
+            self.reporter.resumed(restored, from_memory=not is_durable)
+            if is_durable:
+                manager.mark_saved(self._mark)
         self._bypass = BypassCheck(self.extension.acts)  # last: its hooks in torch stay until `close`
 
     def close(self) -> None:
@@ -265,6 +279,8 @@ class Runtime:
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
         self.batch_runner = runner = self._make_batch_runner()
+        if self._memory is not None and self.options.snapshot_every is not None:
+            self.extension.use_memory(self._memory, self.options, self.members)
         self.extension.started(self.state, lambda: runner.has_piece)
         check_schedulers(self.state.objects.values())
         self.state.trainable.watch(self.state.objects)
@@ -272,7 +288,8 @@ class Runtime:
             self._load_again(self._restored, tell=True)
             if not self.state.cursor.is_inside:
                 self._restored = None
-        self.members.state = self.state.whole
+        self.members.extension = self.extension
+        self.members.state = lambda: self.extension.sent(self.state.whole())
         self.members.adopt = self._adopt
         self.members.meet_replicas = self.replicas.meet
         if self.members.is_newcomer:
@@ -355,7 +372,7 @@ class Runtime:
             self._load_again(self._restored, tell=False)
             self._restored = None
         if self._received is not None:
-            self.state.adopt_objects(self._received)
+            self.state.adopt_objects(self.extension.received(self._received))
             self._received = None
 
     def _load_again(self, restored: Restoration, *, tell: bool) -> None:
@@ -522,13 +539,17 @@ class Runtime:
             self.batch_runner.average_statistics(group)
         if any(decision):
             self.replicas.compare_all(group)
-        if decision.commanded:
+        if decision.commanded and self._refuses_change(group):
+            self._pause(PauseReason.REQUESTED)
+        elif decision.commanded:
             began = self._clock()
             self._change_group(self.members.take_command, began)
         elif decision.closing or decision.requested:
             self._pause(PauseReason.CLOSING if decision.closing else PauseReason.REQUESTED)
         elif decision.save_due:
             self._save("periodic", mark=self._mark)
+        elif decision.copy_due:
+            self.extension.copy(self.state.whole(self.state.loop.gather(Group())))
 
     def _pause(self, reason: PauseReason) -> NoReturn:
         own = self.state.loop.gather(self.members.group)
@@ -553,7 +574,7 @@ class Runtime:
         Unwind
             The others continue without this member.
         """
-        if not self.extension.in_place:
+        if self.extension.spreads or not self.extension.in_place:
             raise error
         began = self._clock()
         self._change_group(lambda: self.members.strand(str(error)), began)
@@ -575,6 +596,17 @@ class Runtime:
         self._recover(error)
         loop.hold(repeats=self.state.cursor.place == place)
         self.batch_runner.hold()
+
+    def _refuses_change(self, group: Group) -> bool:
+        """Return whether the group cannot change in place now, and say why; all members call this."""
+        if not self.extension.spreads:
+            return False
+        size = self.members.next_size
+        obstacles = group.gather_objects(None if size is None else self.extension.obstacle(size))
+        reason = next(filter(None, obstacles), None)
+        if reason is not None and group.is_first:
+            logger.warning("job %s: saved and resumed instead of changed in place: %s", self.options.name, reason)
+        return reason is not None
 
     def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:
         """Leave the group and continue in the one given by a command, which may change while the group forms."""
@@ -606,11 +638,24 @@ class Runtime:
         if not self.members.is_newcomer and state["cursor"]["epoch"] != cursor.epoch:
             # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
             self._unwind(PauseReason.LEFT)
-        self.state.adopt(state)
+        self.state.adopt(self.extension.received(state))
         if self.members.is_newcomer and self.state.cursor.is_inside:
             self._received = state
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
+
+    def _restore(self) -> Restored | None:
+        """Return the newest state, on all members: from copies in their memory, or else from the newest checkpoint."""
+        manager = self.checkpoint_manager
+        if self._memory is not None and self.options.snapshot_every is None:
+            self._memory.empty()  # of an earlier job
+            self._memory.free()
+        elif self._memory is not None:
+            state = recalled(self._memory, self.options, self.members.group, manager.known_step())
+            if state is not None:
+                manager.rejoin()
+                return state
+        return manager.restore()
 
     def _save(self, reason: str, *, mark: tuple[int, ...]) -> None:
         """Save in the background, unless the state with this mark is saved already; all members call this.

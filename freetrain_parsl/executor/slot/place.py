@@ -52,7 +52,9 @@ _SIZE: Final = 8  # bytes of the counter
 _LATER: Final = 5.0  # seconds after the driver has given the process up: it may still read the command to end
 
 
-def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -> None:
+def occupy(
+    work: Callable[[_T | None], _T | None], pulse: Pulse | None = None, *, between: Callable[[], None] = lambda: None
+) -> None:
     """Call `work` in forked processes, until one of them ends without a successor; then this process ends likewise.
 
     The batch system's signals are passed on to the process of the moment, and to those after it: they may arrive
@@ -64,6 +66,8 @@ def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -
         Called with what it has returned in the process before, ``None`` in the first. ``None``: there is no successor.
     pulse
         Beats in these processes once they have started: one in which it stops is ended. ``None``: it is not watched.
+    between
+        Called in this process when one of them has ended.
 
     Raises
     ------
@@ -90,6 +94,7 @@ def occupy(work: Callable[[_T | None], _T | None], pulse: Pulse | None = None) -
                 os.close(outcome)
                 _end_leftovers()
                 _clear_traces()
+            between()
             if not said:
                 os._exit(code if code >= 0 else 128 - code)
             left, failure = pickle.loads(said)  # noqa: S301 - of a process of ours

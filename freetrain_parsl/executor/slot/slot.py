@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +38,7 @@ from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import Pulse, end_process, occupy
 from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result, write_error
-from freetrain_parsl.executor.slot.training_run import TrainingRun
+from freetrain_parsl.executor.slot.training_run import TrainingRun, memory_of_slot
 from freetrain_parsl.executor.training_logs import as_text, leave_behind
 from freetrain_parsl.protocol.messages import (
     Closing,
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.port import Run
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
+    from freetrain_parsl.training.node_memory import NodeMemory
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,8 @@ def run_slot(settings: SlotSettings, token: str) -> None:
                 share.take()
         gc.freeze()  # garbage collections would copy the memory of all imported objects
         pulse = Pulse(settings.heartbeat_timeout)
-        occupy(lambda before: _Slot(settings, token, pulse, before).serve(), pulse)
+        with closing(memory_of_slot(_name_of_node())) as memory:
+            occupy(lambda before: _Slot(settings, token, pulse, memory, before).serve(), pulse, between=memory.free)
     except Exception as error:  # whatever it is, the driver has to know on which node
         raise SlotNotStarted(_name_of_node(), f"{type(error).__name__}: {text_of(error)}") from error
 
@@ -182,9 +184,12 @@ def _name_of_node() -> str:
 
 
 class _Slot:
-    def __init__(self, settings: SlotSettings, token: str, pulse: Pulse, before: _Handover | None = None) -> None:
+    def __init__(
+        self, settings: SlotSettings, token: str, pulse: Pulse, memory: NodeMemory, before: _Handover | None = None
+    ) -> None:
         self._pilot = pilot_of_node()
         self._pulse = pulse
+        self._memory = memory
         self._settings = settings
         self._token = token
         self._node = _name_of_node()
@@ -431,8 +436,10 @@ class _Slot:
         run: Run
         if isinstance(message, StartRun):
             interface, address = interface_for(self._settings.interface, self._channel.url)
-            run = TrainingRun(message, interface=interface, address=address, send=send, files=files)
+            run = TrainingRun(message, self._memory, interface=interface, address=address, send=send, files=files)
         else:
+            self._memory.empty()  # of an earlier job
+            self._memory.free()
             run = kind_of(message).run(message, send, files)
         watch = self._watch_of(run)
         self._tell_closing(run)

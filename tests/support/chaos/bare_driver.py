@@ -207,7 +207,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
             futures[subject.name] = future
             files = {"out": str(plan.result_of(subject.name)), "claims": str(plan.claims)}
             arguments = {**subject.arguments(plan.epochs, plan.samples), **files}
-            options = SessionOptions(subject.name, seed=subject.seed)
+            options = SessionOptions(subject.name, seed=subject.seed, **subject.options)
             request = TrainingRequest(options, subject.least, subject.most, ScalingCurve.of(None))
             driver.post(Training(request, pack_training(train.func, (), arguments), future))
     broken = False

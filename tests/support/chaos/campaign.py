@@ -134,6 +134,7 @@ class CampaignScene(Scene):
                     "out": str(self._result_of(subject.name)),
                     "claims": str(self._claims),
                 },
+                **subject.options,
                 **({"min_accelerators": subject.least, "max_accelerators": subject.most} if self._shared else {}),
             }
             for subject in self._subjects

@@ -50,6 +50,8 @@ class Subject:
         Bounds on its size: nodes, or slots where training jobs share nodes.
     leak
         MiB of host memory that each batch leaves behind.
+    sharded
+        Whether its processes hold different parts of the model, with copies on other nodes every few steps.
     """
 
     name: str
@@ -60,6 +62,12 @@ class Subject:
     least: int = 1
     most: int = 3
     leak: int = 0
+    sharded: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the training app that differ from their defaults."""
+        return {"snapshot_every": 3} if self.sharded else {}
 
     def arguments(self, epochs: int, samples: int) -> dict[str, Any]:
         """Return the keyword arguments of `train`, except ``out`` and ``claims``."""
@@ -71,6 +79,7 @@ class Subject:
             "pace": self.pace,
             "shards": max(4, self.most),
             "leak": self.leak,
+            "sharded": self.sharded,
             "subject": self.name,
         }
 
@@ -80,6 +89,7 @@ SUBJECTS = (
     Subject("exact-norm", 2, deterministic=True, batch_norm=True, pace=0.02),
     Subject("plain", 3, deterministic=False, batch_norm=False, pace=0.05),
     Subject("plain-norm", 4, deterministic=False, batch_norm=True, pace=0.05),
+    Subject("sharded", 5, deterministic=False, batch_norm=False, pace=0.05, sharded=True),
 )
 """The training jobs of an episode in which each has whole nodes."""
 
@@ -140,6 +150,7 @@ def train(
     out: str,
     shards: int = 4,
     leak: int = 0,
+    sharded: bool = False,
     subject: str = "",
     claims: str | None = None,
 ) -> dict[str, Any]:
@@ -148,6 +159,10 @@ def train(
         claim_slot(Path(claims), subject)
     leaked: list[torch.Tensor] = []
     model = CountedNet(epochs, samples, batch_norm=batch_norm)
+    if sharded:  # the counts are not: their gradients are exact
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model.net, mesh=session.mesh)
     adam = torch.optim.Adam(model.net.parameters(), lr=3e-3)
     model, adam, _, scheduler = session.prepare(
         model,
@@ -166,8 +181,12 @@ def train(
             session.step(loss + model.counts[epoch, numbers].mean())
         scheduler.step()
         session.log(lr=scheduler.get_last_lr()[0])
+    state = {
+        name: value.full_tensor() if sharded and name != "counts" else value
+        for name, value in model.state_dict().items()
+    }
     if session.is_main_process:
-        _save({"model": model.state_dict(), "metrics": dict(session.metrics)}, Path(out))
+        _save({"model": state, "metrics": dict(session.metrics)}, Path(out))
     return {"steps": session.metrics["steps"], "samples": session.metrics["samples"]}
 
 

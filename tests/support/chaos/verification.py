@@ -33,7 +33,7 @@ def reference(subject: Subject, epochs: int, samples: int) -> dict[str, Any]:
     """
     with TemporaryDirectory(prefix="freetrain-reference-") as directory:
         out = Path(directory) / "out.pt"
-        arguments = {**subject.arguments(epochs, samples), "pace": 0.0, "leak": 0}
+        arguments = {**subject.arguments(epochs, samples), "pace": 0.0, "leak": 0, "sharded": False}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -430,7 +430,10 @@ class TrainingMachine:
     def _take_progress(self, progress: Progress) -> None:
         first = self._processes.report_training()
         if first and progress.resumed_from is not None:
-            self._log(record.FragmentResumed(self.name, progress.resumed_from, progress.slot_seconds))
+            resumed = record.FragmentResumed(
+                self.name, progress.resumed_from, progress.slot_seconds, progress.from_memory
+            )
+            self._log(resumed)
         self._tracker.take(progress, self._response.now)
         self._planner.advance(progress)
 
