@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.checking.modes import Constants, Scalars, SteadyNorm, enter, facts_of, nodes_of
 from freetrain_parsl.extensions.checking.records import (
     Frame,
@@ -26,7 +25,14 @@ from freetrain_parsl.extensions.checking.records import (
     Value,
 )
 from freetrain_parsl.extensions.checking.sources import is_users_file
-from freetrain_parsl.extensions.checking.values import Flattener, globals_of, is_ours, leaf_of_plain, leaf_of_tensor
+from freetrain_parsl.extensions.checking.values import (
+    Flattener,
+    globals_of,
+    is_ours,
+    leaf_of_plain,
+    leaf_of_tensor,
+    whole,
+)
 from freetrain_parsl.protocol.reports import GroupFailed, Ready
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.data.random_streams import host_places
@@ -117,11 +123,7 @@ class TrainingRecorder:
         self._objects |= new
         modules = {name: thing for name, thing in new.items() if isinstance(thing, nn.Module)}
         optimizers = {name: thing for name, thing in self._objects.items() if isinstance(thing, Optimizer)}
-        if any(is_spread(parameter) for module in modules.values() for parameter in module.parameters()):
-            raise UsageError(
-                "freetrain check cannot compare a model that is sharded over the processes: check the function without "
-                "fully_shard"
-            )
+        self.record.sharded |= any(is_spread(each) for module in modules.values() for each in module.parameters())
         if self._variant.double:
             for module in modules.values():
                 module.double()
@@ -222,7 +224,7 @@ class TrainingRecorder:
             return
         sketched = self._is_sketched or len(self.record.made) < _SKETCHED_STEPS
         self.record.steps[-1].gradients = {
-            self._names.get(id(parameter), "?"): leaf_of_tensor(parameter.grad, sketched=sketched)
+            self._names.get(id(parameter), "?"): leaf_of_tensor(whole(parameter.grad), sketched=sketched)
             for parameter in runner.parameters
             if parameter.grad is not None
         }
@@ -330,7 +332,7 @@ class TrainingRecorder:
             yield path, leaf_of_plain(value)
 
     def _leaf(self, tensor: torch.Tensor) -> Leaf:
-        return leaf_of_tensor(tensor, sketched=self._is_sketched)
+        return leaf_of_tensor(whole(tensor), sketched=self._is_sketched)
 
     @property
     def _is_sketched(self) -> bool:
