@@ -43,7 +43,7 @@ BUDGET: Final = {
     "extensions/fusion": 7_590,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
-    "extensions/integrations": 1_850,
+    "extensions/integrations": 1_870,
     "extensions/notebook": 1_980,
     "extensions/pages": 1_110,
     "extensions/pbs": 1_510,

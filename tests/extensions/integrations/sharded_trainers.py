@@ -54,7 +54,7 @@ def loss_of(model: Any) -> float:
         return sum(float(cross_entropy(model(x), y)) for x, y in DataLoader(VALIDATION, 30)) / 2
 
 
-def huggingface(session: Any, *, shard: bool = True, best: bool = False, **options: Any) -> dict[str, Any]:
+def huggingface(session: Any, *, shard: bool = True, **options: Any) -> dict[str, Any]:
     """Use ``fit(session, Trainer(…))``, with accumulation and recomputed activations."""
     options = disturb(session, options)
     model = hf_trainings.language_model()
@@ -62,9 +62,8 @@ def huggingface(session: Any, *, shard: bool = True, best: bool = False, **optio
         session.directory,
         language=True,
         accumulate=2,
-        load_best_model_at_end=best,
         gradient_checkpointing=True,
-        **options,
+        **{"load_best_model_at_end": False, **options},
     )
     trainer = hf_trainings.InOrder(
         model=sharded(session, model, model.transformer.h[0], shard),
@@ -81,7 +80,7 @@ def accelerate(session: Any, *, shard: bool = True, **options: Any) -> dict[str,
     """Use ``Accelerator(session)``."""
     disturb(session, options)
     accelerator = Accelerator(session, gradient_accumulation_steps=2)
-    model = sharded(session, net(), nn.Identity(), False)
+    model = net()
     sharded(session, model, model[0], shard)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     model, optimizer, data = accelerator.prepare(model, optimizer, DataLoader(TRAINING, 8))
@@ -99,12 +98,15 @@ def accelerate(session: Any, *, shard: bool = True, **options: Any) -> dict[str,
 class Net(lightning_library.LightningModule):
     """Sharded where Lightning's own strategies expect it."""
 
-    def __init__(self, session: Any, shard: bool) -> None:
+    def __init__(self, shard: bool) -> None:
         super().__init__()
-        self.net, self.session, self.shard = net(), [session], shard
+        self.net, self.shard = net(), shard
 
     def configure_model(self) -> None:
-        sharded(self.session[0], self.net, self.net[0], self.shard)
+        if self.shard:
+            mesh = self.device_mesh["data_parallel"]
+            fully_shard(self.net[0], mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
 
     def training_step(self, batch: Any, index: int) -> Any:
         return cross_entropy(self.net(batch[0]), batch[1])
@@ -131,7 +133,7 @@ def lightning(session: Any, *, shard: bool = True, **options: Any) -> dict[str, 
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    module = Net(session, shard)
+    module = Net(shard)
     trainer.fit(module, DataLoader(TRAINING, 8), DataLoader(VALIDATION, 30))
     return result(module.net, float(trainer.callback_metrics["val_loss"]))
 

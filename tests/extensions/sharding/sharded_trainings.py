@@ -25,6 +25,7 @@ def classify_sharded(
     batch_size: int = 8,
     samples: int = SAMPLES,
     clip: float | None = None,
+    validate: bool = False,
     pause_after: int | None = None,
     pause_rank: int = 0,
     kill_after: int | None = None,
@@ -44,6 +45,8 @@ def classify_sharded(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     model, optimizer, scheduler = session.prepare(model, optimizer, scheduler)
     data = session.loader(Data(samples), batch_size, **loader)
+    if validate:
+        model(Data(samples).x)
     for _ in session.epochs(epochs):
         for x, y in data:
             session.backward(cross_entropy(model(x), y))
@@ -60,6 +63,8 @@ def classify_sharded(
             if steps == pause_after and session.rank == pause_rank:
                 training_crew.NOTICE.pause_requested.set()
         scheduler.step()
+        if validate:
+            model(Data(samples).x)
     return {**session.metrics, "parameters": {name: whole(value) for name, value in model.state_dict().items()}}
 
 
