@@ -22,6 +22,7 @@
     │   ├── TrainingInterrupted the run ended before the training job, for an external reason (resuming helps)
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
     │   ├── PeerFailed          another member of the process group has failed          (retry helps)
+    │   │   └── StateLost       … which alone held its part of a sharded state          (retry helps)
     │   ├── NonFiniteLoss       the loss is NaN or infinite
     │   ├── ReplicasDiffer      the processes no longer have the same parameters, buffers or hyperparameters
     │   └── TooManyRestarts     members keep crashing without reaching a new step
@@ -66,6 +67,7 @@ __all__ = [
     "PlanningError",
     "RemoteError",
     "ReplicasDiffer",
+    "StateLost",
     "StorageUnavailable",
     "TooManyRestarts",
     "TrainingCancelled",
@@ -211,6 +213,10 @@ class PeerFailed(TrainingError):
     def __init__(self, message: str = "", unreachable: tuple[tuple[int, int], ...] = ()) -> None:
         super().__init__(message)
         self.unreachable = unreachable
+
+
+class StateLost(PeerFailed):
+    """The members of a new group do not hold every part of a sharded state: it has to resume from its checkpoint."""
 
 
 class NonFiniteLoss(TrainingError):

@@ -65,6 +65,7 @@ def run_fragment(
     report: Callable[[Report], None],
     clock: Clock = time.monotonic,
     recorder: Recorder | None = None,
+    next_size: int | None = None,
 ) -> Finished | Paused:
     """Run a training job in this process until it is done or this process has to leave.
 
@@ -87,6 +88,8 @@ def run_fragment(
         Monotonic clock, in seconds.
     recorder
         Sees what happens, in a check of the function.
+    next_size
+        For a process that joins: how many members the group is going to have, as far as it is known.
 
     Raises
     ------
@@ -98,7 +101,7 @@ def run_fragment(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     runtime = None
-    members = GroupMember(membership, meet, mailbox, report)
+    members = GroupMember(membership, meet, mailbox, report, next_size)
     try:
         runtime = Runtime(options, members, mailbox, report, clock, recorder)
         return train(runtime, function, args, kwargs or {})

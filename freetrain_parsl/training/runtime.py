@@ -11,6 +11,7 @@ repeated.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
+
+
+logger = logging.getLogger(__name__)
 
 
 class Unwind(BaseException):
@@ -272,7 +276,8 @@ class Runtime:
             self._load_again(self._restored, tell=True)
             if not self.state.cursor.is_inside:
                 self._restored = None
-        self.members.state = self.state.whole
+        self.members.extension = self.extension
+        self.members.state = lambda: self.extension.sent(self.state.whole())
         self.members.adopt = self._adopt
         self.members.meet_replicas = self.replicas.meet
         if self.members.is_newcomer:
@@ -323,6 +328,7 @@ class Runtime:
             except PeerFailed as error:
                 self._recover(error)
         self._regrouped = False
+        self.reporter.in_place = self.extension.in_place
         self.reporter.send()
         self.state.aim(self.members.group.size)
         if seed:
@@ -355,7 +361,7 @@ class Runtime:
             self._load_again(self._restored, tell=False)
             self._restored = None
         if self._received is not None:
-            self.state.adopt_objects(self._received)
+            self.state.adopt_objects(self.extension.received(self._received))
             self._received = None
 
     def _load_again(self, restored: Restoration, *, tell: bool) -> None:
@@ -522,7 +528,9 @@ class Runtime:
             self.batch_runner.average_statistics(group)
         if any(decision):
             self.replicas.compare_all(group)
-        if decision.commanded:
+        if decision.commanded and self._refuses_change(group):
+            self._pause(PauseReason.REQUESTED)
+        elif decision.commanded:
             began = self._clock()
             self._change_group(self.members.take_command, began)
         elif decision.closing or decision.requested:
@@ -553,7 +561,7 @@ class Runtime:
         Unwind
             The others continue without this member.
         """
-        if not self.extension.in_place:
+        if self.extension.spreads or not self.extension.in_place:
             raise error
         began = self._clock()
         self._change_group(lambda: self.members.strand(str(error)), began)
@@ -575,6 +583,17 @@ class Runtime:
         self._recover(error)
         loop.hold(repeats=self.state.cursor.place == place)
         self.batch_runner.hold()
+
+    def _refuses_change(self, group: Group) -> bool:
+        """Return whether the group cannot change in place now, and say why; all members call this."""
+        if not self.extension.spreads:
+            return False
+        size = self.members.next_size
+        obstacles = group.gather_objects(None if size is None else self.extension.obstacle(size))
+        reason = next(filter(None, obstacles), None)
+        if reason is not None and group.is_first:
+            logger.warning("job %s: saved and resumed instead of changed in place: %s", self.options.name, reason)
+        return reason is not None
 
     def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:
         """Leave the group and continue in the one given by a command, which may change while the group forms."""
@@ -606,7 +625,7 @@ class Runtime:
         if not self.members.is_newcomer and state["cursor"]["epoch"] != cursor.epoch:
             # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
             self._unwind(PauseReason.LEFT)
-        self.state.adopt(state)
+        self.state.adopt(self.extension.received(state))
         if self.members.is_newcomer and self.state.cursor.is_inside:
             self._received = state
 

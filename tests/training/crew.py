@@ -204,7 +204,7 @@ class CrewRun:
         self.gone = [member for member in self.gone if not member.outcome and not member.lost]
         self.newcomers = self._crew.idle(size - len(stay), [*self.members, *self.gone])
         for member in self.newcomers:
-            self._begin(member, None)
+            self._begin(member, None, size)
         self.until(lambda: self.ended or all(member.last(Ready) for member in self.newcomers))
         newcomers, self.newcomers = self.newcomers, []
         leavers = [member for member in self.members if member not in stay]
@@ -255,10 +255,10 @@ class CrewRun:
         meeting = timedelta(seconds=self._timeout)
         return [Membership(self._name, generation, rank, size, meeting=meeting, interface="lo") for rank in range(size)]
 
-    def _begin(self, member: Member, membership: Membership | None) -> None:
+    def _begin(self, member: Member, membership: Membership | None, next_size: int | None = None) -> None:
         member.reports, member.outcome, member.lost, member.number = [], None, False, next(member.numbers)
         member.unheard = 0
-        options = {**self._settings, "membership": membership}
+        options = {**self._settings, "membership": membership, "next_size": next_size}
         member.tell("run", (member.number, self._function, self._kwargs, options))
 
     def _wait_until_heard(self) -> None:

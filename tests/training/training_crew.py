@@ -325,6 +325,7 @@ def run_member(
     mailbox: ControlMailbox | None = None,
     tell: Any = lambda _report: None,
     name: str = "net",
+    next_size: int | None = None,
     **options: Any,
 ) -> Outcome:
     """Run a training job in this process; errors are converted to text, to be sent."""
@@ -350,6 +351,7 @@ def run_member(
             meet=meet,
             mailbox=mailbox,
             report=report,
+            next_size=next_size,
         )
     except Exception as problem:  # noqa: BLE001 - reported to the test
         error = f"{type(problem).__name__}: {problem}"

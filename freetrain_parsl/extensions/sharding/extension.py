@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
+from freetrain_parsl.extensions.sharding import structures
+from freetrain_parsl.extensions.sharding.resharding import OtherModel, Resharding
 from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
-    from torch.distributed.fsdp import FSDPModule
+    from torch import nn
 
     from freetrain_parsl.training.checkpoints.saver import SaverParts
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
+    from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
 
 __all__ = ["Sharding"]
+
+logger = logging.getLogger(__name__)
 
 
 class Sharding(SessionExtension):
     """The members hold different parts of the state: FSDP2 averages the gradients, and all write the checkpoints."""
 
-    in_place = False
+    spreads = True
 
     def __init__(self) -> None:
-        self._modules: list[FSDPModule] = []
+        self.in_place = True
+        self._resharding: Resharding | None = None
+        self._objects: Mapping[str, Stateful] = {}
+        self._saver: ShardedSaver | None = None
+        self._members: GroupMember
+        self._device: torch.device
 
     @classmethod
     def applies(cls, objects: Mapping[str, Stateful]) -> bool:
@@ -46,17 +55,66 @@ class Sharding(SessionExtension):
         return sharded.fill(saved, target, checkpoint)
 
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
-        """Refuse objects that are sharded over another mesh, and newcomers, which would have no part."""
-        if members.is_newcomer:
-            raise UsageError("a model that is sharded over the processes cannot be joined in place")
-        sharded.check_meshes(objects, members.mesh(device))
-        from torch.distributed.fsdp import FSDPModule
+        """Refuse objects that are sharded over another mesh; find out whether they can change their processes in place.
 
-        models = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
-        self._modules += [each for model in models for each in model.modules() if isinstance(each, FSDPModule)]
+        Once they cannot, by what is found here or later, the training job is saved and resumed instead.
+        """
+        self._members, self._device, self._objects = members, device, objects
+        mesh = members.mesh(device)
+        sharded.check_meshes(objects, mesh)
+        if self._resharding is None:
+            self._resharding = Resharding(objects)
+            if not members.is_newcomer:
+                self._resharding.begin(members.group)
+        if self.in_place and (problem := self.resharding.problem(mesh)) is not None:
+            self._refuse(problem)
+
+    @property
+    def resharding(self) -> Resharding:
+        """The shards of this member, once there are objects."""
+        assert self._resharding is not None, "objects are prepared"
+        return self._resharding
+
+    def _refuse(self, problem: str) -> None:
+        self.in_place = False
+        if self._members.group.is_first:
+            logger.info("a sharded model is saved and resumed instead of changed in place: %s", problem)
+
+    def is_pending(self) -> bool:
+        """Return whether gradients are not reduced yet."""
+        return self.resharding.is_pending
+
+    def obstacle(self, size: int) -> str | None:
+        """Return what cannot be moved, or what there is no memory for."""
+        return self.resharding.obstacle(size)
+
+    def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
+        """Move the shards of those that leave; see `Resharding.hand_over`."""
+        self.resharding.hand_over(group, hosts, generation)
+
+    def take_over(self, group: Group) -> None:
+        """Move shards to where they belong in a new group; see `Resharding.take_over`."""
+        try:
+            self.resharding.take_over(group, lambda: group.mesh(self._device))
+        except OtherModel as error:
+            self._refuse(str(error))
+            raise
+        if self._saver is not None:
+            self._saver.forget()  # a write of the group before has no members any more
+
+    def sent(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with placeholders for the shards."""
+        plain, _ = sharded.split(state)
+        return dict(plain)
+
+    def received(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with this member's own shards, as they are, instead of the placeholders."""
+        objects = {name: sharded.joined(state["objects"][name], target) for name, target in self._objects.items()}
+        return {**state, "objects": objects}
 
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model."""
+        self.resharding.loop = state.loop.shared
         self.boundary()
         if state.order is not None and state.order.shards is not None:
             raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
@@ -69,12 +127,8 @@ class Sharding(SessionExtension):
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
 
     def boundary(self) -> None:
-        """Let the models have their own parameters again.
-
-        After a validation they have whole ones in their place, which are not the optimizer's, and are freed later.
-        """
-        for module in self._modules:
-            module.reshard()
+        """Let the models have their own parameters again: a validation leaves whole ones, which are freed later."""
+        structures.reshard(self.resharding.models)
 
     def spread(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is sharded."""
@@ -82,4 +136,6 @@ class Sharding(SessionExtension):
 
     def saver(self, parts: SaverParts) -> ShardedSaver:
         """Return what writes the state, on all members together."""
-        return ShardedSaver(parts)
+        if self._saver is None:
+            self._saver = ShardedSaver(parts)
+        return self._saver

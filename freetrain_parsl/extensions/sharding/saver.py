@@ -136,6 +136,10 @@ class ShardedSaver:
             entry = self.advance()
         return entry
 
+    def forget(self) -> None:
+        """Drop the write of a group that this member has left."""
+        self._drop()
+
     def close(self) -> Entry | None:
         """Drop the write, since other members may have left."""
         self._drop()

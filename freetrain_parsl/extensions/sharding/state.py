@@ -113,10 +113,29 @@ def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:
     KeyError
         The target has no matching tensor.
     """
+    state, wanted = _with_places(saved, target)
+    if wanted:
+        _read(checkpoint / SHARDS, wanted)
+    return state
+
+
+def joined(plain: Any, target: Stateful) -> Any:
+    """Return a state from `split` that `target` can load, with the target's own sharded tensors as they are.
+
+    Raises
+    ------
+    KeyError
+        The target has no matching tensor.
+    """
+    return _with_places(plain, target)[0]
+
+
+def _with_places(saved: Any, target: Stateful) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a state with the target's tensors instead of placeholders, and these by name."""
+    wanted: dict[str, torch.Tensor] = {}
     places = _Places(target)
     if not places.any_spread and not any(_mark_of(leaf) for leaf in _leaves(saved)):
-        return saved
-    wanted: dict[str, torch.Tensor] = {}
+        return saved, wanted
 
     def put_in(leaf: Any, path: tuple[Any, ...]) -> Any:
         mark = _mark_of(leaf)
@@ -127,10 +146,7 @@ def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:
             return places.spread(path, leaf)
         return leaf
 
-    state = _map(saved, put_in)
-    if wanted:
-        _read(checkpoint / SHARDS, wanted)
-    return state
+    return _map(saved, put_in), wanted
 
 
 class _Places:
@@ -293,6 +309,11 @@ def _map(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[
 
 
 def _leaves(value: Any) -> list[Any]:
-    leaves: list[Any] = []
-    _map(value, lambda leaf, _: leaves.append(leaf))
+    return [leaf for _, leaf in leaves_by_path(value)]
+
+
+def leaves_by_path(value: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the leaves of nested dictionaries, lists and tuples, each with its keys and indices."""
+    leaves: list[tuple[tuple[Any, ...], Any]] = []
+    _map(value, lambda leaf, path: leaves.append((path, leaf)))
     return leaves

@@ -141,6 +141,8 @@ class Group:
         Is notified while this process only waits for other members.
     trainer
         Name of the training job.
+    rehearsal
+        Number of processes of the mesh that a newcomer prepares its model on, without communication.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Group:
         generation: int = 0,
         mailbox: ControlMailbox | None = None,
         trainer: str = "",
+        rehearsal: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -165,6 +168,7 @@ class Group:
         self._environment = ExitStack()
         self._trainer = trainer
         self._mesh: DeviceMesh | None = None
+        self._rehearsal = rehearsal
 
     @property
     def is_first(self) -> bool:
@@ -215,6 +219,20 @@ class Group:
         with self.waits():
             dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the values of all members, objects that can be pickled, by rank.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        values = [value] * self.size
+        if self.size > 1:
+            with self.waits():
+                dist.all_gather_object(values, value)
+        return values
 
     def begin_sum(self, values: torch.Tensor) -> dist.Work:
         """Start to replace a tensor by its sum over all members; wait for it inside `waits`.
@@ -300,12 +318,15 @@ class Group:
                 raise UsageError("session.mesh: processes that share a GPU cannot shard a model; use one GPU each")
             from torch.distributed.device_mesh import init_device_mesh
 
-            if not self._joined:
+            size = self.size
+            if self._rehearsal is not None and _rehearse(self._rehearsal):
+                size, self._joined = self._rehearsal, True
+            elif not self._joined:
                 with gloo_environment(_LOOPBACK):
                     dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
                 self._joined = True
-            name = f"{self._trainer}/{self.generation}"
-            self._mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=(name,))
+            name = f"{self._trainer}/{self.generation}" if self._rehearsal is None else "rehearsal"
+            self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(name,))
         return self._mesh
 
     def abort(self) -> None:
@@ -391,6 +412,19 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
         kept = environment.pop_all()  # NCCL reads its variable only at the first exchange of gradients
     group.formed(backend, membership.timeout, admission, kept)
     return group
+
+
+def _rehearse(size: int) -> bool:
+    """Make a default process group of this size that does not communicate; return whether torch has one.
+
+    The process is its last member, whose shards are the smallest.
+    """
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:  # of another version: a newcomer then holds the whole model until it joins
+        return False
+    dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
+    return True
 
 
 def _backend() -> str:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.errors import PeerFailed, StateLost
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
+from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.state_transfer import pass_on
 from freetrain_parsl.training.replicas.check import Standing
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Regroup
 
+_USUAL_SIZE = 2  # of the group that a newcomer joins, if nobody knows
 _BEGUN = 0  # index in a place: whether the member has a state
 _STANDING = len(Standing._fields)  # numbers at the end of a place that are not part of a member's progress
 
@@ -38,6 +40,8 @@ class GroupMember:
         Contains the commands.
     report
         Receives the changes of the group.
+    next_size
+        For a newcomer: how many members the group is going to have, as far as it is known.
     """
 
     def __init__(
@@ -46,11 +50,14 @@ class GroupMember:
         meet: Callable[[Membership], Store],
         mailbox: ControlMailbox,
         report: Callable[[Report], None],
+        next_size: int | None = None,
     ) -> None:
         self._meet = meet
         self._mailbox = mailbox
         self._report = report
-        self.group = Group()
+        self.group = Group(rehearsal=next_size or _USUAL_SIZE) if membership is None else Group()
+        self.extension = SessionExtension()
+        """Set by the runtime: moves the parts of a state that is spread over the members."""
         self.is_newcomer = membership is None
         """Whether this member waits for a state."""
         self.state: Callable[[], dict[str, Any]] = dict
@@ -65,15 +72,13 @@ class GroupMember:
             self._enter(membership)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the members as a device mesh.
+        """Return the members as a device mesh; to a newcomer, one of the next group's size, without communication.
 
         Raises
         ------
         UsageError
-            They share a GPU, or this member is a newcomer.
+            They share a GPU.
         """
-        if self.is_newcomer:
-            raise UsageError("session.mesh: a process that joins in place cannot shard a model; shard in all or none")
         return self.group.mesh(device)
 
     def leave(self) -> None:
@@ -95,7 +100,13 @@ class GroupMember:
         command = self._mailbox.pending
         if command is not None and command.abort and self.group.size > 1:
             raise PeerFailed("a member has failed")
-        return command is not None
+        return command is not None and not self.extension.is_pending()
+
+    @property
+    def next_size(self) -> int | None:
+        """Number of members of the group in which a command lets this member continue; ``None`` if it has none."""
+        command = self._mailbox.pending
+        return None if command is None or command.membership is None else command.membership.world_size
 
     def take_command(self) -> Regroup:
         """Take the command that all members have agreed to carry out."""
@@ -163,20 +174,25 @@ class GroupMember:
             Members at the same position have other parameters.
         """
         command = first_command()
+        together = not command.abort and not self.is_newcomer  # the members of the present group change it
         while True:
-            self.leave()
-            if command.membership is None:
-                return True
             try:
+                handed_over = self._hand_over(command.membership) if together else 0.0
+                together = False
+                self.leave()
+                if command.membership is None:
+                    return True
                 self._enter(command.membership)
                 began = time.monotonic()
-                state = self._agree_on_state(place())
-                self._transferred = time.monotonic() - began
-            except PeerFailed as error:
+                self._follow(self._agree_on_state(place()), moved=True)
+                self._transferred = handed_over + time.monotonic() - began
+            except PeerFailed as error:  # noqa: PERF203 - a round is a whole group
+                if isinstance(error, StateLost):
+                    raise
                 command = self.strand(str(error), error.unreachable)
+                together = False
             else:
                 break
-        self._follow(state)
         return False
 
     def exchange(self, place: Callable[[], tuple[int, ...]]) -> None:
@@ -227,11 +243,30 @@ class GroupMember:
         ]
         if not receivers:
             return None
+        if self.extension.spreads and any(progress[rank][_BEGUN] for rank in receivers):
+            raise StateLost(
+                "the processes of a sharded model have come to different steps: it resumes from its checkpoint"
+            )
         state = self.state() if self.group.rank in sources else None
         received: dict[str, Any] | None = pass_on(self.group, sources, receivers, state)
         return received
 
-    def _follow(self, state: dict[str, Any] | None) -> None:
+    def _follow(self, state: dict[str, Any] | None, *, moved: bool = False) -> None:
         if state is not None:
             self.adopt(state)
+        if moved and self.extension.spreads:
+            self.extension.take_over(self.group)
         self.is_newcomer = False
+
+    def _hand_over(self, membership: Membership | None) -> float:
+        """Let the extension move what members have that leave; return the seconds that this took."""
+        if not self.extension.spreads or self.group.size == 1:
+            return 0.0
+        began = time.monotonic()
+        next_place = (-1, -1) if membership is None else (membership.rank, membership.generation)
+        places = [tuple(other.tolist()) for other in self.group.gather(torch.tensor(next_place))]
+        staying = sorted((place, rank) for rank, (place, _) in enumerate(places) if place >= 0)
+        if len(staying) < self.group.size:
+            generation = max(generation for _, generation in places)
+            self.extension.hand_over(self.group, [rank for _, rank in staying], generation)
+        return time.monotonic() - began

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,14 +39,16 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def train_llm(session: Any, *, pause_after: int | None = None) -> dict[str, Any]:
-    """Train as the app does, in the order of torch's DataLoader; ask for a pause after a step."""
+def train_llm(session: Any, *, pause_after: int | None = None, gates: dict[int, Path] | None = None) -> dict[str, Any]:
+    """Train as the app does, in the order of torch's DataLoader; ask for a pause, or wait for a file, after a step."""
     make = session.step
 
     def step() -> bool:
         made: bool = make()
         if session.metrics["steps"] == pause_after and session.is_main_process:
             training_crew.NOTICE.pause_requested.set()
+        while made and gates and not gates.get(session.metrics["steps"], Path("/")).exists():
+            time.sleep(0.002)
         return made
 
     session.step = step

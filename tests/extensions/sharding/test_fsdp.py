@@ -75,7 +75,7 @@ def test_a_sharded_training_through_2_3_1_processes_ends_as_an_undisturbed_plain
         paused = ends(run)
         assert [type(end) for end in paused] == [Paused] * size
         assert {(end.progress.step, end.checkpoint) for end in paused} == {(pause_after, paused[0].checkpoint)}
-        assert not paused[0].progress.in_place
+        assert paused[0].progress.in_place
     (end,) = ends(crew.run(1, tmp_path / "cut", classify_sharded, **habit))
     assert end.progress.resumed_from == 9
     assert_same(end, expected)
@@ -87,13 +87,13 @@ def test_a_process_without_a_part_in_a_batch_takes_part_in_the_collectives(crew:
     assert_same(ends(crew.run(3, tmp_path / "cut", classify_sharded, **habit))[0], plain(tmp_path / "whole", **habit))
 
 
-def test_a_sharded_training_says_that_it_cannot_change_in_place(crew: Crew, tmp_path: Path) -> None:
+def test_a_sharded_training_says_that_it_can_change_in_place(crew: Crew, tmp_path: Path) -> None:
     for size in (1, 2):
         first = crew.run(size, tmp_path / str(size), classify_sharded, epochs=1)[0]
         assert first is not None
         told = [report for report in first.reports if isinstance(report, Progress)]
         assert told
-        assert not any(progress.in_place for progress in told)
+        assert all(progress.in_place for progress in told)
 
 
 def test_a_lost_member_ends_the_others_which_go_back_to_the_last_checkpoint(crew: Crew, tmp_path: Path) -> None:

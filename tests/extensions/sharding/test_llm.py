@@ -33,23 +33,41 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_llama_on_2_3_and_1_processes_ends_as_in_plain_pytorch(
+def assert_as_plain(end: Finished, expected: list[float]) -> None:
+    assert [row["perplexity"] for row in end.value["history"]] == pytest.approx(expected, rel=1e-5)
+    assert end.value["steps"] == SMALL["epochs"] * STEPS_AN_EPOCH
+    assert (end.progress.samples_lost, end.progress.duplicate_samples) == (0, 0)
+
+
+def ends(outcomes: list[Any]) -> list[Any]:
+    assert all(outcome and not outcome.error for outcome in outcomes), outcomes
+    return [outcome.end for outcome in outcomes]
+
+
+def test_a_llama_that_is_resumed_on_2_3_and_1_processes_ends_as_in_plain_pytorch(
     crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sharded, with accumulation, clipping, a schedule, recomputed activations, and texts of uneven lengths."""
     expected = plain(monkeypatch)
     for size, pause_after in ((2, 2), (3, 5)):
-        for outcome in crew.run(size, tmp_path, train_llm, pause_after=pause_after):
-            assert outcome is not None
-            assert isinstance(outcome.end, Paused), outcome.error
-            assert outcome.end.progress.step == pause_after
-    (outcome,) = crew.run(1, tmp_path, train_llm)
-    assert outcome is not None
-    assert isinstance(outcome.end, Finished), outcome.error
-    history = outcome.end.value["history"]
-    assert [row["perplexity"] for row in history] == pytest.approx(expected, rel=1e-5)
-    assert outcome.end.value["steps"] == SMALL["epochs"] * STEPS_AN_EPOCH
-    assert (outcome.end.progress.samples_lost, outcome.end.progress.duplicate_samples) == (0, 0)
+        paused = ends(crew.run(size, tmp_path, train_llm, pause_after=pause_after))
+        assert [(type(end), end.progress.step) for end in paused] == [(Paused, pause_after)] * size
+    assert_as_plain(ends(crew.run(1, tmp_path, train_llm))[0], expected)
+
+
+def test_a_llama_whose_processes_change_in_place_ends_as_in_plain_pytorch(
+    crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 -> 3 -> 1 -> 2, in the middle of epochs and after a validation; nothing is resumed."""
+    expected = plain(monkeypatch)
+    gates = {step: tmp_path / f"gate-{step}" for step in (2, 3, 7)}
+    run = crew.start(2, tmp_path / "run", train_llm, gates=gates)
+    for size, gate in zip((3, 1, 2), gates.values(), strict=True):
+        run.regroup(size, release=gate.touch)
+    for end in ends(run.outcomes()):
+        assert end.progress.in_place
+        assert end.progress.resumed_from == 0
+        assert_as_plain(end, expected)
 
 
 def test_all_words_of_a_text_but_the_first_can_be_predicted() -> None:

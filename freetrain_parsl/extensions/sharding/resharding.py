@@ -1,0 +1,476 @@
+"""The sharded state of a training job follows its members: which shards each of them holds, and how these move.
+
+A change has four phases: the new shards are filled (`moving`), all members tell each other that they have theirs, each
+lets its objects refer to them (`structures`), and all tell each other that they have. Only then the old shards are
+dropped. After a failure in between, the members of the next group find a set of shards of which they hold every part.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from freetrain_parsl.errors import PeerFailed, StateLost, UsageError
+from freetrain_parsl.extensions.sharding import structures
+from freetrain_parsl.extensions.sharding.moving import BUDGET, Traffic, move
+from freetrain_parsl.extensions.sharding.rounds import Layout
+from freetrain_parsl.extensions.sharding.state import leaves_by_path
+from freetrain_parsl.training.checkpoints.format import is_spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from freetrain_parsl.training.group.process_group import Group
+
+__all__ = ["Holding", "Moved", "Resharding"]
+
+_AGREED = torch.zeros(1)  # what members sum to know that all have come so far
+
+
+class OtherModel(PeerFailed):
+    """A process that joined has another model than the others, which continue without it."""
+
+
+class Holding(NamedTuple):
+    """One member's part of a whole set of shards.
+
+    Parameters
+    ----------
+    made
+        Generation of the group for which the set was made.
+    owners
+        Number of its parts.
+    owner
+        Number of this part.
+    """
+
+    made: int
+    owners: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A change of the members, as it was for this one.
+
+    Parameters
+    ----------
+    seconds
+        From the first to the last phase, without forming the group.
+    traffic
+        What was sent and received.
+    """
+
+    seconds: float
+    traffic: Traffic
+
+
+class Entry(NamedTuple):
+    """One sharded tensor: its place, the same on all members, what is global about it, and whether it is trained."""
+
+    path: tuple[Any, ...]
+    layout: Layout
+    trained: bool
+
+
+_Set = list[torch.Tensor]  # the shards of one holding, each with its padding, by the number of the tensor
+
+
+class Resharding:
+    """The shards of one member.
+
+    Parameters
+    ----------
+    objects
+        Name -> object, as given to ``session.prepare``; may grow until the loop begins.
+    budget
+        See `move`.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], *, budget: int = BUDGET) -> None:
+        self.loop: Callable[[], Iterable[tuple[str, object]]] = tuple
+        """Returns the names and values of the loop's state."""
+        self._objects = objects
+        self._budget = budget
+        self._live: Holding | None = None
+        self._kept: dict[Holding, _Set] = {}  # others than the live ones
+        self.moved: Moved | None = None
+        """The last change."""
+
+    # ── what there is ─────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models, prepared or in the loop's state."""
+        things = [*self._objects.values(), *(value for _, value in self.loop())]
+        return [thing for thing in things if isinstance(thing, nn.Module)]
+
+    def tensors(self) -> dict[tuple[Any, ...], Any]:
+        """Return all sharded tensors, each once, in the same order on all members; a parameter's own follow it."""
+        found: dict[tuple[Any, ...], Any] = {}
+        seen: set[int] = set()
+        for path, tensor in self._all():
+            if is_spread(tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[path] = tensor
+        return found
+
+    def _all(self) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        states: dict[int, list[tuple[tuple[Any, ...], Any]]] = {}
+        for name, index, parameter, state in self._optimizer_states():
+            mine = [((name, "state", index, *path), leaf) for path, leaf in leaves_by_path(state)]
+            states.setdefault(id(parameter), []).extend(mine)
+        for name, thing in (*self._objects.items(), *((f"loop/{name}", value) for name, value in self.loop())):
+            if isinstance(thing, nn.Module):
+                for inner, parameter in thing.named_parameters():
+                    yield (name, inner), parameter
+                    if parameter.grad is not None:
+                        yield (name, inner, "grad"), parameter.grad
+                    yield from states.pop(id(parameter), ())
+                for inner, buffer in thing.named_buffers():
+                    yield (name, inner), buffer
+            elif not isinstance(thing, Optimizer):
+                content = thing.state_dict() if hasattr(thing, "state_dict") else thing
+                for path, leaf in leaves_by_path(content):
+                    yield (name, *path), leaf
+        for rest in states.values():
+            yield from rest
+
+    def _optimizer_states(self) -> Iterator[tuple[str, int, torch.Tensor, Any]]:
+        for name, thing in self._objects.items():
+            if isinstance(thing, Optimizer):
+                parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
+                for index, parameter in enumerate(parameters):
+                    yield name, index, parameter, thing.state.get(parameter, {})
+
+    def entries(self, tensors: Mapping[tuple[Any, ...], Any]) -> list[Entry]:
+        """Describe tensors.
+
+        Raises
+        ------
+        NotFollowed
+            One has other placements than ``Shard`` over a mesh of one dimension.
+        """
+        return [
+            Entry(
+                path,
+                Layout(
+                    tuple(tensor.shape),
+                    tensor.dtype,
+                    structures.shard_dim(tensor),
+                    structures.local_of(tensor).device.type,
+                ),
+                tensor.requires_grad,
+            )
+            for path, tensor in tensors.items()
+        ]
+
+    def problem(self, mesh: DeviceMesh) -> str | None:
+        """Return why the models cannot follow a change of the members; ``None`` if they can.
+
+        They are let follow their present mesh as a trial.
+        """
+        compiled = next((type(m).__name__ for model in self.models for m in model.modules() if is_compiled(m)), None)
+        if compiled is not None:
+            return "torch.compile"
+        return structures.find_problem(self.models, mesh)
+
+    def obstacle(self, size: int) -> str | None:
+        """Return why this member cannot take part in a change to `size` members now; ``None`` if it can.
+
+        The old shards are kept until all have their new ones, so that both have to fit into memory.
+        """
+        structures.reshard(self.models)
+        try:
+            layouts = [entry.layout for entry in self.entries(self.tensors())]
+        except structures.NotFollowed as error:
+            return str(error)
+        for device in {layout.device for layout in layouts}:
+            bytes_of = (
+                prod(each.local_shape(0, size)) * each.dtype.itemsize for each in layouts if each.device == device
+            )
+            needed, free = sum(bytes_of) + 2 * self._budget, free_memory(device)
+            if needed > free:
+                return f"the new shards need {needed >> 20} MiB beside the old ones, and {free >> 20} MiB are free"
+        return None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients are not reduced yet, so that a change has to wait."""
+        return structures.is_pending(self.models)
+
+    # ── changes ───────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, group: Group) -> None:
+        """Note that this member has its part of the state in its first group."""
+        if self._live is None:
+            self._live = Holding(group.generation, group.size, group.rank)
+
+    def hand_over(self, group: Group, hosts: Sequence[int], made: int) -> None:
+        """Give the shards of all members to those that stay, over the group that they are about to leave.
+
+        Nothing refers to the new shards until `take_over`.
+
+        Parameters
+        ----------
+        group
+            The present group; all its members call this.
+        hosts
+            Owner -> its rank in it: the members that stay, in the order of their next ranks.
+        made
+            Generation of the next group.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        assert self._live is not None, "it is a member"
+        began = time.monotonic()
+        structures.reshard(self.models)
+        tensors = self.tensors()
+        new = _NewShards(tensors, self._present(tensors), structures.managed_parameters(self.models), len(hosts))
+        layouts = [entry.layout for entry in self.entries(tensors)]
+        traffic = move(layouts, range(group.size), hosts, new, group, budget=self._budget)
+        if group.rank in hosts:
+            self._kept[Holding(made, len(hosts), hosts.index(group.rank))] = new.filled()
+        group.sum(_AGREED)
+        self.moved = Moved(time.monotonic() - began, traffic)
+
+    def take_over(self, group: Group, mesh_of: Callable[[], DeviceMesh]) -> None:
+        """Get this member's part of the state in a new group, from the members that hold it.
+
+        Parameters
+        ----------
+        group
+            The new group; all its members call this.
+        mesh_of
+            Returns its mesh.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed; this can be called again in another group.
+        StateLost
+            The members do not hold every part of the state.
+        UsageError
+            This member is new, and its function has made another model than the others'.
+        """
+        began = time.monotonic()
+        structures.reshard(self.models)
+        chosen, hosts = self._choose(group)
+        tensors, entries = self._agree_on_entries(group, hosts[0], has_state=self._live is not None)
+        mine = Holding(group.generation, group.size, group.rank)
+        traffic = Traffic()
+        if (chosen.owners, list(hosts)) != (group.size, list(range(group.size))):
+            managed = structures.managed_parameters(self.models)
+            new = _NewShards(tensors, self._shards_of(chosen, tensors), managed, group.size)
+            traffic = move(
+                [entry.layout for entry in entries], hosts, range(group.size), new, group, budget=self._budget
+            )
+            self._kept[mine] = new.filled()
+        else:
+            mine = chosen._replace(owner=group.rank)
+        group.sum(_AGREED)
+        self._commit(mine, tensors, entries, mesh_of())
+        group.sum(_AGREED)
+        self._kept.clear()
+        structures.forget_meshes()
+        before = self.moved if self.moved is not None and chosen.made == group.generation else None
+        self.moved = Moved(time.monotonic() - began, traffic) if before is None else _joined(before, began, traffic)
+
+    def _choose(self, group: Group) -> tuple[Holding, list[int]]:
+        """Return the newest set of shards of which the members hold every part, and who holds each."""
+        holdings = sorted(self._kept.keys() | ({self._live} if self._live is not None else set()))
+        hosts: dict[tuple[int, int], dict[int, int]] = {}
+        for rank, theirs in enumerate(group.gather_objects(holdings)):
+            for holding in theirs:
+                hosts.setdefault(holding[:2], {}).setdefault(holding.owner, rank)
+        whole = [made for made, owners in hosts.items() if len(owners) == made[1]]
+        if not whole:
+            raise StateLost(
+                "a process has failed that alone held its part of the sharded state: it resumes from its checkpoint"
+            )
+        newest = max(whole)
+        ranks = [hosts[newest][owner] for owner in range(newest[1])]
+        return Holding(*newest, ranks.index(group.rank) if group.rank in ranks else -1), ranks
+
+    def _agree_on_entries(
+        self, group: Group, source: int, *, has_state: bool
+    ) -> tuple[dict[tuple[Any, ...], Any], list[Entry]]:
+        """Return the tensors and what describes them; a newcomer takes the others' description."""
+        tensors = self.tensors()
+        if group.size == 1 or all(group.gather_objects(has_state)):
+            return tensors, self.entries(tensors)
+        theirs: list[Any] = [None]
+        if group.rank == source:
+            theirs = [(self.entries(tensors), structures.int_of_each_group(self.models))]
+        with group.waits():
+            dist.broadcast_object_list(theirs, src=source)
+        entries, ints = theirs[0]
+        problem = "" if has_state else self._difference(tensors, entries)
+        if any(problems := group.gather_objects(problem)):
+            if problem:
+                raise UsageError(f"a process that joins has another model than the others: {problem}")
+            raise OtherModel(f"a process that joined has another model than the others: {max(problems)}")
+        if has_state:
+            return tensors, entries
+        structures.remember_ints(self.models, ints)
+        return self._conformed(tensors, entries), entries
+
+    @staticmethod
+    def _difference(tensors: Mapping[tuple[Any, ...], Any], entries: Sequence[Entry]) -> str:
+        """Return how a newcomer's parameters differ from the others'; empty if they do not."""
+        parameters = {path: tensor for path, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        for path, layout, trained in entries:
+            if (tensor := parameters.pop(path, None)) is None:
+                if path not in tensors and path[-1] != "grad":
+                    return f"it has no {_name(path)}"
+                continue
+            here = tuple(tensor.shape), tensor.dtype, structures.shard_dim(tensor), tensor.requires_grad
+            there = layout.shape, layout.dtype, layout.dim, trained
+            if here != there:
+                return f"{_name(path)} is {here}, elsewhere {there}"
+        return f"{_name(next(iter(parameters)))} is only there" if parameters else ""
+
+    @staticmethod
+    def _conformed(tensors: dict[tuple[Any, ...], Any], entries: Sequence[Entry]) -> dict[tuple[Any, ...], Any]:
+        """Return a newcomer's tensors in the others' order, with the others' shapes and types."""
+        found: dict[tuple[Any, ...], Any] = {}
+        for path, layout, _ in entries:
+            shape = torch.Size(layout.shape)
+            if path in tensors:
+                found[path] = tensors[path]
+            else:  # a gradient that is not used up yet
+                parameter = tensors[path[:-1]]
+                found[path] = parameter.grad = structures.empty_like(parameter, shape, layout.dtype, layout.dim)
+            if not isinstance(found[path], nn.Parameter):
+                structures.move_to_mesh(found[path], found[path].device_mesh, shape, layout.dtype, layout.dim)
+        return found
+
+    def _commit(
+        self,
+        mine: Holding,
+        tensors: Mapping[tuple[Any, ...], Any],
+        entries: Sequence[Entry],
+        mesh: DeviceMesh,
+    ) -> None:
+        """Let this member's objects refer to the shards of a holding and to a mesh."""
+        managed = structures.managed_parameters(self.models)
+        if mine != self._live:
+            before = self._present(tensors) if self._live is not None else None
+            new = self._kept.pop(mine)
+            if self._live is not None and before is not None:
+                self._kept[self._live] = before
+            for tensor, padded, (_, layout, _) in zip(tensors.values(), new, entries, strict=True):
+                start, stop = layout.span(mine.owner, mine.owners)
+                structures.put(tensor, padded, stop - start, managed.get(id(tensor)))
+            self._live = mine
+        structures.rebind(self.models, mesh)
+        for tensor in tensors.values():
+            if id(tensor) not in managed:
+                structures.move_to_mesh(tensor, mesh)
+        for thing in self._objects.values():
+            if not isinstance(thing, (nn.Module, Optimizer)):
+                content = thing.state_dict()
+                if any(is_spread(leaf) for _, leaf in leaves_by_path(content)):
+                    thing.load_state_dict(content)  # its tensors may be copies of these
+
+    def _present(self, tensors: Mapping[tuple[Any, ...], Any]) -> _Set:
+        """Return the shards that the objects refer to."""
+        managed = structures.managed_parameters(self.models)
+        return [structures.padded_of(tensor, managed.get(id(tensor))) for tensor in tensors.values()]
+
+    def _shards_of(self, holding: Holding, tensors: Mapping[tuple[Any, ...], Any]) -> _Set:
+        if holding.owner < 0:
+            return []
+        return self._present(tensors) if holding == self._live else self._kept[holding]
+
+
+class _NewShards:
+    """The old shards of this member, and its new ones while they are filled; see `moving.Shards`."""
+
+    def __init__(
+        self, tensors: Mapping[tuple[Any, ...], Any], old: _Set, managed: Mapping[int, Any], owners: int
+    ) -> None:
+        self._tensors = list(tensors.values())
+        self._old = old
+        self._managed = managed
+        self._owners = owners
+        self._new: dict[int, torch.Tensor] = {}
+
+    def read(self, tensor: int, owner: int) -> torch.Tensor:  # noqa: ARG002 - this member has one part of a set
+        """Return the old shard."""
+        return self._old[tensor]
+
+    def allocate(self, tensor: int, owner: int) -> torch.Tensor:
+        """Return the new shard, without its padding."""
+        like = self._tensors[tensor]
+        managed = self._managed.get(id(like))
+        dim = managed.fsdp_placement.dim if managed is not None else structures.shard_dim(like)
+        layout = Layout(tuple(like.shape), like.dtype, dim)
+        start, stop = layout.span(owner, self._owners)
+        first = 0 if managed is not None else owner  # the first shard is the largest: FSDP2 pads all to its size
+        local = structures.local_of(like)
+        padded = torch.empty(
+            layout.local_shape(first, self._owners),
+            dtype=like.dtype,
+            device=local.device,
+            pin_memory=managed is not None and managed.pin_memory,
+        )
+        self._new[tensor] = padded
+        shard = padded.narrow(dim, 0, stop - start)
+        if padded.shape != shard.shape:
+            padded.narrow(dim, stop - start, padded.shape[dim] - (stop - start)).zero_()
+        return shard
+
+    def filled(self) -> _Set:
+        """Return the new shards with their padding."""
+        return [self._new[number] for number in range(len(self._tensors))]
+
+
+def _joined(before: Moved, began: float, traffic: Traffic) -> Moved:
+    """Return a change that has handed over before it took over."""
+    both = Traffic(
+        before.traffic.sent + traffic.sent,
+        before.traffic.received + traffic.received,
+        before.traffic.rounds + traffic.rounds,
+        max(before.traffic.staging, traffic.staging),
+    )
+    return Moved(before.seconds + time.monotonic() - began, both)
+
+
+def free_memory(device: str) -> int:
+    """Return the bytes that this process can still allocate on a type of device, as far as it can tell."""
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # not in a control group, or without a limit
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        cache = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - used + (int(cache[1]) if cache else 0))
+    return int(free)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"  # noqa: SLF001 - no public API
+
+
+def _name(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
