@@ -83,6 +83,7 @@ class TrainingRecorder:
         self._mailbox = mailbox
         self._ready = ready
         self._commanded = False
+        self._joining = variant.joins
         self._objects: dict[str, Stateful] = {}
         self._names: dict[int, str] = {}  # id of a parameter -> its name
         self._outside: dict[str, torch.Tensor] = {}  # parameters that are in an optimizer only
@@ -171,7 +172,10 @@ class TrainingRecorder:
         self.training = training
         place = training.state.cursor.place
         if not training.members.is_newcomer and place not in self.record.states:
-            self._record(training, place)
+            # The other has recorded the place at which this one has joined: whole tensors need both.
+            if not (self._joining and self.record.sharded):
+                self._record(training, place)
+            self._joining = False
         done = training.state.training_metrics.step
         variant = self._variant
         if self._commanded or training.members.is_newcomer:
