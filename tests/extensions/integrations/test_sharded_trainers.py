@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import sharded_trainers
 import torch
-from disturbances import alone, assert_weights
+from disturbances import alone, assert_weights, regrouped
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -42,6 +42,16 @@ def test_a_sharded_model_through_2_3_and_1_processes_ends_as_an_undisturbed_whol
     end = alone(function, tmp_path / "cut")
     assert_weights(end, whole)
     assert end["losses"] == pytest.approx(whole["losses"], abs=1e-4)
+
+
+@pytest.mark.parametrize("library", ["huggingface", "accelerate", "lightning", "fabric"])
+def test_processes_of_a_sharded_model_change_in_place(crew: Crew, tmp_path: Path, library: str) -> None:
+    """2 -> 3 -> 1."""
+    function: Any = getattr(sharded_trainers, library)
+    whole = alone(function, tmp_path / "whole", shard=False)
+    for end in regrouped(crew, function, tmp_path / "cut", (2, 3, 1)):
+        assert_weights(end, whole)
+        assert end["losses"] == pytest.approx(whole["losses"], abs=1e-4)
 
 
 def hf_with_fsdp(session: Any) -> None:
