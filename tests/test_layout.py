@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 479
+MOST_FILES: Final = 480
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_330,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_200,
+    "executor": 14_250,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -53,7 +53,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_300,
+    "planning": 7_600,
     "protocol": 1_920,
     "report": 3_060,
     "storage": 2_090,
