@@ -328,7 +328,6 @@ class Runtime:
             except PeerFailed as error:
                 self._recover(error)
         self._regrouped = False
-        self.reporter.in_place = self.extension.in_place
         self.reporter.send()
         self.state.aim(self.members.group.size)
         if seed:

@@ -16,7 +16,7 @@ from freetrain_parsl.extensions.sharding.rounds import rounds_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from freetrain_parsl.extensions.sharding.rounds import Layout, Slice
+    from freetrain_parsl.extensions.sharding.rounds import ColumnRange, Layout
     from freetrain_parsl.training.group.process_group import Group
 
 __all__ = ["BUDGET", "Shards", "Traffic", "move"]
@@ -107,11 +107,11 @@ class _Mover:
         self._shards, self._group = shards, group
         self._targets: dict[tuple[int, int], torch.Tensor] = {}
 
-    def exchange(self, batch: Sequence[Slice]) -> None:
+    def exchange(self, batch: Sequence[ColumnRange]) -> None:
         """Carry out one round."""
         me = self._group.rank
-        out: dict[tuple[str, int], list[Slice]] = {}
-        into: dict[tuple[str, int], list[Slice]] = {}
+        out: dict[tuple[str, int], list[ColumnRange]] = {}
+        into: dict[tuple[str, int], list[ColumnRange]] = {}
         for piece in batch:
             source, target = self._old_hosts[piece.source], self._new_hosts[piece.target]
             device = self._layouts[piece.tensor].device
@@ -143,29 +143,29 @@ class _Mover:
                 if host == self._group.rank and (tensor, owner) not in self._targets:
                     self._shards.allocate(tensor, owner)
 
-    def _source(self, piece: Slice) -> torch.Tensor:
+    def _source(self, piece: ColumnRange) -> torch.Tensor:
         shard = self._shards.read(piece.tensor, piece.source)
         return self._columns(shard, piece, piece.source, len(self._old_hosts))
 
-    def _target(self, piece: Slice) -> torch.Tensor:
+    def _target(self, piece: ColumnRange) -> torch.Tensor:
         key = piece.tensor, piece.target
         if key not in self._targets:
             self._targets[key] = self._shards.allocate(*key)
         return self._columns(self._targets[key], piece, piece.target, len(self._new_hosts))
 
-    def _columns(self, shard: torch.Tensor, piece: Slice, owner: int, owners: int) -> torch.Tensor:
+    def _columns(self, shard: torch.Tensor, piece: ColumnRange, owner: int, owners: int) -> torch.Tensor:
         layout = self._layouts[piece.tensor]
         first = layout.span(owner, owners)[0] * layout.columns_per_index
         return shard.reshape(layout.rows, -1).narrow(1, piece.start - first, piece.stop - piece.start)
 
-    def _pack(self, pieces: Sequence[Slice]) -> torch.Tensor:
+    def _pack(self, pieces: Sequence[ColumnRange]) -> torch.Tensor:
         return torch.cat([self._source(piece).contiguous().view(-1).view(torch.uint8) for piece in pieces])
 
-    def _landing(self, pieces: Sequence[Slice]) -> torch.Tensor:
+    def _landing(self, pieces: Sequence[ColumnRange]) -> torch.Tensor:
         device = self._target(pieces[0]).device
         return torch.empty(sum(piece.size for piece in pieces), dtype=torch.uint8, device=device)
 
-    def _unpack(self, packed: torch.Tensor, pieces: Sequence[Slice]) -> None:
+    def _unpack(self, packed: torch.Tensor, pieces: Sequence[ColumnRange]) -> None:
         begin = 0
         for piece in pieces:
             target, raw = self._target(piece), packed[begin : begin + piece.size]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Layout", "Slice", "rounds_of"]
+__all__ = ["ColumnRange", "Layout", "rounds_of"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Layout:
         return self.rows * self.dtype.itemsize
 
 
-class Slice(NamedTuple):
+class ColumnRange(NamedTuple):
     """A range of columns that one old and one new owner share."""
 
     tensor: int
@@ -105,18 +105,18 @@ class _Overlaps:
         self._mine = [tuple(map(int, row)) for row in np.stack([source, target, start, stop], 1)[mine]]
         self._bytes = layout.column_bytes
 
-    def slices(self, tensor: int, part: int = 0, parts: int = 1) -> Iterator[Slice]:
+    def slices(self, tensor: int, part: int = 0, parts: int = 1) -> Iterator[ColumnRange]:
         """Yield this host's part of those of a tensor."""
         for source, target, begin, end in self._mine:
             start = begin + (end - begin) * part // parts
             stop = begin + (end - begin) * (part + 1) // parts
             if start < stop:
-                yield Slice(tensor, source, target, start, stop, (stop - start) * self._bytes)
+                yield ColumnRange(tensor, source, target, start, stop, (stop - start) * self._bytes)
 
 
 def rounds_of(
     layouts: Sequence[Layout], old_hosts: Sequence[int], new_hosts: Sequence[int], host: int, budget: int
-) -> Iterator[list[Slice]]:
+) -> Iterator[list[ColumnRange]]:
     """Yield the slices that a host sends, receives or copies in each round; the rounds are the same on all hosts.
 
     Parameters
@@ -132,7 +132,7 @@ def rounds_of(
     """
     owners = np.asarray(old_hosts, dtype=np.intp), np.asarray(new_hosts, dtype=np.intp)
     known: dict[tuple[int, int, int], _Overlaps] = {}
-    gathered: list[Slice] = []
+    gathered: list[ColumnRange] = []
     load: NDArray[np.float64] | None = None  # of the round being gathered
     for number, layout in enumerate(layouts):
         key = layout.shape[layout.dim], layout.columns_per_index, layout.column_bytes
