@@ -207,6 +207,8 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = self._accumulated
         rank_zero_only.rank = 0
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = None  # the module may be pickled, the session cannot be
         super().teardown()
 
     def _forget_piece(self) -> None:
@@ -239,6 +241,9 @@ class _Meshes:
         if name != "data_parallel":
             raise UsageError(f'SessionStrategy has no device_mesh["{name}"]: a session has "data_parallel" only')
         return self._session.mesh
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Meshes:
+        return self  # of an averaged model
 
 
 class _Batches:

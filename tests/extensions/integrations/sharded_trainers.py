@@ -135,6 +135,7 @@ def lightning(session: Any, *, shard: bool = True, **options: Any) -> dict[str, 
     )
     module = Net(shard)
     trainer.fit(module, DataLoader(TRAINING, 8), DataLoader(VALIDATION, 30))
+    assert module.device_mesh is None
     return result(module.net, float(trainer.callback_metrics["val_loss"]))
 
 
