@@ -90,6 +90,7 @@ ROOMS = {
     },
     "extensions/resources": {"cli", "planning", "report"},
     "extensions/sharding": {"storage", "training"},
+    "extensions/staging": {"executor", "protocol"},
     "extensions/simulate": {
         "cli",
         "planning",
