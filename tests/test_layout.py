@@ -50,7 +50,7 @@ BUDGET: Final = {
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 750,
-    "extensions/staging": 1_080,
+    "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,

@@ -15,9 +15,12 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.extensions.staging.image import LARGE, Environment, Image, write_image
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["facts_of", "learned_path", "main", "make", "read_learned", "write_learned"]
 
@@ -26,7 +29,7 @@ _UNUSED: Final = 30 * 86400.0  # seconds after which an image is removed from th
 _TRACE_LIMIT: Final = 300.0  # seconds
 
 
-def make(cache: Path, out: Path, large: int = LARGE) -> dict[str, Any]:
+def make(cache: Path, out: Path, modules: Sequence[str] = (), large: int = LARGE) -> dict[str, Any]:
     """Put the image of this environment into a directory, from the cache if nothing has changed since.
 
     Parameters
@@ -35,6 +38,8 @@ def make(cache: Path, out: Path, large: int = LARGE) -> dict[str, Any]:
         Directory of the images of this user.
     out
         Where the nodes read it.
+    modules
+        What a node imports. Default: see `trace`.
     large
         Bytes from which files are linked.
 
@@ -48,7 +53,7 @@ def make(cache: Path, out: Path, large: int = LARGE) -> dict[str, Any]:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     environment = Environment.find()
     learned = read_learned(learned_path(cache, environment.trees))
-    key = _identity(environment, learned, large)
+    key = _identity(environment, learned, [*modules, large])
     record = cache / f"{key}.json"
     with suppress(OSError, ValueError):  # there is none, or it is damaged
         known: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
@@ -57,7 +62,7 @@ def make(cache: Path, out: Path, large: int = LARGE) -> dict[str, Any]:
             os.utime(record)
             return {**known, "seconds": 0.0}
     image = Image(environment, large)
-    for path in _trace():
+    for path in _trace(modules):
         image.add(path)
     for path in learned:
         image.add(path, at_start=False)
@@ -71,24 +76,24 @@ def make(cache: Path, out: Path, large: int = LARGE) -> dict[str, Any]:
     return {**made, "seconds": time.monotonic() - begin}
 
 
-def _trace() -> list[str]:
+def _trace(modules: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "opened")
         trace = Path(__file__).with_name("trace.py")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, str(trace), str(out)]
+        command = [sys.executable, str(trace), str(out), *modules]
         subprocess.run(command, env=environment, cwd="/", stdout=sys.stderr, check=True, timeout=_TRACE_LIMIT)
         return out.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
 
 
-def _identity(environment: Environment, learned: list[str], large: int) -> str:
+def _identity(environment: Environment, learned: list[str], how: list[Any]) -> str:
     """Return what identifies an environment: interpreter, packages with their versions, and what else is known."""
     installed = [
         [str(path), path.stat().st_mtime_ns]
         for directory in filter(os.path.isdir, sys.path)
         for path in sorted(Path(directory).glob("*.dist-info"))
     ]
-    described = [_FORMAT, sys.version, sys.executable, sys.path, environment.trees, installed, learned, large]
+    described = [_FORMAT, sys.version, sys.executable, sys.path, environment.trees, installed, learned, how]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 
@@ -139,11 +144,11 @@ def _forget(cache: Path) -> None:
                 path.unlink()
 
 
-def main(cache: str, out: str) -> None:
+def main(cache: str, out: str, *modules: str) -> None:
     """Make the image and print what is known of it."""
     os.nice(19)
     os.umask(0o077)
-    json.dump(make(Path(cache), Path(out)), sys.stdout)
+    json.dump(make(Path(cache), Path(out), modules), sys.stdout)
 
 
 if __name__ == "__main__":

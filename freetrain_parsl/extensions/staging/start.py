@@ -35,6 +35,7 @@ __all__ = ["ImageStart", "cache_directory", "file_system_of", "is_shared"]
 _LOCAL: Final = "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs tmpfs ramfs rootfs overlay squashfs erofs iso9660 devtmpfs"
 _LONG: Final = 3.0  # seconds that imports wait for files, of about 3 that they take on a local disk
 _PAUSE: Final = 60.0  # seconds between two images of a run
+_LOOK: Final = 5.0  # seconds for which the files that an image was made of are taken to be the same
 _LIMIT: Final = 600.0  # seconds to make one
 _BYTES_PER_SECOND: Final = 5e9  # that the nodes of a block read together; large sites have more
 _LONGEST_SPREAD: Final = 30.0  # seconds
@@ -103,6 +104,7 @@ class ImageStart(NodeStart):
         self._said: set[str] = set()
         self._without: set[str] = set()
         self._any_works = False
+        self._looked_at = -_LOOK
 
     def begin(self, directory: Path) -> bool:
         """Make the image in the background if nodes need it; return whether they do."""
@@ -128,7 +130,7 @@ class ImageStart(NodeStart):
         made = self._made
         if made is None or self._off:
             return ()
-        if changed := made.changed():
+        if changed := self._changed(made):
             logger.info("%s has changed: blocks start without an image until there is a new one", changed)
             self._made = None
             self._tasks.put("make")
@@ -141,6 +143,14 @@ class ImageStart(NodeStart):
             self._off = True
             return ()
         return words
+
+    def _changed(self, made: _Made) -> str:
+        """Return what has changed since an image was made, for the blocks of a burst once."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK:
+            return ""
+        self._looked_at = now
+        return made.changed()
 
     def preparation(self, nodes: int, system: str) -> str:
         """Return the command that sends the image to all nodes of a block by Slurm's own network of daemons."""

@@ -2,7 +2,7 @@
 # start.sh IMAGE BYTES SPREAD PYTHON COMMAND …: unpack IMAGE (image-SHA256.tar.gz) once on this node, and run COMMAND.
 # In COMMAND, each word PYTHON, the shared interpreter, is replaced by the image's. BYTES is the size of the unpacked
 # image. Only programs of the node's own system run here: Python from the shared file system would read its library there.
-# If anything fails, COMMAND runs as it stands; the variable FREETRAIN_IMAGE_FAULT and a line of error output say why.
+# It goes to the first of the directories FREETRAIN_IMAGE_PLACES that suits. If anything fails, COMMAND runs as it stands; the variable FREETRAIN_IMAGE_FAULT and a line of error output say why.
 set -u
 umask 077
 image=$1 bytes=$2 spread=$3 python=$4
@@ -41,9 +41,10 @@ suits() {  # its own directory there is private, on this node, has room, and may
     return $code
 }
 choose() {
-    local place
-    for place in /dev/shm ${SLURM_TMPDIR:+"$SLURM_TMPDIR"} ${TMPDIR:+"$TMPDIR"} /tmp; do
-        [ -d "$place" ] && suits "$place" && { cache=$place/freetrain-$user; return; }
+    local places place
+    IFS=: read -r -a places <<< "${FREETRAIN_IMAGE_PLACES:-/dev/shm:${SLURM_TMPDIR:-}:${TMPDIR:-}:/tmp}"
+    for place in "${places[@]}"; do
+        [ -n "$place" ] && [ -d "$place" ] && suits "$place" && { cache=$place/freetrain-$user; return; }
     done
     return 1
 }
@@ -54,7 +55,7 @@ unpack() {  # by whoever holds the lock; a killed one leaves .part, which the ne
     if [ -f "$sent" ] && [ ! -L "$sent" ] && [ "$(stat -c %u "$sent")" = "$user" ]; then
         source=$sent
     elif [ "$spread" != 0 ]; then  # the nodes of a block do not all read at the same moment
-        sleep "$(awk -v s="$spread" -v r=$RANDOM 'BEGIN {printf "%.2f", s * r / 32768}')"
+        sleep "$(awk -v s="$spread" -v r=$RANDOM 'BEGIN {printf "%.2f", s * r / 32768}')" 9>&-
     fi
     cp "$source" "$part.gz" || { why="$source could not be copied to $cache"; return 1; }
     [ "$source" = "$sent" ] && rm -f "$sent"
@@ -62,6 +63,7 @@ unpack() {  # by whoever holds the lock; a killed one leaves .part, which the ne
     mkdir "$part" && tar -xzPf "$part.gz" -C "$part" --no-same-owner || { why="it could not be unpacked in $cache"; return 1; }
     rm -f "$part.gz"
     mv -T "$part" "$target" || { why="$target could not be made"; return 1; }
+    echo "freetrain: $name was unpacked in $cache" >&2
 }
 hold() {  # keep the image while this process, which becomes the pilot, lives: the last one may remove it
     exec 8< "$target" && flock -s -n 8 && [ -e "$target/image.json" ] && return
