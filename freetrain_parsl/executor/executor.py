@@ -31,7 +31,7 @@ from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.htex.executor import PlannedHtex
 from freetrain_parsl.executor.htex.interchange_watch import HtexInterchange, InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
-from freetrain_parsl.executor.htex.node_start import IMAGE_CHOICES, node_start_for
+from freetrain_parsl.executor.htex.node_start import IMAGE_CHOICES, START_FILES, node_start_for
 from freetrain_parsl.executor.jobs.likeness import recall_rates
 from freetrain_parsl.executor.jobs.request import (
     SPECIFICATION_KEY,
@@ -297,7 +297,7 @@ class FreeTrainExecutor(PlannedHtex):
         starter = getattr(self.provider, "node_starter", "")
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir), starter)
         super().start()
-        tell_files = self.node_start is not None and self.node_start.begin(Path(self.logdir))
+        tell_files = self.node_start is not None and self.node_start.begin(Path(self.logdir).absolute() / START_FILES)
         source = self.window_source()
         planner_settings = self.planner.in_seconds()
         source.check(least_walltime(planner_settings))

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.messages import Hello
 
-__all__ = ["IMAGE_CHOICES", "STARTS", "NodeStart", "node_start_for"]
+__all__ = ["IMAGE_CHOICES", "STARTS", "START_FILES", "NodeStart", "node_start_for"]
 
 IMAGE_CHOICES: Final = ("auto", "off", "always")
 """Values of ``node_image``."""
+
+START_FILES: Final = "start"
+"""Name of the directory of `NodeStart.begin`, beside the journal."""
 
 _IMAGE: Final = "image"
 
@@ -41,7 +44,10 @@ class NodeStart(ABC):
 
     @abstractmethod
     def begin(self, directory: Path) -> bool:
-        """Prepare, in the background; `directory` is private, on the file system that the nodes share.
+        """Prepare, in the background.
+
+        `directory` is for what nodes read when they start: private, and on the file system that they share. It is made
+        if it is needed, and `close` removes it, or ``freetrain clean`` after a driver that was killed.
 
         Return whether slots are to tell which files training jobs load, see `learn`.
         """
@@ -73,7 +79,7 @@ class NodeStart(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what runs in the background, and remove what is not needed after the run."""
+        """End what runs in the background, and remove the directory."""
 
 
 STARTS: Final = EntryPoints[type[NodeStart]]("freetrain.starts", "start of nodes", subclass_of(NodeStart))

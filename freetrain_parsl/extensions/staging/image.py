@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LARGE", "Environment", "Image", "write_image"]
 
-LARGE: Final = 4 << 20
+LARGE: Final = 16 << 20
 """Bytes from which a file is not copied but linked: it is read in part, by page, and few are."""
 
 _OWN: Final = ("/usr/", "/lib/", "/lib64/", "/bin/", "/etc/")  # in a node's own system

@@ -41,7 +41,7 @@ _BYTES_PER_SECOND: Final = 5e9  # that the nodes of a block read together; large
 _LONGEST_SPREAD: Final = 30.0  # seconds
 _MANY: Final = 3  # nodes without an image, while no node has one: their common cause is not on one of them
 _MOST_LEARNED: Final = 20_000  # files
-_PLAIN_WORD: Final = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_PLAIN_WORD: Final = re.compile(r"[\w@%+=:,./~-]+")  # as of run directories
 _IN_IMAGE: Final = re.compile(r"/freetrain-\d+/image-[0-9a-f]{64}/")
 
 
@@ -191,8 +191,7 @@ class ImageStart(NodeStart):
                 os.killpg(process.pid, signal.SIGKILL)
         if self._thread.ident is not None:
             self._thread.join(_LIMIT)
-        for path in self._directory.glob("image-*.tar.gz") if self._wanted else ():
-            path.unlink(missing_ok=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -240,6 +239,7 @@ class ImageStart(NodeStart):
         return True
 
     def _make(self) -> _Made:
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         shutil.copyfile(_SCRIPT, self._directory / _SCRIPT.name)
         command = module_command("freetrain_parsl.extensions.staging.make", self._python)
         self._process = process = subprocess.Popen(
@@ -303,5 +303,5 @@ def file_system_of(path: str, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def is_shared(kind: str) -> bool:
-    """Return whether a type of file system may be one that many nodes share; an unknown one may be."""
-    return kind not in _LOCAL.split()
+    """Return whether a type of file system may be one that many nodes share: any that is not known to be a node's own."""
+    return kind != "" and kind not in _LOCAL.split()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["SlowTrees", "missing_for_slowfs"]
 
 SOURCE = Path(__file__).with_name("slowfs.c")
-_NUMBERS = 10
+_NUMBERS = 11
 _OPERATIONS = (0, 2, 3, 4, 7)  # lookups, opens, links, listings, others; reads are no metadata
 
 
@@ -50,11 +50,14 @@ class SlowTrees:
         Directory for the program and its counters.
     cache_seconds
         For which the kernel keeps names and attributes.
+    exempt
+        Session whose processes are neither slow nor counted; 0: none.
     """
 
-    def __init__(self, trees: Iterable[Path], work: Path, cache_seconds: float = 1.0) -> None:
+    def __init__(self, trees: Iterable[Path], work: Path, cache_seconds: float = 1.0, exempt: int = 0) -> None:
         self._trees = list(trees)
         self._work, self._cache = work, cache_seconds
+        self._exempt = exempt
         self._states: list[mmap.mmap] = []
 
     def __enter__(self) -> Self:
@@ -68,6 +71,7 @@ class SlowTrees:
             subprocess.run([program, tree, tree, str(self._cache), state], check=True)
             with state.open("r+b") as file:
                 self._states.append(mmap.mmap(file.fileno(), 8 * _NUMBERS))
+            self._states[-1][80:88] = struct.pack("Q", self._exempt)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,8 +88,16 @@ class SlowTrees:
         """Set the counters to zero."""
         for state in self._states:
             state[:64] = bytes(64)
+        self._note("reset")
+
+    def _note(self, what: str) -> None:
+        """Write a line where the program writes the names, for whoever looks for the reason of a number."""
+        if log := os.environ.get("SLOWFS_LOG"):
+            with Path(log).open("a", encoding="utf-8") as file:
+                file.write(f"{what}\n")
 
     def operations(self) -> int:
         """Return the number of metadata operations since `reset`."""
+        self._note("counted")
         numbers = [struct.unpack_from("8Q", state) for state in self._states]
         return sum(counts[index] for counts in numbers for index in _OPERATIONS)
