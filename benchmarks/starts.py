@@ -2,11 +2,11 @@
 
 Use ``--latencies MS…`` for the times that each metadata operation takes, ``--image off auto``, ``--json FILE`` to save
 the rows. As root: the environment, the interpreter that it was made from and this checkout are covered by a FUSE
-passthrough under their own names, in a mount namespace of this process only. The passthrough counts lookups, opens,
-links and listings (``shared_tree_calls``) from the job script to the first step; the kernel keeps names for a second,
-as with NFS. It is slow for the nodes only, and counts only theirs: the driver's session is exempt. Rows: nodes without an image, with one that they unpack first, and with one that another block has unpacked
-(``unpacks`` false). The app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then
-medians.
+passthrough under their own names, in a mount namespace of this process only. It counts lookups, opens, links and
+listings (``shared_tree_calls``) from the job script to the first step; the kernel keeps names for a second, as with
+NFS. It is slow for the nodes only, and counts only theirs: the driver's session is exempt. Rows: nodes without an
+image, with one that they unpack first, and with one that another block has unpacked (``unpacks`` false). The app
+imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     rows = []
     with SlowTrees([*prefixes, *own], work, exempt=os.getsid(0)) as trees:
         if set(options.image) - {"off"}:
-            for _ in range(2):  # the second image has what the function has imported
-                one_start(work, trees, "auto", 0.0, unpacks=True)
+            one_start(work, trees, "auto", 0.0, unpacks=True)  # the next image has what the function has imported
         for latency in options.latencies:
             for image in options.image:
                 for unpacks in (True,) if image == "off" else (True, False):

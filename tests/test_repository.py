@@ -90,7 +90,7 @@ ROOMS = {
     },
     "extensions/resources": {"cli", "planning", "report"},
     "extensions/sharding": {"storage", "training"},
-    "extensions/staging": {"executor", "protocol"},
+    "extensions/staging": {"executor", "protocol", "storage"},
     "extensions/simulate": {
         "cli",
         "planning",

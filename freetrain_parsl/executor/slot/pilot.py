@@ -100,6 +100,8 @@ def remove_node_files() -> None:
         return
     gone = f"{name}.{os.getpid()}.part"
     with suppress(OSError):  # another pilot uses them, or has removed them
+        if not os.path.samestat(os.fstat(int(lock)), os.stat(name)):  # noqa: PTH116 - by its name
+            return  # this process was not started by the shell that has opened it
         fcntl.flock(int(lock), fcntl.LOCK_EX | fcntl.LOCK_NB)
         Path(name).rename(gone)  # at once: a node that starts now must not find a part of them
         shutil.rmtree(gone, ignore_errors=True)

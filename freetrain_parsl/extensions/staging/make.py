@@ -1,6 +1,6 @@
 """Make the image of this interpreter's environment, or find it: ``python -m … make CACHE OUT``, in the nodes' Python.
 
-It runs in a process of its own, at the lowest priority, and prints what the driver has to know of the image, as JSON.
+It runs in a process of its own, at a low priority, and prints what the driver has to know of the image, as JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.extensions.staging.image import LARGE, Environment, Image, write_image
+from freetrain_parsl.storage.owned_files import require_own_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,9 +49,15 @@ def make(cache: Path, out: Path, modules: Sequence[str] = (), large: int = LARGE
     dict
         See `write_image`; also ``trees`` (see `Environment`), ``prefix``, ``checks`` (path, time in ns and size: what
         must not have changed when a node starts), and ``seconds``, 0 from the cache.
+
+    Raises
+    ------
+    InvalidInput
+        The cache is in a directory that others may write.
     """
     begin = time.monotonic()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own_directory(cache, "set XDG_CACHE_HOME to another one")
     environment = Environment.find()
     learned = read_learned(learned_path(cache, environment.trees))
     key = _identity(environment, learned, [*modules, large])
@@ -146,7 +153,7 @@ def _forget(cache: Path) -> None:
 
 def main(cache: str, out: str, *modules: str) -> None:
     """Make the image and print what is known of it."""
-    os.nice(19)
+    os.nice(10)
     os.umask(0o077)
     json.dump(make(Path(cache), Path(out), modules), sys.stdout)
 

@@ -136,9 +136,9 @@ class Loader(SourceFileLoader):
 
 
 def _install() -> None:
-    root = os.environ.get("FREETRAIN_IMAGE", "")
-    if not root or not os.path.samefile(sys.prefix, root):
-        root = sys.prefix
+    root = __file__
+    for _ in range(4):  # lib/pythonX.Y/site-packages/_freetrain_image.py
+        root = os.path.dirname(root)
     elsewhere = Elsewhere(root)
     sys.path[:] = [elsewhere.packages.get(entry, entry) for entry in sys.path]
     sys.path_hooks.insert(0, elsewhere.finder)

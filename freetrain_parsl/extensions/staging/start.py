@@ -303,5 +303,5 @@ def file_system_of(path: str, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def is_shared(kind: str) -> bool:
-    """Return whether a type of file system may be one that many nodes share: any that is not known to be a node's own."""
+    """Return whether nodes may share a file system of a type: of any that is not known to be a node's own."""
     return kind != "" and kind not in _LOCAL.split()

@@ -22,12 +22,13 @@ plain() {
 }
 mine() { [ -d "$1" ] && [ ! -L "$1" ] && [ "$(stat -c '%u %a' "$1")" = "$user 700" ]; }
 suits() {  # its own directory there is private, on this node, has room, and may hold programs
-    local type free code
+    local type free limit code
     type=$(stat -f -c %T "$1" 2>/dev/null) || return 1
     case $type in nfs*|lustre|gpfs|fuse*|ceph|smb*|cifs|afs|panfs|beegfs|pvfs*|UNKNOWN*) return 1;; esac
     if [ "$type" = tmpfs ]; then  # it is memory, of which training needs most
         free=$(awk '/^MemAvailable:/ {print $2}' /proc/meminfo)
-        [ -n "${SLURM_MEM_PER_NODE:-}" ] && [ $((SLURM_MEM_PER_NODE * 1024)) -lt "$free" ] && free=$((SLURM_MEM_PER_NODE * 1024))
+        limit=$((${SLURM_MEM_PER_NODE:-0} * 1024))  # 0: all
+        [ $limit -gt 0 ] && [ $limit -lt "$free" ] && free=$limit
         [ "$free" -ge $((bytes / 1024 * 10)) ] || { why="$1 is memory, and ten times the image is not free"; return 1; }
     fi
     free=$(df -Pk "$1" | awk 'NR == 2 {print $4}')

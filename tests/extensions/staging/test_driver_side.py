@@ -7,8 +7,7 @@ import os
 import shlex
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +16,9 @@ from freetrain_parsl.extensions.staging import start as staging
 from freetrain_parsl.extensions.staging.make import facts_of, learned_path, read_learned
 from freetrain_parsl.extensions.staging.start import ImageStart, _Made, file_system_of, is_shared
 from freetrain_parsl.protocol.messages import Hello
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HASH = "0" * 64
 
