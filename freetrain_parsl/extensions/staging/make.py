@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["facts_of", "learned_path", "main", "make", "read_learned", "write_learned"]
 
-_FORMAT: Final = 1  # of images; another one makes all of them anew
+_MAKERS: Final = ("image.py", "node.py", "trace.py")  # whose change makes all images anew
 _UNUSED: Final = 30 * 86400.0  # seconds after which an image is removed from the cache
 _TRACE_LIMIT: Final = 300.0  # seconds
 
@@ -100,7 +100,8 @@ def _identity(environment: Environment, learned: list[str], how: list[Any]) -> s
         for directory in filter(os.path.isdir, sys.path)
         for path in sorted(Path(directory).glob("*.dist-info"))
     ]
-    described = [_FORMAT, sys.version, sys.executable, sys.path, environment.trees, installed, learned, how]
+    makers = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _MAKERS]
+    described = [makers, sys.version, sys.executable, sys.path, environment.trees, installed, learned, how]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
 
 

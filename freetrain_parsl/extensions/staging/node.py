@@ -2,7 +2,7 @@
 
 The image mirrors the environment's prefix. Modules elsewhere, such as those of a project that is being edited, keep
 their names, so that files beside them are read and written where they are: only their code comes from the image. What
-is looked for in their directories, but is not there, costs one listing per second instead of a call for each module.
+is looked for in their directories, but is not there, costs one listing every few seconds instead of a call for each module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
-_FRESH = 1.0  # seconds for which a listing of a directory is used, as network file systems do
+_FRESH = 5.0  # seconds for which a listing of a directory is used; network file systems use it for up to a minute
 _DETAILS = (
     (ExtensionFileLoader, EXTENSION_SUFFIXES),
     (SourceFileLoader, SOURCE_SUFFIXES),
