@@ -2,7 +2,8 @@
 
 The image mirrors the environment's prefix. Modules elsewhere, such as those of a project that is being edited, keep
 their names, so that files beside them are read and written where they are: only their code comes from the image. What
-is looked for in their directories, but is not there, costs one listing every few seconds instead of a call for each module.
+is looked for in their directories, but is not there, costs one listing every few seconds instead of a call for each
+module.
 """
 
 from __future__ import annotations
