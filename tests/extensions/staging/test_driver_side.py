@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from freetrain_parsl import FreeTrainExecutor
+from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.executor.slot.loaded_files import pack_files
 from freetrain_parsl.extensions.staging import start as staging
 from freetrain_parsl.extensions.staging.make import facts_of, learned_path, read_learned
@@ -158,6 +160,11 @@ def test_an_interpreter_that_is_not_here(world: Path, caplog) -> None:
     assert start.begin(world / "start") is False
     assert "not an interpreter of this host" in caplog.text
     start.close()
+
+
+def test_an_executor_knows_three_choices(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="node_image must be one of auto, off, always, got 'on'"):
+        FreeTrainExecutor(node_image="on", checkpoint_dir=tmp_path)
 
 
 def test_what_a_node_had_to_read_elsewhere_is_learned(image: ImageStart, world: Path) -> None:
