@@ -33,10 +33,10 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
     "": 2_200,
-    "campaign": 5_330,
+    "campaign": 5_360,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_360,
+    "executor": 14_600,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -54,7 +54,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_300,
+    "planning": 7_600,
     "protocol": 1_920,
     "report": 3_060,
     "storage": 2_090,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
+from freetrain_parsl.planning.sizes import ANY_COUNT, AllowedCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,6 +68,12 @@ class SessionExtension:
 
     in_place: bool = True
     """Whether the group may change without a checkpoint."""
+    allowed_counts: AllowedCounts = ANY_COUNT
+    """Numbers of processes on which the prepared objects can be."""
+    sharded_bytes: int = 0
+    """Size of the prepared objects' state if it is divided evenly among the processes; 0: each of them has all of it.
+
+    The planner then takes the time of a change to grow with the bytes that it moves."""
     trainings: int = 1
     """Number of training jobs that share this process, and the time of each step."""
     computes: bool = False

@@ -81,8 +81,8 @@ class ProgressReporter:
         """Epochs of the whole training job, once the user's loop has begun."""
         self.extension = extension
         """The run's extension, even if the prepared objects have another."""
-        self.in_place = True
-        """Whether the group may change without a checkpoint."""
+        self.prepared_by = extension
+        """The extension of the prepared objects."""
         self._state = state
         self._checkpoint_manager = checkpoint_manager
         self._members = members
@@ -161,7 +161,9 @@ class ProgressReporter:
             resumed_from=self._resumed_from,
             write_seconds=manager.write_seconds_estimate,
             refused_checkpoints=self._refused,
-            in_place=self.in_place,
+            in_place=self.prepared_by.in_place,
+            allowed_counts=self.prepared_by.allowed_counts,
+            sharded_bytes=self.prepared_by.sharded_bytes,
             code_note=manager.code_note,
             batch=None if self._state.batch is None else self._state.batch.report(),
             storage_problem=manager.storage_problem,

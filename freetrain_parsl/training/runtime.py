@@ -167,7 +167,7 @@ class Runtime:
         self.extension = extension_for(known, self.extension)
         self.extension.prepared(objects, self.members, self.device)
         self.checkpoint_manager.choose_saver(self.extension)
-        self.reporter.in_place = self.extension.in_place
+        self.reporter.prepared_by = self.extension
         self._bypass.watch(parameters_of(known.values()))
         self.checkpoint_manager.assume_size(size_of(known))
         if self._restored is not None:

@@ -53,6 +53,7 @@ def instances(draw, *, startup=None):
         startup=draw(st.sampled_from([0.0, 3.0, 20.0, 30.0, 150.0])) if startup is None else startup,
         min_useful=draw(st.sampled_from([0.0, 10.0])),
         max_blocks=draw(st.sampled_from([None, 0, 1])),
+        moving=draw(st.none() | st.lists(seconds, min_size=trainers, max_size=trainers).map(np.array)),
     )
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import BatchSystemError, TrainingError
+from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.jobs.port import kind_of
@@ -53,7 +53,6 @@ from freetrain_parsl.protocol.messages import (
     FilesLoaded,
     Hello,
     Output,
-    RunEnded,
     RunMessage,
     RunStart,
     SlotHeartbeat,
@@ -63,7 +62,7 @@ from freetrain_parsl.protocol.messages import (
     TaskEnded,
     Welcome,
 )
-from freetrain_parsl.protocol.reports import Progress, RunFailed
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -371,17 +370,17 @@ class _Slot:
 
     # The watch's thread.
 
-    def _end_run(self, run: Run, training: str, reason: str) -> None:
-        """End a run as if its function had raised an exception; the next process continues the slot."""
+    def _end_run(self, run: Run, reason: str) -> None:
+        """End a run that takes the memory of its neighbours; the next process continues the slot."""
         with self._lock:
             if self._run is not run or self._leaving:
                 return  # it has just ended
             self._run = None
-        error = TrainingError(f"training job {training!r} was ended on node {self._node}: {reason}")
         if run.output is not None:
             run.output.flush(last=True)
         self._assigned = None
-        self._channel.send(RunEnded(training, run.number, RunFailed(str(error)), serialized_exception(error)))
+        for message in run.end_over_share(f"was ended on node {self._node}: {reason}"):
+            self._channel.send(message)
         end_process(self._hand_over())
 
     # Several threads.
@@ -454,7 +453,7 @@ class _Slot:
             run = TrainingRun(message, interface=interface, address=address, send=send, files=files)
         else:
             run = kind_of(message).run(message, send, files)
-        watch = self._watch_of(run, message.training)
+        watch = self._watch_of(run)
         self._tell_closing(run)
         self._run = run
         self._pass_on()
@@ -474,7 +473,7 @@ class _Slot:
                 self._run = None
             run.close()
 
-    def _watch_of(self, run: Run, training: str) -> AbstractContextManager[object]:
+    def _watch_of(self, run: Run) -> AbstractContextManager[object]:
         """Take this job's part of a node that others use, too."""
         pool = pool_directory()
         if self._lane.count == 1 or pool is None:
@@ -486,11 +485,11 @@ class _Slot:
             self._tell_closing(run)
 
         self._watch = NodeWatch(
-            training,
+            run.label,
             self._lane,
             pool,
             tell=write_error,
-            end=lambda reason: self._end_run(run, training, reason),
+            end=lambda reason: self._end_run(run, reason),
             saving=saving,
         )
         return self._watch

@@ -10,9 +10,16 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
+from freetrain_parsl.errors import TrainingError
 from freetrain_parsl.executor.jobs.port import Run
 from freetrain_parsl.executor.payloads.payloads import unpack_training
-from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
+from freetrain_parsl.executor.slot.run_end import (
+    deposit,
+    end_by,
+    print_exception,
+    serialize_result,
+    serialized_exception,
+)
 from freetrain_parsl.protocol.messages import (
     ChangeBatch,
     ChangeGroup,
@@ -170,6 +177,16 @@ class TrainingRun(Run):
     def source(self) -> str:
         """The process, as the training job's log names it: its rank, or ``?`` while it joins."""
         return "?" if self._membership is None or not self._is_member else str(self._membership.rank)
+
+    @property
+    def label(self) -> str:
+        """What it is, for people and for the other slots of its node."""
+        return f"training job {self._training!r}"
+
+    def end_over_share(self, reason: str) -> list[ToDriver]:
+        """Return the report of the end: as if the function had raised an exception, as it would need as much again."""
+        error = TrainingError(f"{self.label} {reason}")
+        return [RunEnded(self._training, self.number, RunFailed(str(error)), serialized_exception(error))]
 
     def deliver(self, source: str, lines: bytes) -> None:
         """Pass on what the training job has printed."""

@@ -109,7 +109,7 @@ class TrainingMachine:
         self._planner = PlannerView(request, costs, self._response)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
-            request, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
+            request, limits, numbers, self._response, self._planner, lambda: self._tracker.counted_seconds
         )
         self._recovering: Recovering | None = None
         self._stall = ""
@@ -403,13 +403,14 @@ class TrainingMachine:
                     if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
                         self._do(do.ForgetStorage())
                     self._take_progress(report)
+                    self._describe_model(report)
                     self._observe(report)
             case GroupFailed():
                 self._group_failed(participant, report)
             case Joined():
                 if not participant.has_state:
                     self._failing_nodes.clear()
-                self._processes.joined(participant, report.generation, report.paused)
+                self._processes.joined(participant, report)
             case _:  # Ready
                 participant.ready = self._response.now
 
@@ -417,6 +418,14 @@ class TrainingMachine:
         if self.progress is progress and isinstance(self.phase, Running):
             group = self.phase.group
             self._do(do.Observe(group.number, group.nodes, len(group.ranks), progress))
+
+    def _describe_model(self, progress: Progress) -> None:
+        if isinstance(self.phase, Running):
+            group = self.phase.group
+            try:
+                self._planner.describe_model(progress, len(group.ranks) // len(group.nodes))
+            except InvalidApp as error:
+                self._fail(error)
 
     def _take_progress(self, progress: Progress) -> None:
         first = self._processes.report_training()
@@ -490,9 +499,8 @@ class TrainingMachine:
             return
         self._fail(
             InvalidApp(
-                f"training job {self.name!r} needs min_nodes={needed} nodes at the same time, but there are only "
-                f"{nodes} "
-                "for its blocks: lower min_nodes, or use a larger partition"
+                f"training job {self.name!r} needs {needed} nodes at the same time, but there are only {nodes} for its "
+                "blocks: lower min_nodes, min_accelerators or accelerators, or use a larger partition"
             )
         )
 
