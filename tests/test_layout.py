@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 490
+MOST_FILES: Final = 492
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -33,10 +33,10 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
     "": 2_200,
-    "campaign": 5_350,
+    "campaign": 5_360,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_250,
+    "executor": 14_600,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -50,6 +50,7 @@ BUDGET: Final = {
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 2_800,
+    "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
