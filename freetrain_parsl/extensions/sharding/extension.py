@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
+from freetrain_parsl.extensions.sharding import structures
 from freetrain_parsl.extensions.sharding.resharding import OtherModel, Resharding
 from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
@@ -40,6 +41,7 @@ class Sharding(SessionExtension):
         self._resharding: Resharding | None = None
         self._objects: Mapping[str, Stateful] = {}
         self._saver: ShardedSaver | None = None
+        self._modules: list[Any] = []
         self._members: GroupMember
         self._device: torch.device
 
@@ -79,6 +81,11 @@ class Sharding(SessionExtension):
         if self._members.group.is_first:
             logger.info("a sharded model is saved and resumed instead of changed in place: %s", problem)
 
+    def boundary(self) -> None:
+        """Free whole parameters, which a validation leaves: they are other objects than the optimizers'."""
+        for module in self._modules:
+            module.reshard()
+
     def is_pending(self) -> bool:
         """Return whether gradients are not reduced yet."""
         return self.resharding.is_pending
@@ -114,6 +121,7 @@ class Sharding(SessionExtension):
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model."""
         self.resharding.loop = state.loop.shared
+        self._modules = structures.sharded_modules(self.resharding.models)
         if state.order is not None and state.order.shards is not None:
             raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
         if state.order is not None and state.order.batch_range is not None:
