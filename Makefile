@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-# For `make chaos`: bare (seconds per episode) or campaign (minutes), and the seeds of the episodes.
+# For `make chaos`: bare or shared (seconds per episode), campaign or shared-campaign (minutes), and the seeds.
 KIND ?= bare
 SEEDS ?= 1-20
 

@@ -1,15 +1,23 @@
-"""Decisions where jobs share nodes: times, proofs and moves, over a stream of changes.
+"""Jobs that share nodes: times of decisions over a stream of changes, and what sharing gains on an embedded cluster.
 
-    python benchmarks/shared_nodes.py [--decisions 60] [--json FILE]
+    python benchmarks/shared_nodes.py [--decisions 60] [--live 40] [--seed 4] [--steps device] [--json FILE]
 
-Jobs of different sizes, half of them for one accelerator at most, share nodes. Between two decisions, two nodes close,
-two others open, and a job ends that another one follows. Times are those of the whole decision: tables of values,
-counts, placement. A *move* is a job that keeps its number of accelerators, all of which are still there, on others.
+Decisions: jobs of different sizes, half of them for one accelerator at most, share nodes. Between two decisions, two
+nodes close, two others open, and a job ends that another one follows. Times are those of the whole decision: tables of
+values, counts, placement. A *move* is a job that keeps its number of accelerators, all of which are still there, on
+others.
+
+Live: see `_shared_live`, which says what stands in for accelerators. `ratio` is `shared_samples` / `whole_node_samples`
+in the same holes and time; ``of_small``: of the jobs for one accelerator. `neighbour_slowdown` is the median step time
+of such a job with three neighbours on its node, relative to that alone. The default seed is one whose four nodes are
+all idle for most of the time, so that the large job gets one where nodes are shared. All takes less than 3 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from _report import report
+from _shared_live import measure as measure_live
 
 from freetrain_parsl.places import slot_place
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.placement import check_allocation
 from freetrain_parsl.planning.policies import MilpPolicy
+from freetrain_parsl.report.output import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,11 +45,24 @@ _WARM = 3  # decisions that are not counted
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--decisions", type=int, default=60, help="counted for each size (default: %(default)s)")
+    parser.add_argument("--decisions", type=int, default=60, help="for each size; 0: none (default: %(default)s)")
+    parser.add_argument("--live", type=float, default=40.0, help="seconds of training; 0: none (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=4, help="of the drawn log (default: %(default)s)")
+    parser.add_argument(
+        "--steps", choices=("device", "cpu"), default="device", help="wait for accelerators, or compute (default: wait)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     options = parser.parse_args()
-    rows = [measure(*size, decisions=options.decisions) for size in _SIZES]
-    report("Decisions where jobs share nodes", rows, ["highspy", "numpy"], options.json)
+    rows = [measure(*size, decisions=options.decisions) for size in _SIZES if options.decisions]
+    if rows:
+        report("Decisions where jobs share nodes", rows, ["highspy", "numpy"])
+    if options.live:
+        with tempfile.TemporaryDirectory(prefix="shared-nodes-") as scratch:
+            row = measure_live(Path(scratch), seconds=options.live, seed=options.seed, steps=options.steps)
+        report("Training on nodes that jobs share", [row], ["freetrain-parsl", "parsl", "torch"])
+        rows.append(row)
+    if options.json is not None:
+        write_output(options.json, json.dumps(rows, indent=2) + "\n")
 
 
 def measure(jobs: int, nodes: int, accelerators: int, *, decisions: int) -> dict[str, Any]:

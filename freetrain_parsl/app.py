@@ -16,7 +16,7 @@ from freetrain_parsl.app_options import AppOptions, Scaling, curves_of, kinds_of
 from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.executor.jobs.likeness import likeness_of
 from freetrain_parsl.planning.settings import RescaleCosts
-from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.options import SessionOptions, snapshot_steps
 from freetrain_parsl.sweep import SweepPoint, check_template, combined, fill_template, is_template, zipped
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from freetrain_parsl.training.signature import bind_call, check_signature
@@ -226,7 +226,17 @@ class TrainingApp(AppBase):
         from freetrain_parsl.executor.jobs.request import TrainingRequest, fusion_of, session_options, trackers_of
 
         options = self._options
-        session = {**options.shared_with(SessionOptions), "name": name, "code": code, "call": call}
+        try:
+            copies = snapshot_steps(options.snapshot_every)
+        except InvalidSettings as error:
+            raise InvalidApp(f"training job {name!r}: {error}") from None
+        session = {
+            **options.shared_with(SessionOptions),
+            "name": name,
+            "code": code,
+            "call": call,
+            "snapshot_every": copies,
+        }
         size = options.size
         size.check(f"training job {name!r}")
         least, most = size.assumed
@@ -423,6 +433,10 @@ def training_app(
     on_code_change
         What to do if the newest checkpoint was written by different code: ``"refuse"`` raises `CodeChanged`,
         ``"resume"`` resumes from it, ``"restart"`` sets the old checkpoints aside and starts over.
+    snapshot_every
+        Of a sharded model: number of steps after which each process copies its part of the state to the memory of
+        another node, from where the training job continues after the loss of a node, instead of from its newest
+        checkpoint. ``"auto"``: chosen by the cost and the failure rate, where memory allows; ``None``: no copies.
     fuse
         Whether the training job may run fused with others of the same function and code, in one process, with the
         results that it has alone: ``"auto"`` where that is faster, False, or the maximum number of training jobs in one

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.jobs.request import Fuse
     from freetrain_parsl.planning.settings import RescaleCosts
-    from freetrain_parsl.protocol.options import OnCodeChange
+    from freetrain_parsl.protocol.options import OnCodeChange, SnapshotEvery
 
 __all__ = ["AppOptions", "Scaling", "curves_of", "kinds_of"]
 
@@ -46,6 +46,7 @@ class AppOptions:
     checkpoint_interval: timedelta | None = None
     name: str | None = None
     on_code_change: OnCodeChange = "refuse"
+    snapshot_every: SnapshotEvery = "auto"
     fuse: Fuse = "auto"
     node_kinds: Sequence[str] = ()
     tracker: Any = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 479
+MOST_FILES: Final = 485
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -33,10 +33,10 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
     "": 2_200,
-    "campaign": 5_330,
+    "campaign": 5_350,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_200,
+    "executor": 14_340,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -49,16 +49,16 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 2_010,
+    "extensions/sharding": 2_800,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_300,
+    "planning": 7_600,
     "protocol": 1_920,
     "report": 3_060,
     "storage": 2_090,
     "testing": 1_680,
-    "training": 12_860,
+    "training": 13_060,
     "windows": 3_350,
 }
 

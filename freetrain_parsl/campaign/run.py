@@ -306,7 +306,7 @@ class CampaignRun:
             SYSTEMS[self.site.system].await_end(self.directory, report)
         with open_home(self.site.home, self.store, self._fence.allows) as home:
             with parsl.load(config):
-                self.store.describe_driver(driver, executor.job_prefix, executor.journal_path)
+                self.store.describe_driver(driver, executor.job_prefix, executor.journal_path, self.site.units_per_node)
                 unfinished = {item.name for item in self.store.trainings() if item.state == "waiting"}
                 submissions = {
                     training.name: partial(training.app, **training.arguments)

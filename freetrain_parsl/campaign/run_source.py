@@ -223,7 +223,9 @@ class ScriptSource:
         if not self.is_running():
             run.end_driver(time.time())
         return [
-            TrainingRecord(item.name, item.state, item.share_done, item.nodes, {}, item.error or None, _last(item))
+            TrainingRecord(
+                item.name, item.state, item.share_done, item.nodes, {}, item.error or None, _last(item), item.where()
+            )
             for item in run.trainings.values()
         ]
 

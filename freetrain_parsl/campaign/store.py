@@ -43,7 +43,7 @@ _WITHOUT_DRIVER = (  # what they waited for was the driver's business
     "UPDATE training SET state = 'waiting', nodes = '[]', remark = NULL WHERE state IN ('waiting', 'running')"
 )
 _SCHEMA = """
-CREATE TABLE fact (           -- what does not change: name, texts of both files, run id, …
+CREATE TABLE fact (           -- name, texts of both files, run id, …; the last driver's slots_per_node
     key TEXT PRIMARY KEY,
     value TEXT NOT NULL       -- JSON
 );
@@ -204,9 +204,14 @@ class RunStore(StoredRun):
         with self._transaction() as database:
             self._refuse_superseded(database)
 
-    def describe_driver(self, driver: int, job_prefix: str, journal: Path) -> None:
-        """Record the prefix of its job names, before the first is submitted, and the path of its journal."""
+    def describe_driver(self, driver: int, job_prefix: str, journal: Path, slots_per_node: int = 1) -> None:
+        """Record the prefix of its job names, before the first is submitted, and the path of its journal.
+
+        `slots_per_node` is the number of slots of a node where jobs share nodes, 1 elsewhere; it is read with the
+        nodes of the training jobs.
+        """
         self._drive("UPDATE driver SET job_prefix = ?, journal = ? WHERE id = ?", job_prefix, str(journal), driver)
+        self._drive("INSERT OR REPLACE INTO fact VALUES ('slots_per_node', ?)", json.dumps(slots_per_node))
 
     def beat(
         self,

@@ -20,6 +20,7 @@ from freetrain_parsl.storage.read_only_database import open_for_reading
 from freetrain_parsl.storage.stored_json import parse_stored
 from freetrain_parsl.strict_yaml import shown
 from freetrain_parsl.windows.base import OUR_JOBS
+from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +66,8 @@ class TrainingRecord:
     result: Any
     error: str | None
     remark: str | None = None
+    where: str = ""
+    """`nodes` in words, see `show_units`."""
 
     def as_json(self) -> dict[str, Any]:
         """Describe it for ``--json``."""
@@ -212,18 +215,18 @@ class StoredRun:
         rows = self._rows(
             "SELECT name, state, share, nodes, result, result_is_json, error, remark FROM training ORDER BY position"
         )
-        return [self._training(*row) for row in rows]
+        slots = self.fact("slots_per_node", 1)
+        return [self._training(row, slots) for row in rows]
 
-    def _training(
-        self, name: Any, state: Any, share: Any, nodes: Any, result: Any, plain: Any, error: Any, remark: Any
-    ) -> TrainingRecord:
+    def _training(self, row: tuple[Any, ...], slots_per_node: int) -> TrainingRecord:
+        name, state, share, nodes, result, plain, error, remark = row
         held = self._parsed(nodes, "nodes")
         texts = (name, state, result or "", error or "", remark or "", *(held if isinstance(held, list) else [None]))
         if not isinstance(share, (int, float, type(None))) or not all(isinstance(item, str) for item in texts):
             raise StateUnreadable(f"{self._path} is damaged: training job {str(name)[:80]!r} has values of other types")
         if plain and result is not None:
             result = self._parsed(result, f"result of {name[:80]}")
-        return TrainingRecord(name, state, share, tuple(held), result, error, remark)
+        return TrainingRecord(name, state, share, tuple(held), result, error, remark, show_units(held, slots_per_node))
 
     def training(self, name: str) -> TrainingRecord:
         """Return one training job.

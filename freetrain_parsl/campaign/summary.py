@@ -36,7 +36,9 @@ def trainings_of(store: StoredRun) -> list[TrainingRecord]:
     if driver_state(store.last_driver()) is not DriverState.DEAD:
         return trainings
     return [
-        replace(item, state="waiting", nodes=(), remark=None) if item.state in ("waiting", "running") else item
+        replace(item, state="waiting", nodes=(), where="", remark=None)
+        if item.state in ("waiting", "running")
+        else item
         for item in trainings
     ]
 

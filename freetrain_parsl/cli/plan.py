@@ -60,6 +60,7 @@ def plan_figures(answer: PlannerAnswer) -> dict[str, Any]:
                 {
                     "name": share.trainer,
                     "nodes": share.nodes,
+                    "accelerators": share.slots,
                     "node_seconds": share.node_seconds,
                     "samples": share.samples,
                 }
@@ -76,6 +77,8 @@ def plan_figures(answer: PlannerAnswer) -> dict[str, Any]:
         "proven_optimal": None if decision is None else decision.proven_optimal,
         "solve_seconds": None if decision is None else decision.solve_seconds,
         "notes": list(answer.notes),
+        "slots_per_node": answer.slots_per_node,
+        "units_per_node": answer.units_per_node,
     }
 
 
@@ -123,12 +126,18 @@ def plan_table(plan: Preview, now: float, *, narrow: bool = False) -> Table:
             *([request.window.node_kind] if kinds else []),
             format_duration(request.seconds),
             *([] if narrow else [format_closing(request.window, now)]),
-            Text("\n".join(f"{share.trainer} on {share.nodes}" for share in shares)),
+            Text("\n".join(f"{share.trainer} on {_size(share)}" for share in shares)),
             f"{_node_seconds(shares) / 3600:.2f}",
             *([_format_samples(shares)] if with_samples else []),
             format_hosts(request.nodes),
         )
     return table
+
+
+def _size(share: Share) -> str:
+    if share.slots is None:
+        return str(share.nodes)
+    return f"{share.slots} accelerator{'' if share.slots == 1 else 's'}"
 
 
 def _node_seconds(shares: Iterable[Share]) -> float:

@@ -29,7 +29,6 @@ CampaignArgument = Annotated[
 
 _JOBS = "freetrain."  # prefix of the job names of all our blocks
 _WITHOUT_CAMPAIGN = "no campaign given: assuming one training job on any number of nodes"
-_WHOLE_NODES = "training jobs share nodes here, but this preview gives each of them whole nodes"
 _STAND_IN = "any"
 _TICK = 1e-6  # seconds
 
@@ -46,11 +45,17 @@ class PlannerAnswer:
         The planner's decision.
     notes
         Assumptions, one line each.
+    slots_per_node
+        The least number of slots of a node.
+    units_per_node
+        Number of slots of a node where training jobs share nodes, otherwise 1.
     """
 
     survey: Survey
     explanation: Explanation
     notes: tuple[str, ...]
+    slots_per_node: int = 1
+    units_per_node: int = 1
 
 
 def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables) -> PlannerAnswer:
@@ -86,17 +91,14 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
     notes += filter(None, [chosen.describe_unused()])
     ours = {node: f"runs your block, job {held[node]}" for node in survey.unused if node in held}
     survey = replace(survey, unused={**survey.unused, **ours})
+    units = 1 if requests is None else chosen.units_per_node
     if requests is None:
         notes.append(f"{_WITHOUT_CAMPAIGN}{', for each kind' if chosen.speeds else ''}")
         trainers = [_stand_in(survey, costs, kind) for kind in chosen.speeds or [""]]
     else:
         for request in requests:
             refuse_unknown_kinds(request, chosen.speeds)
-        for request in requests:
-            request.on_nodes(chosen.slots_per_node, chosen.units_per_node)  # it is refused as by the executor
-        on_nodes = [request.on_nodes(chosen.slots_per_node) for request in requests]
-        if chosen.units_per_node > 1:
-            notes.append(_WHOLE_NODES)
+        on_nodes = [request.on_nodes(chosen.slots_per_node, units) for request in requests]
         trainers, cohorts = _as_trainers(on_nodes, costs, survey.time)
         notes += cohorts
     if chosen.speeds:
@@ -110,16 +112,18 @@ def ask_planner(chosen: ChosenSource, campaign: str | None, variables: Variables
         survey.time,
         pending,
         survey.terms_by_kind,
+        units,
     )
     for trainer in trainers:
         usable = [n for kind, n in survey.nodes_by_kind.items() if trainer.may_use(kind)]
         most = max(usable, default=survey.nodes)
-        if most is not None and trainer.min_nodes > most:
+        if most is not None and (needed := -(-trainer.min_nodes // units)) > most:
             notes.append(
-                f"training job {trainer.name} needs {trainer.min_nodes} nodes at the same time, but there are only "
+                f"training job {trainer.name} needs {needed} nodes at the same time, but there are only "
                 f"{most}: it would be rejected"
             )
-    return PlannerAnswer(survey, explanation, (*notes, *survey.notes))
+    slots = min(chosen.slots_per_node.values())
+    return PlannerAnswer(survey, explanation, (*notes, *survey.notes), slots, chosen.units_per_node)
 
 
 def _read_campaign(campaign: str, variables: Variables) -> list[TrainingRequest]:

@@ -141,8 +141,8 @@ def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind
             how = f", in place after {paused:.2f} s" if in_place else ""
             where = f", fused in {array}" if array else ""
             return f"trains on {_names(nodes)} (fragment {number}{how}){where}"
-        case record.FragmentResumed(step=step):
-            return f"resumed from the checkpoint of step {step}"
+        case record.FragmentResumed(step=step, from_memory=from_memory):
+            return f"resumed from {'copies in memory' if from_memory else 'the checkpoint'} of step {step}"
         case record.FragmentEnded(failure=True, nodes=nodes):
             return f"a process failed on {_names(nodes)}"
         case record.FragmentEnded(nodes=nodes):

@@ -9,9 +9,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from freetrain_parsl.errors import InvalidApp, PlanningError
+from freetrain_parsl.planning.sizes import ANY_COUNT, AllowedCounts, round_down, round_up
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
 
 Allocation = Mapping[str, frozenset[str]]
@@ -195,17 +200,46 @@ class CostsInSeconds:
         When a running trainer grows, or shrinks (also to zero nodes), at the rate it had before.
     start
         When a trainer without nodes gets nodes, at its new rate.
+    sharded_bytes
+        Size of a state that is divided evenly among its nodes, which a change in place moves; 0: each node has all.
+    bandwidth
+        Bytes per second that a node receives, or sends, meanwhile.
     """
 
     up: float = 0.0
     down: float = 0.0
     start: float = 0.0
+    sharded_bytes: float = 0.0
+    bandwidth: float = 1e9
 
     def __post_init__(self) -> None:
-        for name in ("up", "down", "start"):
+        units = dict.fromkeys(("up", "down", "start"), "seconds") | {"sharded_bytes": "bytes"}
+        for name, unit in units.items():
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise InvalidApp(f"rescale cost {name!r} must be zero or more seconds, got {value!r}")
+                raise InvalidApp(f"rescale cost {name!r} must be zero or more {unit}, got {value!r}")
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise InvalidApp(f"rescale cost 'bandwidth' must be positive, got {self.bandwidth!r}")
+
+    def changes(self, before: int, last: int) -> npt.NDArray[np.float64]:
+        """Tabulate the seconds that a running trainer loses by a change from `before` nodes to 0, 1, …, `last`."""
+        counts = np.arange(last + 1)
+        seconds = np.where(counts > before, self.up, self.down)
+        if self.sharded_bytes:
+            seconds += self.sharded_bytes / self.bandwidth * moved_shares(before, counts)
+        return np.where(counts == before, 0.0, seconds)
+
+
+def moved_shares(before: int, after: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the share of an evenly divided state that the busiest node receives or sends in a change.
+
+    With `s` nodes on one side of the change and `l` on the other, l > s, each of the l - s nodes that come or go moves
+    its share, 1/l, and the others what their share grows or shrinks by, 1/s - 1/l, as each keeps the part that overlaps
+    most. Where as many nodes are replaced, a new one receives 1/l. A stop moves nothing: it saves.
+    """
+    fewer, more = np.maximum(np.minimum(before, after), 1), np.maximum(np.maximum(before, after), 1)
+    shares: npt.NDArray[np.float64] = np.maximum(1 / more, 1 / fewer - 1 / more)
+    return np.where(np.minimum(before, after) > 0, shares, 0.0)
 
 
 PlacedRate = Callable[[tuple[int, ...]], float]
@@ -238,7 +272,8 @@ class PlannedJob:
     name
         Unique among the trainers that are alive.
     min_nodes, max_nodes
-        It runs on zero nodes or on a number of nodes within these bounds (inclusive).
+        It runs on zero nodes or on a number of nodes within these bounds (inclusive). They become the nearest ones
+        within them that are allowed.
     curve
         Throughput in samples per second as a function of the number of nodes.
     costs
@@ -267,6 +302,10 @@ class PlannedJob:
         Kind of node -> `curve` there, where it differs.
     unit
         Samples per second that count as a speedup of 1; ``None``: its rate on `min_nodes`.
+    allowed_counts
+        The numbers of nodes within the bounds on which its model can run.
+    save_seconds
+        Time that it needs to write a checkpoint; zero while that is unknown.
     """
 
     name: str
@@ -285,25 +324,70 @@ class PlannedJob:
     node_kinds: tuple[str, ...] = ()
     curves: Mapping[str, ScalingCurve] = field(default_factory=dict, hash=False)
     unit: float | None = None
+    allowed_counts: AllowedCounts = ANY_COUNT
+    save_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        who = f"trainer {self.name!r}"
+        who = f"training job {self.name!r}"
         if not self.name:
-            raise InvalidApp("a trainer needs a name")
+            raise InvalidApp("a training job needs a name")
         if self.min_nodes < 1:
             raise InvalidApp(f"{who}: min_nodes must be at least 1, got {self.min_nodes}")
         if self.max_nodes < self.min_nodes:
             raise InvalidApp(f"{who}: max_nodes ({self.max_nodes}) is less than min_nodes ({self.min_nodes})")
+        self._narrow()
         for kind, curve in {"": self.curve, **self.curves}.items():
             if curve.first_nodes > self.min_nodes:
                 raise InvalidApp(
                     f"{who}: its scaling curve{f' on nodes of kind {kind!r}' if kind else ''} starts at "
-                    f"{curve.first_nodes} nodes; add a point at or below min_nodes ({self.min_nodes})"
+                    f"{curve.first_nodes}; add a point at or below its least size, {self.min_nodes}"
                 )
         if math.isnan(self.work_left) or self.work_left < 0:
             raise InvalidApp(f"{who}: work_left must be zero or more samples, got {self.work_left!r}")
         if not (math.isfinite(self.priority) and self.priority > 0):
             raise InvalidApp(f"{who}: priority must be positive, got {self.priority!r}")
+
+    def _narrow(self) -> None:
+        least, most = self.allowed_counts.at_least(self.min_nodes), self.allowed_counts.at_most(self.max_nodes)
+        if not least or least > most:
+            raise InvalidApp(
+                f"trainer {self.name!r}: its model runs on numbers of nodes that are {self.allowed_counts}, and none "
+                f"of these is between min_nodes ({self.min_nodes}) and max_nodes ({self.max_nodes}); change these"
+            )
+        object.__setattr__(self, "min_nodes", least)
+        object.__setattr__(self, "max_nodes", most)
+
+    def may_have(self, nodes: int) -> bool:
+        """Return whether it may run on so many nodes, more than zero."""
+        return self.min_nodes <= nodes <= self.max_nodes and nodes in self.allowed_counts
+
+    def may_have_each(self, last: int) -> npt.NDArray[np.bool_]:
+        """Tabulate `may_have` for 0, 1, …, `last` nodes, shape (last + 1,)."""
+        counts = np.arange(last + 1)
+        within = (counts >= self.min_nodes) & (counts <= self.max_nodes)
+        return within if self.allowed_counts == ANY_COUNT else within & self.allowed_counts.mask(counts)
+
+    def at_most(self, nodes: int, slots: int = 1) -> int:
+        """Return the largest number of nodes that it may have of at most `nodes`; zero if there is none.
+
+        `slots`: of the hosts that trainers share; the number is then a size of `planning.sizes`.
+        """
+        count = self.allowed_counts.at_most(min(nodes, self.max_nodes))
+        while (size := count if slots == 1 else round_down(count, slots)) != count:
+            count = self.allowed_counts.at_most(size)
+        return count if count >= self.min_nodes else 0
+
+    def at_least(self, nodes: int, slots: int = 1) -> int:
+        """Return the smallest number of nodes that it may have of at least `nodes`; as `at_most` otherwise."""
+        count = self.allowed_counts.at_least(max(nodes, self.min_nodes))
+        while count and (size := count if slots == 1 else round_up(count, slots)) != count:
+            count = self.allowed_counts.at_least(size)
+        return count if count <= self.max_nodes else 0
+
+    def nearest(self, nodes: int) -> int:
+        """Return the number of nodes that it may have that is nearest to `nodes`, the smaller one of two."""
+        below, above = self.at_most(nodes), self.at_least(nodes)
+        return above if not below or (above and above - nodes < nodes - below) else below
 
     def rate(self, nodes: int) -> float:
         """Return the samples per second on `nodes` nodes."""

@@ -185,7 +185,7 @@ class _Choices:
         objective, here = self._objectives[kind], trainer.on_kind(kind)
         if isinstance(objective, NetOfChanges):
             return 0.0
-        held = min(max(self._held[kind][trainer.name], here.min_nodes), here.max_nodes)
+        held = here.nearest(self._held[kind][trainer.name])
         return here.costs.down * float(objective_table(charged(objective), here, held)[held])
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from freetrain_parsl.errors import PlanningError
-from freetrain_parsl.planning.sizes import are_sizes, room, round_down, sizes_within, wanted
+from freetrain_parsl.planning.sizes import ANY_COUNT, are_sizes, room, round_down, sizes_within, wanted
 from freetrain_parsl.planning.solvers.shared_hosts import Parts, most_valuable_stays
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def place(
     pool: Pool,
     current: Allocation,
     move_costs: Mapping[str, float] = MappingProxyType({}),
+    hosts: SharedHosts | None = None,
 ) -> dict[str, frozenset[str]]:
     """Choose nodes for decided counts without moving trainers between nodes.
 
@@ -51,6 +52,8 @@ def place(
         Trainer -> its nodes before; nodes that have left the pool are ignored.
     move_costs
         Trainer -> cost of moving it to another host, where hosts are shared; absent ones cost 1.
+    hosts
+        Those of this pool and allocation, where hosts are shared, if they are known.
 
     Returns
     -------
@@ -65,7 +68,7 @@ def place(
     """
     _check_counts(counts, pool)
     if pool.slots_per_host > 1:
-        return _place_sizes(counts, pool, current, move_costs)
+        return _place_sizes(counts, hosts or SharedHosts(pool, current), move_costs)
     held = _holders(current, pool)
     order = sorted(pool, key=lambda name: (pool[name].startup, -pool[name].lasts_until, name))
     kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
@@ -97,18 +100,23 @@ class SharedHosts:
         self.slots = pool.slots_per_host
         self.on: dict[str, list[str]] = {}
         """Host -> its slots in the pool."""
+        ends: dict[str, tuple[float, float]] = {}
         for node in pool.values():
-            self.on.setdefault(node.machine, []).append(node.name)
+            machine, lasts = node.host or node.name, node.expected if node.closes is None else node.closes
+            if (slots := self.on.get(machine)) is None:
+                self.on[machine], ends[machine] = [node.name], (node.startup, -lasts)
+            else:
+                slots.append(node.name)
+                if -lasts > ends[machine][1]:
+                    ends[machine] = ends[machine][0], -lasts
         self._number = {host: number for number, host in enumerate(self.on)}
-        self.last_closing = {
-            host: (pool[slots[0]].startup, -min(pool[slot].lasts_until for slot in slots))
-            for host, slots in self.on.items()
-        }
+        self.last_closing = ends
         """Host -> key that sorts ready ones first, then those that close last."""
         self.held: dict[str, dict[str, list[str]]] = {}
         """Trainer -> host -> its slots there."""
         for slot, trainer in sorted(_holders(current, pool).items()):
-            self.held.setdefault(trainer, {}).setdefault(pool[slot].machine, []).append(slot)
+            node = pool[slot]
+            self.held.setdefault(trainer, {}).setdefault(node.host or node.name, []).append(slot)
 
     def whole(self, trainer: str) -> list[str]:
         """Return the hosts that a trainer has for itself, those that close last first."""
@@ -142,9 +150,8 @@ class SharedHosts:
 
 
 def _place_sizes(
-    counts: Mapping[str, int], pool: Pool, current: Allocation, move_costs: Mapping[str, float]
+    counts: Mapping[str, int], hosts: SharedHosts, move_costs: Mapping[str, float]
 ) -> dict[str, frozenset[str]]:
-    hosts = SharedHosts(pool, current)
     sizes = np.fromiter(counts.values(), dtype=np.int64)
     if not are_sizes(sizes, hosts.slots).all():
         raise PlanningError(
@@ -212,7 +219,7 @@ def check_allocation(
     ------
     PlanningError
         It names an unknown trainer or node, gives a node to two trainers, or gives a trainer nodes of several kinds,
-        nodes of a kind that it cannot use, or a number of nodes outside its bounds (including an empty set: a trainer
+        nodes of a kind that it cannot use, or a number of nodes that it may not have (including an empty set: a trainer
         without nodes must be absent); or, where hosts are shared, slots that are neither part of one host nor whole
         hosts, or a number of them that is no size.
     """
@@ -222,9 +229,11 @@ def check_allocation(
         trainer = known.get(name)
         if trainer is None:
             raise PlanningError(f"allocation: unknown trainer {name!r}; allocate only to the trainers passed in")
-        if not trainer.min_nodes <= len(nodes) <= trainer.max_nodes:
+        if not trainer.may_have(len(nodes)):
+            allowed = trainer.allowed_counts
+            which = "" if allowed == ANY_COUNT else f" in numbers that are {allowed}"
             raise PlanningError(
-                f"allocation: trainer {name!r} takes {trainer.min_nodes} to {trainer.max_nodes} nodes, "
+                f"allocation: trainer {name!r} takes {trainer.min_nodes} to {trainer.max_nodes} nodes{which}, "
                 f"got {len(nodes)}; leave it out to give it none"
             )
         for node in sorted(nodes):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from freetrain_parsl.planning.policies.base import Policy
+    from freetrain_parsl.planning.sizes import AllowedCounts
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class Planner:
         self._lent: frozenset[str] = frozenset()
         self._tasks = ev.TasksWaiting(0.0, 0)
         self._settle_until: float | None = None
+        self._vacated: frozenset[str] = frozenset()
+        """Machines that close too soon for those that were on them; they stay empty then."""
         self._dirty = False
         self._planned_at = -math.inf
         self._now = -math.inf
@@ -111,7 +114,11 @@ class Planner:
 
     def wake_at(self, now: float) -> float:
         """Return the latest time of the next event that the planner needs (a `Tick` is enough); infinity if none."""
-        closings = (m.node.closes_or_inf - self.settings.closing_margin for m in self._members.values())
+        margins = self._margins()
+        closings = (
+            m.node.closes_or_inf - margins.get(m.node.machine, self.settings.closing_margin)
+            for m in self._members.values()
+        )
         settles = () if self._settle_until is None else (self._settle_until,)
         again = (self._planned_at + self.settings.replan_interval,) if self._trainers else ()
         due = chain(closings, self._holdings.wakes(), settles, again)
@@ -176,6 +183,7 @@ class Planner:
                 self._holdings.end(event.block)
             case ev.NodesJoined():
                 known = self._machines
+                self._vacated &= known
                 for node in event.nodes:
                     self._members[node.name] = _Member(node, event.block)
                     self._holdings.join(event.block, node.machine)
@@ -217,7 +225,7 @@ class Planner:
             case ev.TrainerLearned():
                 if (trainer := self._trainers.get(event.trainer.name)) is not None:
                     self._trainers[trainer.name] = replace(event.trainer, since=trainer.since, service=trainer.service)
-                    self._dirty = self._dirty or event.trainer.max_nodes != trainer.max_nodes
+                    self._dirty = self._dirty or _sizes_of(event.trainer) != _sizes_of(trainer)
             case ev.TrainerFinished() | ev.TrainerFailed() | ev.TrainerWithheld():
                 self._trainers.pop(event.trainer, None)
                 self._assigned.pop(event.trainer, None)
@@ -241,11 +249,14 @@ class Planner:
     # Planning.
 
     def _plan(self, now: float) -> ev.Actions:
-        usable = {
-            name: member.node
-            for name, member in self._members.items()
-            if member.node.closes_or_inf - now > self.settings.closing_margin
+        margins = self._margins()
+        nodes = [member.node for member in self._members.values()]
+        self._vacated = self._machines & self._vacated | {
+            node.machine
+            for node in nodes
+            if node.closes_or_inf - now <= margins.get(node.machine, self.settings.closing_margin)
         }
+        usable = {node.name: node for node in nodes if node.machine not in self._vacated}
         actions = self._lend(usable)
         pool = self._pool((node for name, node in usable.items() if name not in self._lent), now)
         if self._settle_until is not None and (
@@ -255,6 +266,18 @@ class Planner:
         actions += self._reassign(pool, now)
         actions += self._adjust_blocks(pool, now)
         return actions
+
+    def _margins(self) -> dict[str, float]:
+        """Return how long before its closing a machine is vacated that trainers share; others, by the closing margin.
+
+        The margin is for one of them. They save at the same time to the same storage, so that the others add theirs.
+        """
+        seconds: dict[str, list[float]] = {}
+        for name, nodes in self._assigned.items():
+            if len(nodes) < self.slots_per_node:
+                for machine in {self._members[node].node.machine for node in nodes if node in self._members}:
+                    seconds.setdefault(machine, []).append(self._trainers[name].save_seconds)
+        return {machine: self.settings.closing_margin + sum(each) - max(each) for machine, each in seconds.items()}
 
     def _pool(self, nodes: Iterable[PoolNode], now: float) -> Pool:
         """Make a pool in which nodes of unknown closing have an expected one."""
@@ -325,7 +348,7 @@ class Planner:
         """Return the seconds of work left on its nodes; ``None`` if it does not run on them or that is unknown."""
         kind = self._kind_of(nodes)
         here = trainer if kind is None else trainer.on_kind(kind)
-        if len(nodes) < here.min_nodes or (rate := here.rate(len(nodes))) <= 0 or here.curve.relative:
+        if not _can_run(here, nodes) or (rate := here.rate(len(nodes))) <= 0 or here.curve.relative:
             return None
         return here.work_left / rate
 
@@ -346,7 +369,7 @@ class Planner:
         return decision
 
     def _last_good(self, current: Allocation) -> Allocation:
-        return {name: nodes for name, nodes in current.items() if len(nodes) >= self._trainers[name].min_nodes}
+        return {name: nodes for name, nodes in current.items() if _can_run(self._trainers[name], nodes)}
 
     # Blocks.
 
@@ -464,6 +487,16 @@ def _beyond(had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str]
             chosen.add(machine)
             missing -= slots[machine]
     return frozenset(chosen)
+
+
+def _sizes_of(trainer: PlannedJob) -> tuple[int, int, AllowedCounts]:
+    """Return what limits a trainer's number of nodes."""
+    return trainer.min_nodes, trainer.max_nodes, trainer.allowed_counts
+
+
+def _can_run(trainer: PlannedJob, nodes: frozenset[str]) -> bool:
+    """Return whether a trainer can continue on its nodes, even if its largest number has become smaller."""
+    return len(nodes) >= trainer.min_nodes and len(nodes) in trainer.allowed_counts
 
 
 def _reassignment(name: str, before: frozenset[str], after: frozenset[str]) -> ev.Reassign:

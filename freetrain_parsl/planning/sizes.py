@@ -1,7 +1,7 @@
-"""Numbers of slots that a training job may have where jobs share nodes: divisors of a node, then whole nodes.
+"""Numbers of nodes that a training job may have: those that its model allows, and sizes where jobs share nodes.
 
-On nodes of A slots the sizes within a node form a chain 1 = d_1 | d_2 | ... | d_m = A, in which each divides the next;
-above it there are multiples of A. A job smaller than a node is inside one node, a larger one has whole nodes.
+Where jobs share nodes of A slots, sizes within a node form a chain 1 = d_1 | d_2 | ... | d_m = A, in which each divides
+the next; above it there are multiples of A. A job smaller than a node is inside one node, a larger one has whole nodes.
 
 **Counts decide whether jobs fit.** Let node i have f_i free slots, and let W_r be the slots that jobs of at least d_r
 slots want. They can all be placed if and only if, for each r::
@@ -16,16 +16,96 @@ went. With nodes that are all free, f_i = A, all C_r are equal: any jobs that fi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from freetrain_parsl.errors import InvalidApp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import numpy.typing as npt
 
-__all__ = ["are_sizes", "room", "round_down", "round_up", "sizes_within", "wanted"]
+__all__ = ["ANY_COUNT", "AllowedCounts", "are_sizes", "room", "round_down", "round_up", "sizes_within", "wanted"]
+
+
+@dataclass(frozen=True)
+class AllowedCounts:
+    """The counts that a job's model allows: the multiples of one number that divide another one.
+
+    Replicas of r processes need a multiple of r. A tensor of d rows that is divided evenly needs a divisor of d; within
+    replicas of which there are r, a divisor of r d. Conditions of these kinds together, and the same conditions counted
+    in nodes of several processes, are again of this form.
+
+    Parameters
+    ----------
+    multiple_of
+        What divides the counts.
+    divisor_of
+        What they divide; zero, which any count divides, for no such limit.
+
+    Raises
+    ------
+    InvalidApp
+        No count is allowed.
+    """
+
+    multiple_of: int = 1
+    divisor_of: int = 0
+
+    def __post_init__(self) -> None:
+        if self.multiple_of < 1 or self.divisor_of < 0 or self.divisor_of % self.multiple_of:
+            raise InvalidApp(
+                f"no number of processes is a multiple of {self.multiple_of} and divides {self.divisor_of}: change the "
+                "number of replicas, or the dimension over which a tensor is sharded"
+            )
+
+    def __contains__(self, count: int) -> bool:
+        return count > 0 and count % self.multiple_of == 0 and self.divisor_of % count == 0
+
+    def __and__(self, other: AllowedCounts) -> AllowedCounts:
+        """Return the counts that both allow."""
+        return AllowedCounts(math.lcm(self.multiple_of, other.multiple_of), math.gcd(self.divisor_of, other.divisor_of))
+
+    def in_units(self, size: int) -> AllowedCounts:
+        """Return the numbers of units of so many processes each, such as nodes, of which the processes are allowed."""
+        if self.divisor_of % size:
+            raise InvalidApp(
+                f"no number of nodes is allowed: the number of processes divides {self.divisor_of}, and each node has "
+                f"{size}"
+            )
+        return AllowedCounts(self.multiple_of // math.gcd(self.multiple_of, size), self.divisor_of // size)
+
+    def mask(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return for each count, zero or more, whether it is allowed."""
+        multiples = (counts > 0) & (counts % self.multiple_of == 0)
+        allowed: npt.NDArray[np.bool_] = multiples & (self.divisor_of % np.maximum(counts, 1) == 0)
+        return allowed
+
+    def at_most(self, count: int) -> int:
+        """Return the largest allowed count that is not larger; zero if there is none."""
+        times = range(count // self.multiple_of, 0, -1)
+        return next((n * self.multiple_of for n in times if n * self.multiple_of in self), 0)
+
+    def at_least(self, count: int) -> int:
+        """Return the smallest allowed count that is not smaller; zero if there is none."""
+        first = max(-(-count // self.multiple_of), 1)
+        if not self.divisor_of:
+            return first * self.multiple_of
+        times = range(first, self.divisor_of // self.multiple_of + 1)
+        return next((n * self.multiple_of for n in times if n * self.multiple_of in self), 0)
+
+    def __str__(self) -> str:
+        multiple = f"multiples of {self.multiple_of}" if self.multiple_of > 1 else ""
+        divisor = f"divisors of {self.divisor_of}" if self.divisor_of else ""
+        return " that are ".join(filter(None, (multiple, divisor))) or "all"
+
+
+ANY_COUNT: Final = AllowedCounts()
+"""No restriction."""
 
 
 def sizes_within(slots: int) -> tuple[int, ...]:

@@ -330,10 +330,14 @@ class FragmentStarted(Record):
 
 @dataclass(frozen=True)
 class FragmentResumed(Record):
-    """A group resumed from the checkpoint of `step`, made in steps of `slot_seconds`."""
+    """A group resumed from the checkpoint of `step`, made in steps of `slot_seconds`.
+
+    `from_memory`: not from a checkpoint, but from copies of a sharded state in the memory of its nodes.
+    """
 
     step: int
     slot_seconds: float
+    from_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,22 @@ from freetrain_parsl.settings_checks import check_count, check_duration
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Code", "OnCodeChange", "SessionOptions", "check_on_code_change", "digest_of"]
+__all__ = [
+    "Code",
+    "OnCodeChange",
+    "SessionOptions",
+    "SnapshotEvery",
+    "check_on_code_change",
+    "digest_of",
+    "snapshot_steps",
+]
 
 OnCodeChange: TypeAlias = Literal["refuse", "resume", "restart"]
 """What to do if a job's newest checkpoint was written by different code: raise `CodeChanged`, resume from it, or
 set the old checkpoints aside and start over."""
+
+SnapshotEvery: TypeAlias = Literal["auto"] | int | None
+"""Steps between copies of a sharded state in the memory of other nodes; ``None`` or False: no copies."""
 
 Seed: TypeAlias = Annotated[int, Limit(lambda value: isinstance(value, int) and not isinstance(value, bool))]
 """Any integer."""
@@ -40,6 +51,23 @@ def check_on_code_change(value: object) -> None:
     if value not in get_args(OnCodeChange):
         choices = ", ".join(repr(choice) for choice in get_args(OnCodeChange))
         raise InvalidSettings(f"on_code_change is {value!r}; it is one of {choices}")
+
+
+def snapshot_steps(value: object) -> int | None:
+    """Return `SnapshotEvery` as a field of `SessionOptions`.
+
+    Raises
+    ------
+    InvalidSettings
+        It is something else.
+    """
+    if value == "auto":
+        return 0
+    if value is None or value is False:
+        return None
+    if not isinstance(value, int) or value is True or value < 1:
+        raise InvalidSettings(f"snapshot_every is {value!r}; it is 'auto', a number of steps of at least 1, or None")
+    return value
 
 
 def digest_of(tokens: Iterable[str]) -> str:
@@ -116,6 +144,9 @@ class SessionOptions:
         The training job's code; ``None``: unknown, and not compared with that of checkpoints.
     on_code_change
         What to do if the newest checkpoint was written by different code, see `OnCodeChange`.
+    snapshot_every
+        Steps from one copy of a sharded state in the memory of other nodes to the next; 0: derived from their cost and
+        the failure rate; ``None``: there are no copies.
     call
         Prefix of the names that are derived from this function and these arguments; empty: the name was given.
 
@@ -137,6 +168,7 @@ class SessionOptions:
     root_identity: Text = ""
     code: Code | None = None
     on_code_change: OnCodeChange = "refuse"
+    snapshot_every: Count | None = 0
     call: Text = ""
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from freetrain_parsl.planning.sizes import ANY_COUNT, AllowedCounts
 from freetrain_parsl.protocol.codec import Count, Duration, Number, Text
 
 __all__ = [
@@ -105,12 +106,18 @@ class Progress:
         Step of the newest durable checkpoint; ``None`` if there is none.
     resumed_from
         Step of the checkpoint from which this fragment resumed; ``None`` if it started from scratch.
+    from_memory
+        Whether it was not a checkpoint, but copies of a sharded state in the memory of the nodes.
     write_seconds
         Estimated time to write a checkpoint, in seconds.
     refused_checkpoints
         Paths of damaged checkpoints that were skipped when this fragment started.
     in_place
-        Whether the training job can change its group in place; not possible if its state is sharded over the members.
+        Whether the training job can change its group in place.
+    allowed_counts
+        Numbers of processes on which its model can run, within the bounds that its user stated.
+    sharded_bytes
+        Size of its state if that is divided evenly among the members; 0: each of them has all of it.
     storage_problem
         The condition of the checkpoint directory if it cannot be written; empty while saving works.
     next_save
@@ -136,9 +143,12 @@ class Progress:
     duplicate_samples: Count = 0
     checkpoint_step: Count | None = None
     resumed_from: Count | None = None
+    from_memory: bool = False
     write_seconds: Duration = 0.0
     refused_checkpoints: tuple[Text, ...] = ()
     in_place: bool = True
+    allowed_counts: AllowedCounts = ANY_COUNT
+    sharded_bytes: Count = 0
     storage_problem: Text = ""
     next_save: Duration = 0.0
     code_note: Text = ""

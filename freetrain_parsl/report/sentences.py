@@ -43,7 +43,8 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
                 f"a process or node failed; the group of {count_places(entry.nodes)} ended",
             )
         case record.FragmentResumed():
-            return IncidentLevel.REPAIR, f"resumed from the checkpoint of step {entry.step:,}"
+            source = "copies in memory" if entry.from_memory else "the checkpoint"
+            return IncidentLevel.REPAIR, f"resumed from {source} of step {entry.step:,}"
         case record.TrainingFailed(final=False):
             return IncidentLevel.FAILURE, f"interrupted: {_first_line(entry.error)}; freetrain resume continues it"
         case record.TrainingFailed():

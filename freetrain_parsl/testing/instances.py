@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import Allocation, CostsInSeconds, PlannedJob, Pool, PoolNode
+from freetrain_parsl.planning.sizes import AllowedCounts
 
-__all__ = ["Instance", "SpreadRate", "random_instance", "shared_hosts_instance"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Instance", "SpreadRate", "random_instance", "restricted", "shared_hosts_instance"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,18 @@ def _elastic_trainer(rng: np.random.Generator, index: int, nodes: int, nodes_per
         service=float(rng.choice([0.0, 1e5])),
         placed=SpreadRate(curve, nodes_per_host, float(rng.uniform(0.3, 1.0))),
     )
+
+
+def restricted(trainers: Iterable[PlannedJob], seed: int) -> list[PlannedJob]:
+    """Return the trainers, most of which may have some of the counts within their bounds only."""
+    rng = np.random.default_rng(seed)
+    result = []
+    for trainer in trainers:
+        some = int(rng.integers(trainer.min_nodes, trainer.max_nodes + 1))  # is allowed, so that there is a count
+        multiple = int(rng.choice([n for n in (1, 2, 3, 4) if some % n == 0]))
+        allowed = AllowedCounts(multiple, int(rng.choice([0, 1, 2, 3, 12])) * some)
+        result.append(replace(trainer, allowed_counts=allowed) if rng.random() < 0.7 else trainer)
+    return result
 
 
 def node_names(nodes: int) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.placement import check_allocation
-from freetrain_parsl.testing.instances import Instance, random_instance, shared_hosts_instance
+from freetrain_parsl.testing.instances import Instance, random_instance, restricted, shared_hosts_instance
 
 if TYPE_CHECKING:
     from freetrain_parsl.planning.model import Decision
@@ -102,6 +103,17 @@ class PolicyConformance(ABC):
     def test_shared_hosts_are_not_exceeded(self, seed: int) -> None:
         """With nodes that share hosts, curves of elastic batches and known placements, allocations are feasible."""
         case = shared_hosts_instance(seed)
+        policy = self.make_policy()
+        decision = _decide(policy, case)
+        check_allocation(decision.allocation, case.pool, case.trainers, any_layout=policy.any_layout)
+        assert decision.bound >= decision.objective - 1e-9 * max(1.0, abs(decision.objective))
+
+    @pytest.mark.parametrize("shared", [False, True])
+    @pytest.mark.parametrize("seed", _SHARED_SEEDS)
+    def test_only_allowed_counts_are_given(self, seed: int, *, shared: bool) -> None:
+        """A trainer whose model can run on some numbers of nodes only has one of these, or none."""
+        case = shared_hosts_instance(seed) if shared else random_instance(seed)
+        case = replace(case, trainers=tuple(restricted(case.trainers, seed)))
         policy = self.make_policy()
         decision = _decide(policy, case)
         check_allocation(decision.allocation, case.pool, case.trainers, any_layout=policy.any_layout)

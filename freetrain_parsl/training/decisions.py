@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.checkpoints.manager import CheckpointManager
     from freetrain_parsl.training.checkpoints.state import SessionState
+    from freetrain_parsl.training.extension import SessionExtension
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
     from freetrain_parsl.training.progress import ProgressReporter
@@ -35,12 +36,15 @@ class BoundaryDecision(NamedTuple):
         The driver has requested a pause.
     save_due
         A periodic save is due.
+    copy_due
+        A copy in memory is due.
     """
 
     commanded: bool
     closing: bool
     requested: bool
     save_due: bool
+    copy_due: bool
 
 
 class Decisions:
@@ -52,6 +56,8 @@ class Decisions:
         See `Runtime`.
     state, reporter, checkpoint_manager, replicas
         The runtime's own.
+    extension
+        Returns that of the prepared objects.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Decisions:
         checkpoint_manager: CheckpointManager,
         replicas: ReplicaCheck,
         clock: Clock,
+        extension: Callable[[], SessionExtension],
     ) -> None:
         self._options = options
         self._members = members
@@ -73,6 +80,7 @@ class Decisions:
         self._checkpoint_manager = checkpoint_manager
         self._replicas = replicas
         self._clock = clock
+        self._extension = extension
         self._on_gpu = torch.cuda.is_available()
         self._write_seconds = 0.0
         self._due_at = 0.0  # by the clock, for a group of one
@@ -100,21 +108,26 @@ class Decisions:
         closing: float = self._closing()
         save_due: float = group.is_first and manager.due(self._clock())
         ready: float = manager.ready
+        extension = self._extension()
+        copy_due: float = group.is_first and extension.copy_due(self._state.training_metrics.step, self._clock())
+        copied: float = extension.copy_arrived
         batch: float = self._requested_batch()
         if group.size > 1:
             # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if group.is_first else 0.0
-            own = [requested, closing, save_due, commanded, ready, batch, estimate]
+            own = [requested, closing, save_due, commanded, ready, batch, copy_due, copied, estimate]
             votes = torch.tensor([*own, *self._replicas.votes(whole=self._is_last_boundary)], dtype=torch.float64)
             *counts, self._write_seconds, hashes, squares = group.sum(votes).tolist()
-            requested, closing, save_due, commands, ready, batch = counts
+            requested, closing, save_due, commands, ready, batch, copy_due, copied = counts
             self._replicas.judge(group, hashes, squares)
             commanded = commands == group.size
         if ready == group.size:
             self._look_after_writing(manager.advance)
+        if copied == group.size:
+            extension.copied()
         if batch:
             self._change_batch(int(batch))
-        return BoundaryDecision(commanded, bool(closing), bool(requested), bool(save_due))
+        return BoundaryDecision(commanded, bool(closing), bool(requested), bool(save_due), bool(copy_due))
 
     @property
     def _is_last_boundary(self) -> bool:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # torch.distributed does not export it
     from torch._C._distributed_c10d import Store
 
     from freetrain_parsl.protocol.options import OnCodeChange
+    from freetrain_parsl.training.node_memory import NodeMemory
     from freetrain_parsl.training.recorder import Recorder
 
 __all__ = [
@@ -65,6 +66,7 @@ def run_fragment(
     report: Callable[[Report], None],
     clock: Clock = time.monotonic,
     recorder: Recorder | None = None,
+    memory: NodeMemory | None = None,
     next_size: int | None = None,
 ) -> Finished | Paused:
     """Run a training job in this process until it is done or this process has to leave.
@@ -88,6 +90,8 @@ def run_fragment(
         Monotonic clock, in seconds.
     recorder
         Sees what happens, in a check of the function.
+    memory
+        Keeps copies of a sharded state beyond the end of this process; ``None``: there are none.
     next_size
         For a process that joins: how many members the group is going to have, as far as it is known.
 
@@ -103,14 +107,21 @@ def run_fragment(
     runtime = None
     members = GroupMember(membership, meet, mailbox, report, next_size)
     try:
-        runtime = Runtime(options, members, mailbox, report, clock, recorder)
-        return train(runtime, function, args, kwargs or {})
+        runtime = Runtime(options, members, mailbox, report, clock, recorder, memory=memory)
+        ended = train(runtime, function, args, kwargs or {})
     except Exception as error:
-        if members.group.size > 1 and is_lost_peer(error) and not isinstance(error, PeerFailed):
+        lost = members.group.size > 1 and is_lost_peer(error)
+        if lost and not isinstance(error, PeerFailed):
             raise PeerFailed(
                 f"training job {options.name!r}: a member of a group of {members.group.size} failed ({gist(error)})"
             ) from error
+        if memory is not None and not isinstance(error, PeerFailed):
+            memory.empty()
         raise
+    else:
+        if memory is not None:  # the state is saved, or others have it
+            memory.empty()
+        return ended
     finally:
         if runtime is not None:
             runtime.close()

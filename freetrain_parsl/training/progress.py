@@ -81,8 +81,8 @@ class ProgressReporter:
         """Epochs of the whole training job, once the user's loop has begun."""
         self.extension = extension
         """The run's extension, even if the prepared objects have another."""
-        self.in_place = True
-        """Whether the group may change without a checkpoint."""
+        self.prepared_by = extension
+        """The extension of the prepared objects."""
         self._state = state
         self._checkpoint_manager = checkpoint_manager
         self._members = members
@@ -93,11 +93,13 @@ class ProgressReporter:
         self._reported = -math.inf
         self._rows_sent = 0
         self._resumed_from: int | None = None
+        self._from_memory = False
         self._refused: tuple[str, ...] = ()
 
-    def resumed(self, restored: Restored) -> None:
-        """Note that the training job has resumed from a checkpoint, whose position is in the state."""
+    def resumed(self, restored: Restored, *, from_memory: bool) -> None:
+        """Note that the training job has resumed from a checkpoint, or from copies; its position is in the state."""
         self._resumed_from, self._refused = self._state.training_metrics.step, restored.refused
+        self._from_memory = from_memory
 
     def start_counting(self, now: float) -> None:
         """Leave out everything before: samples of earlier fragments, time before the loop."""
@@ -159,9 +161,12 @@ class ProgressReporter:
             duplicate_samples=metrics.audit.duplicate_samples,
             checkpoint_step=manager.newest.step if manager.newest else None,
             resumed_from=self._resumed_from,
+            from_memory=self._from_memory,
             write_seconds=manager.write_seconds_estimate,
             refused_checkpoints=self._refused,
-            in_place=self.in_place,
+            in_place=self.prepared_by.in_place,
+            allowed_counts=self.prepared_by.allowed_counts,
+            sharded_bytes=self.prepared_by.sharded_bytes,
             code_note=manager.code_note,
             batch=None if self._state.batch is None else self._state.batch.report(),
             storage_problem=manager.storage_problem,

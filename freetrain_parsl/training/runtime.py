@@ -26,7 +26,7 @@ from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
 from freetrain_parsl.training.decisions import Decisions
-from freetrain_parsl.training.extension import SessionExtension, extension_for
+from freetrain_parsl.training.extension import SessionExtension, extension_for, recalled
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_calls import SharedCalls
 from freetrain_parsl.training.group.shared_gradients import Link
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.best_epoch import BestEpoch
+    from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.data.lazy_positions import Positions
     from freetrain_parsl.training.data.order import Order
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.loop_state import LoopState
     from freetrain_parsl.training.mailbox import Clock, ControlMailbox
+    from freetrain_parsl.training.node_memory import NodeMemory
     from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
@@ -84,6 +86,8 @@ class Runtime:
         Sees what happens, in a check of the function.
     extension
         Takes part in the training job, until the prepared objects need another.
+    memory
+        Keeps copies of a sharded state; ``None``: there are none.
 
     Raises
     ------
@@ -100,6 +104,7 @@ class Runtime:
         clock: Clock,
         recorder: Recorder | None = None,
         extension: SessionExtension | None = None,
+        memory: NodeMemory | None = None,
     ) -> None:
         self.options = options
         self.members = members
@@ -114,7 +119,9 @@ class Runtime:
         self.replicas = ReplicaCheck(options.name, self.state)
         self.replicas.loop = self.state.loop.shared
         self._shared_calls = SharedCalls(self.state, members, self.reporter, self._interrupt, self._recover)
-        self._decisions = Decisions(options, members, mailbox, self.state, self.reporter, manager, self.replicas, clock)
+        self._decisions = Decisions(
+            options, members, mailbox, self.state, self.reporter, manager, self.replicas, clock, lambda: self.extension
+        )
         self.batch_runner: BatchRunner | None = None
         """Set by `start`."""
         self.at_start: list[Callable[[], None]] = []
@@ -127,13 +134,16 @@ class Runtime:
         self._mailbox = mailbox
         self._clock = clock
         self._regrouped = False  # whether the group has changed since the last boundary
-        restored = None if members.is_newcomer else manager.restore()
+        self._memory = memory
+        restored = None if members.is_newcomer else self._restore()
         self._restored = None if restored is None else Restoration(restored)
         self._received: dict[str, Any] | None = None  # by a newcomer, until its loop comes to the batches
         if restored is not None:
             self.state.take_counts(restored.state)
-            self.reporter.resumed(restored)
-            manager.mark_saved(self._mark)
+            is_durable = restored.entry == manager.newest
+            self.reporter.resumed(restored, from_memory=not is_durable)
+            if is_durable:
+                manager.mark_saved(self._mark)
         self._bypass = BypassCheck(self.extension.acts)  # last: its hooks in torch stay until `close`
 
     def close(self) -> None:
@@ -171,7 +181,7 @@ class Runtime:
         self.extension = extension_for(known, self.extension)
         self.extension.prepared(objects, self.members, self.device)
         self.checkpoint_manager.choose_saver(self.extension)
-        self.reporter.in_place = self.extension.in_place
+        self.reporter.prepared_by = self.extension
         self._bypass.watch(parameters_of(known.values()))
         self.checkpoint_manager.assume_size(size_of(known))
         if self._restored is not None:
@@ -269,6 +279,8 @@ class Runtime:
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
         self.batch_runner = runner = self._make_batch_runner()
+        if self._memory is not None and self.options.snapshot_every is not None:
+            self.extension.use_memory(self._memory, self.options, self.members)
         self.extension.started(self.state, lambda: runner.has_piece)
         check_schedulers(self.state.objects.values())
         self.state.trainable.watch(self.state.objects)
@@ -328,7 +340,6 @@ class Runtime:
             except PeerFailed as error:
                 self._recover(error)
         self._regrouped = False
-        self.reporter.in_place = self.extension.in_place
         self.reporter.send()
         self.state.aim(self.members.group.size)
         if seed:
@@ -537,6 +548,8 @@ class Runtime:
             self._pause(PauseReason.CLOSING if decision.closing else PauseReason.REQUESTED)
         elif decision.save_due:
             self._save("periodic", mark=self._mark)
+        elif decision.copy_due:
+            self.extension.copy(self.state.whole(self.state.loop.gather(Group())))
 
     def _pause(self, reason: PauseReason) -> NoReturn:
         own = self.state.loop.gather(self.members.group)
@@ -630,6 +643,19 @@ class Runtime:
             self._received = state
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
+
+    def _restore(self) -> Restored | None:
+        """Return the newest state, on all members: from copies in their memory, or else from the newest checkpoint."""
+        manager = self.checkpoint_manager
+        if self._memory is not None and self.options.snapshot_every is None:
+            self._memory.empty()  # of an earlier job
+            self._memory.free()
+        elif self._memory is not None:
+            state = recalled(self._memory, self.options, self.members.group, manager.known_step())
+            if state is not None:
+                manager.rejoin()
+                return state
+        return manager.restore()
 
     def _save(self, reason: str, *, mark: tuple[int, ...]) -> None:
         """Save in the background, unless the state with this mark is saved already; all members call this.

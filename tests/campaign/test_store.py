@@ -195,6 +195,16 @@ def test_what_a_driver_tells_is_read_back(store: RunStore) -> None:
     assert store.trainings()[0].share == 0.25, "an unknown share keeps its last known value"
 
 
+def test_slots_of_shared_nodes_are_written_as_those_of_the_last_driver(store: RunStore, tmp_path: Path) -> None:
+    driver = store.begin_driver(*own_identity())
+    slots = [f"{node}/{lane}" for node in ("n0", "n1") for lane in range(4)]
+    store.beat(driver, {"a": ("running", 0.25, slots), "b": ("running", None, ["n2/3"])})
+    assert [item.where for item in store.trainings()] == ["n[0-1]/0-3 (8 accelerators)", "n2/3 (1 accelerator)", ""]
+    store.describe_driver(driver, "prefix", tmp_path / "journal.sqlite", 4)
+    assert store.trainings()[0].where == "n[0-1] (8 accelerators)"
+    assert store.trainings()[0].as_json()["where"] == "n[0-1] (8 accelerators)"
+
+
 def test_results_are_json_if_they_can_be_and_a_later_beat_does_not_undo_them(store: RunStore) -> None:
     driver = store.begin_driver(*own_identity())
     store.finish("a", {"loss": 0.5})

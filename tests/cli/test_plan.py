@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from freetrain_parsl.campaign.files.yaml_file import Variables
-from freetrain_parsl.cli.plan import plan
+from freetrain_parsl.cli.console import Screen
+from freetrain_parsl.cli.plan import plan, plan_figures, print_plan
 from freetrain_parsl.cli.preview import ask_planner
 from freetrain_parsl.cli.sources import ChosenSource
 from freetrain_parsl.errors import InvalidApp, InvalidSettings
@@ -82,7 +83,7 @@ def test_without_a_campaign_the_plan_is_for_a_training_that_takes_any_number_of_
         "walltime": 960,
         "node_seconds": 1836,
         "samples": None,
-        "trainings": [{"name": "any", "nodes": 2, "node_seconds": 1836, "samples": None}],
+        "trainings": [{"name": "any", "nodes": 2, "accelerators": None, "node_seconds": 1836, "samples": None}],
     }
     assert (told["time"], told["windows"], told["proven_optimal"]) == (NOW, 3, True)
     assert told["notes"] == ["no campaign given: assuming one training job on any number of nodes", "of the plan"]
@@ -190,14 +191,22 @@ def test_wrong_input_is_one_line_and_asks_nothing(monkeypatch, arguments, messag
 SIZED = "trainings: [{app: 'plan_app.py:train', name: one, accelerators: %s, scaling: {1: 5.0}}]"
 
 
-def test_a_site_whose_jobs_share_nodes_is_previewed_in_whole_nodes(campaign):
-    """The preview says so, and refuses a size that no job can have there."""
+def test_the_plan_of_a_site_whose_jobs_share_nodes_counts_accelerators(campaign, capsys):
+    """It refuses a size that no job can have there."""
     file = campaign.parent / "sized.yaml"
     chosen = ChosenSource(FixedSource(SURVEY), "a site", slots_per_node={"": 4}, units_per_node=4)
     file.write_text(SIZED % 2)
     answer = ask_planner(chosen, str(file), Variables())
-    assert {share.trainer for block in answer.explanation.plan.shares for share in block} == {"one"}
-    assert "training jobs share nodes here, but this preview gives each of them whole nodes" in answer.notes
+    figures = plan_figures(answer)
+    assert (figures["slots_per_node"], figures["units_per_node"]) == (4, 4)
+    (block,) = figures["blocks"]
+    (training,) = block["trainings"]
+    assert (training["name"], training["nodes"], training["accelerators"]) == ("one", 1, 2)
+    assert (block["nodes"], training["node_seconds"]) == (1, 3558 / 2)  # half of n4
+    print_plan(Screen(), answer, "a site")
+    printed = capsys.readouterr().out
+    assert "one on 2" in printed
+    assert "accelerators" in printed
     file.write_text(SIZED % 3)
     with pytest.raises(InvalidApp, match="the nearest sizes are 2 and 4 accelerators"):
         ask_planner(chosen, str(file), Variables())

@@ -63,7 +63,7 @@ def test_ordinary_apps_run_as_ordinary_tasks_beside_trainings(start) -> None:
 
 def test_a_training_that_needs_more_nodes_than_the_cluster_has_is_refused_at_once(start) -> None:
     site = start(nodes=2)
-    with pytest.raises(InvalidApp, match="needs min_nodes=3 nodes at the same time, but there are only 2"):
+    with pytest.raises(InvalidApp, match="needs 3 nodes at the same time, but there are only 2"):
         make_app(min_nodes=3, max_nodes=3).options(name="t")(epochs=1).result(timeout=180)
     assert site.until(lambda run: run.trainings["t"].error).startswith("InvalidApp")
 

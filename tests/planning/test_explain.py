@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.explain import explain_windows, preview
+from freetrain_parsl.planning.explain import explain_windows, preview, why_free
 from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, PlannedJob, Window
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.policies.base import Policy
@@ -31,8 +31,9 @@ def window(*nodes: str, lasts: float | None = 500.0, opens: float = 0.0) -> Wind
     return Window(nodes, NOW + opens, None if lasts is None else NOW + lasts)
 
 
-def explain(windows, trainers, *, policy=None, settings=SETTINGS, terms=TERMS, pending=0):
-    return explain_windows(windows, trainers, policy or MilpPolicy(), settings, terms, NOW, pending)
+def explain(windows, trainers, *, policy=None, settings=SETTINGS, terms=TERMS, pending=0, slots=1):
+    policy = policy or MilpPolicy()
+    return explain_windows(windows, trainers, policy, settings, terms, NOW, pending, slots_per_node=slots)
 
 
 def reasons(windows, trainers, **others):
@@ -228,3 +229,43 @@ def test_windows_of_several_kinds_are_explained_each_by_its_own_trainings_and_te
     assert explain_windows(kinds, [larger], MilpPolicy(), SETTINGS, TERMS, NOW).verdicts[1].why == (
         "no training job can use more nodes: at most 2 together"
     )
+
+
+def test_jobs_that_share_a_node_are_planned_in_one_block():
+    """Node-seconds are those of their parts of it."""
+    explained = explain([window("a", "b")], [trainer("s", most=1), trainer("t", most=2)], slots=4)
+    assert [verdict.used for verdict in explained.verdicts] == [("a",)]
+    (shares,) = explained.plan.shares
+    assert [(share.trainer, share.nodes, share.slots) for share in shares] == [("s", 1, 1), ("t", 1, 2)]
+    assert shares[1].node_seconds == 2 * shares[0].node_seconds == 485.0 / 2
+    assert shares[1].samples == 2 * shares[0].samples
+    assert explained.verdicts[0].why == "no training job can use more accelerators: at most 3 together"
+    assert explained.free_slots == ""
+
+
+def test_slots_that_stay_free_have_a_reason():
+    small = [trainer(f"s{number}", most=1) for number in range(3)]
+    explained = explain([window("a")], [*small, trainer("big", least=4)], slots=4)
+    assert (
+        explained.free_slots
+        == "1 accelerator of these nodes would be free: training job 'big' needs a whole node, 0 are free"
+    )
+    (why,) = reasons([window("a")], [trainer("big", least=8, most=8)], slots=4)
+    assert why == "training job 'big' needs at least 8 accelerators, 4 are left"
+
+
+@pytest.mark.parametrize(
+    ("free", "waiting", "why"),
+    [
+        (["n0/0", "n1/3"], {"t": 2, "u": 4}, "training job 't' needs 2 on one node, where at most 1 is free"),
+        (["n0/0", "n0/3"], {"t": 2, "u": 4}, ""),
+        (["n0/0"], {"t": 1}, ""),
+        (["n0/0", "n0/1", "n0/2", "n1/0"], {"u": 4}, "training job 'u' needs a whole node, 0 are free"),
+        ([f"n0/{lane}" for lane in range(4)], {"u": 4}, ""),
+        ([f"n0/{lane}" for lane in range(4)], {"u": 8}, "training job 'u' needs 2 whole nodes, 1 is free"),
+        (["n0/0"], {}, ""),
+        ([], {"t": 1}, ""),
+    ],
+)
+def test_why_free_slots_cannot_be_used(free, waiting, why):
+    assert why_free(free, waiting, 4) == why

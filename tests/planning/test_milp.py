@@ -35,7 +35,7 @@ def formula(case, objective, horizon=T):
     values = np.full((len(case.trainers), len(case.pool) + 1), -np.inf)
     before = held(case)
     for row, trainer in enumerate(case.trainers):
-        for n in (0, *range(trainer.min_nodes, min(trainer.max_nodes, len(case.pool)) + 1)):
+        for n in (0, *filter(trainer.may_have, range(len(case.pool) + 1))):
             values[row, n] = value(objective, trainer, before[trainer.name], n, horizon)
     return values
 
@@ -74,7 +74,7 @@ def instances(draw):
             low,
             low + draw(st.integers(0, 10)),
             ScalingCurve(dict(zip([low, *counts], rates, strict=True))),
-            CostsInSeconds(*costs),
+            CostsInSeconds(*costs, sharded_bytes=draw(st.sampled_from([0.0, 0.0, 5e9, 1e12]))),
             submitted=float(index),
         )
         # After node failures a trainer may have fewer nodes than its minimum.
@@ -135,7 +135,7 @@ def test_the_dynamic_programme_is_right_by_enumeration(rows, data):
     solution = maximise_counts(values, np.zeros(len(rows), dtype=np.int64), time_limit=60)
     assert best_value(values) == total
     assert solution.objective == pytest.approx(total)
-    assert solution.bound == pytest.approx(total)
+    assert solution.bound == pytest.approx(total, abs=1e-9)  # the total may be zero
 
 
 def alike(many, size, *, low=1, high=64, start=0.0):

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations, product
 
+import numpy as np
 import pytest
 
 from freetrain_parsl.errors import InvalidApp, PlanningError
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import CostsInSeconds, Decision, PlannedJob, Pool, PoolNode, Window
+from freetrain_parsl.planning.model import (
+    CostsInSeconds,
+    Decision,
+    PlannedJob,
+    Pool,
+    PoolNode,
+    Window,
+    moved_shares,
+)
 
 CURVE = ScalingCurve({2: 100.0, 4: 150.0})
 
@@ -19,7 +29,7 @@ CURVE = ScalingCurve({2: 100.0, 4: 150.0})
         ({"name": ""}, "needs a name"),
         ({"min_nodes": 0}, "min_nodes must be at least 1"),
         ({"max_nodes": 1}, r"max_nodes \(1\) is less than min_nodes \(2\)"),
-        ({"min_nodes": 1}, "curve starts at 2 nodes"),
+        ({"min_nodes": 1}, "curve starts at 2; add"),
         ({"work_left": -1.0}, "work_left"),
         ({"work_left": math.nan}, "work_left"),
         ({"priority": 0.0}, "priority"),
@@ -38,6 +48,28 @@ def test_trainer_that_cannot_run_is_refused(changes, message):
 def test_rescale_costs_are_finite_seconds(field, value):
     with pytest.raises(InvalidApp, match=f"'{field}'"):
         CostsInSeconds(**{field: value})
+
+
+def _busiest(before: int, after: int) -> float:
+    """Return the most that a node moves if all keep what overlaps most: by trying who has which part on each side."""
+    fewer, more = sorted((before, after))
+
+    def overlap(one: int, other: int) -> float:
+        return max(0.0, min((one + 1) / fewer, (other + 1) / more) - max(one / fewer, other / more))
+
+    kept = max(([overlap(i, j) for i, j in enumerate(parts)] for parts in permutations(range(more), fewer)), key=sum)
+    return max(1 / more, *(max(1 / fewer, 1 / more) - part for part in kept))
+
+
+@pytest.mark.parametrize(("before", "after"), [p for p in product(range(1, 7), repeat=2) if p[0] != p[1]])
+def test_a_change_of_shards_moves_what_does_not_overlap(before, after):
+    assert moved_shares(before, np.array([after]))[0] == pytest.approx(_busiest(before, after))
+
+
+def test_a_change_costs_more_the_more_it_moves():
+    costs = CostsInSeconds(2.0, 1.0, 9.0, sharded_bytes=24e9, bandwidth=2e9)
+    assert costs.changes(2, 4).tolist() == pytest.approx([1.0, 1.0 + 12 / 2, 0.0, 2.0 + 12 / 3, 2.0 + 12 / 4])
+    assert CostsInSeconds(2.0, 1.0, 9.0).changes(2, 4).tolist() == [1.0, 1.0, 0.0, 2.0, 2.0]
 
 
 def test_trainer_is_a_value():

@@ -95,7 +95,7 @@ def best_by_enumeration(trainers: list[PlannedJob], pool: Pool, before: dict[str
     choices = [
         [
             None,
-            *((kind, n) for kind in (GPU, CPU) if one.may_use(kind) for n in range(one.min_nodes, one.max_nodes + 1)),
+            *((kind, n) for kind in (GPU, CPU) if one.may_use(kind) for n in range(1, 4) if one.may_have(n)),
         ]
         for one in trainers
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from freetrain_parsl.planning.policies.window import WindowPolicy
 from freetrain_parsl.planning.settings import PlannerSettings
 from freetrain_parsl.planning.sizes import are_sizes, room, round_down, round_up, sizes_within, wanted
 from freetrain_parsl.planning.solvers.shared_hosts import Parts, maximise_on_hosts
+from tests.planning.small_events import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -260,3 +262,27 @@ def test_the_planner_requests_nodes_and_allocates_slots() -> None:
     leaving = {name for name, slots in before.items() if name != "a" and node_of(next(iter(slots))) == closing}
     assert leaving <= {action.trainer for action in actions if isinstance(action, ev.Reassign)}
     assert all(node_of(slot) != closing for slots in planner.assigned.values() for slot in slots)
+
+
+def closing_soon(*jobs: PlannedJob) -> Planner:
+    """Let jobs run on one node of four slots that closes at 500 s."""
+    planner = Planner(MilpPolicy("throughput"), replace(SETTINGS, closing_margin=5.0), slots_per_node=4)
+    nodes = tuple(PoolNode(slot_place("n0", lane), closes=500.0, host="n0") for lane in range(4))
+    planner.advance(ev.NodesJoined(0.0, "b", nodes), *(ev.TrainerSubmitted(0.0, job) for job in jobs))
+    assert planner.assigned.keys() == {job.name for job in jobs}
+    return planner
+
+
+def test_jobs_that_save_together_leave_a_closing_node_early_enough_for_all() -> None:
+    """The margin is for one of them, the others add their 20 s; nobody returns to the node then."""
+    planner = closing_soon(*(PlannedJob(f"t{i}", 1, 1, LINEAR, save_seconds=20.0) for i in range(4)))
+    assert planner.wake_at(400.0) == 435.0
+    assert planner.advance(ev.Tick(434.0)) == []
+    assert sorted(action.trainer for action in planner.advance(ev.Tick(435.0))) == ["t0", "t1", "t2", "t3"]
+    assert planner.advance(ev.TrainerSubmitted(440.0, PlannedJob("t4", 1, 1, LINEAR))) == []
+    assert planner.assigned == {}
+
+
+def test_a_job_without_neighbours_leaves_a_closing_node_at_the_margin() -> None:
+    assert closing_soon(PlannedJob("t", 4, 4, LINEAR, save_seconds=20.0)).wake_at(400.0) == 495.0
+    assert closing_soon(PlannedJob("t", 1, 1, LINEAR, save_seconds=20.0)).wake_at(400.0) == 495.0

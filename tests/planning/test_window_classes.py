@@ -53,6 +53,7 @@ def instances(draw, *, startup=None):
         startup=draw(st.sampled_from([0.0, 3.0, 20.0, 30.0, 150.0])) if startup is None else startup,
         min_useful=draw(st.sampled_from([0.0, 10.0])),
         max_blocks=draw(st.sampled_from([None, 0, 1])),
+        moving=draw(st.none() | st.lists(seconds, min_size=trainers, max_size=trainers).map(np.array)),
     )
 
 
@@ -162,6 +163,9 @@ def test_one_class_that_never_closes_is_the_count_model(case, gap):
     for j, held in enumerate(one.totals.tolist()):
         values[j, held + 1 :] -= one.up[j] * one.before[j]
         values[j, :held] -= one.down[j] * one.before[j]
+        if one.moved is not None:
+            moved = np.delete(np.arange(values.shape[1]), held)
+            values[j, moved] -= one.moved[j, moved] * one.before[j]
         if held == 0:
             values[j] -= one.start[j] * one.rates[j, : values.shape[1]]
     best = best_value(np.where(np.isnan(values), -np.inf, values))

@@ -7,6 +7,7 @@ import pytest
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.places import count_places
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.timeline import draw_timeline
 from freetrain_parsl.windows.hostlist import show_hosts, show_units
 
@@ -31,6 +32,32 @@ def view():
     entries.append(record.FragmentStarted("small", 1, slots("n2", 2, 3), in_place=False, paused=0.0))
     view.take([(10.0 + time, entry) for time, entry in enumerate(entries)])
     return view
+
+
+def test_free_slots_that_no_waiting_job_can_use_are_told():
+    run = RunState()
+
+    def step(*events, actions=()):
+        run.take(0.0, record.PlannerStep("", list(events), list(actions)))
+        return run.free_slots
+
+    def job(name, least):
+        return {"type": "trainer_submitted", "trainer": {"name": name, "min_nodes": least}}
+
+    nodes = [{"name": name} for name in (*slots("n0", 0, 1, 2, 3), *slots("n1", 0, 1, 2, 3))]
+    run.take(0.0, record.PlannerStarted("", "milp", {}, 4))
+    assert step({"type": "nodes_joined", "block": "b", "nodes": nodes}) == ""
+    held = [{"type": "assign", "trainer": name, "nodes": slots("n0", lane)} for name, lane in (("s", 0), ("t", 1))]
+    held += [{"type": "lend", "nodes": slots("n1", 0)}]
+    assert step(job("s", 1), job("t", 1), job("big", 4), actions=held) == (
+        "5 accelerators are free (n0/2-3,n1/1-3): training job 'big' needs a whole node, 0 are free"
+    )
+    assert step(job("u", 2)) == "", "it can use them"
+    assert step({"type": "trainer_finished", "trainer": "u"}, {"type": "nodes_left", "nodes": slots("n1", 1, 2)}) == (
+        "3 accelerators are free (n0/2-3,n1/3): training job 'big' needs a whole node, 0 are free"
+    )
+    assert step(actions=[{"type": "stop", "trainer": name, "nodes": []} for name in ("s", "t")]) == ""
+    assert step({"type": "block_ended", "block": "b"}) == ""
 
 
 def test_names_and_numbers_of_slots():

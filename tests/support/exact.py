@@ -36,12 +36,14 @@ def value(objective: Objective, trainer: PlannedJob, current: int, nodes: int, h
     rate = objective(trainer, nodes) if nodes else 0.0
     if current == 0:
         return (horizon - trainer.costs.start) * rate
-    before = objective(trainer, min(max(current, trainer.min_nodes), trainer.max_nodes))
-    if nodes > current:
-        return horizon * rate - trainer.costs.up * before
-    if nodes < current:
-        return horizon * rate - trainer.costs.down * before
-    return horizon * rate
+    allowed = [n for n in range(trainer.min_nodes, trainer.max_nodes + 1) if trainer.may_have(n)]
+    before = objective(trainer, min(allowed, key=lambda n: abs(n - current)))
+    if nodes == current:
+        return horizon * rate
+    change = trainer.costs.up if nodes > current else trainer.costs.down
+    few, many = sorted((nodes, current))
+    share = max(1 / many, 1 / few - 1 / many) if few else 0.0
+    return horizon * rate - (change + share * trainer.costs.sharded_bytes / trainer.costs.bandwidth) * before
 
 
 def best_value(values: npt.NDArray[np.float64]) -> float:
@@ -112,10 +114,13 @@ def trainer_value(instance: WindowInstance, trainer: int, nodes: Sequence[int]) 
         return total - float(instance.start[trainer]) * rate(sum(nodes))
     possible = [n for n in range(1, len(rates)) if allowed(n)]
     before = rate(min(possible, key=lambda n: abs(n - sum(has)))) if possible else 0.0
+    few, many = sorted((sum(nodes), sum(has)))
+    share = max(1 / many, 1 / few - 1 / many) if few else 0.0
+    moving = 0.0 if instance.moving is None else share * float(instance.moving[trainer])
     if any(n > h for n, h in zip(nodes, has, strict=True)):
-        return total - float(instance.up[trainer]) * before
+        return total - (float(instance.up[trainer]) + moving) * before
     if any(n < h for n, h in zip(nodes, has, strict=True)):
-        return total - down * before
+        return total - (down + moving) * before
     return total
 
 

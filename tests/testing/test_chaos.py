@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sqlite3
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,11 +12,14 @@ import pytest
 import torch
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.storage.posix import CheckpointDirectory
+from tests.support.chaos.claims import Claim, claim_slot, claims_in, violations_in
 from tests.support.chaos.damage import damage_newest
 from tests.support.chaos.episode import EpisodeReport, StruckFault, choose_menu, seeds_of, summary
 from tests.support.chaos.trainings import BATCH, SUBJECTS
-from tests.support.chaos.verification import problems_of, reference
+from tests.support.chaos.verification import problems_of, reference, unexplained_failures
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +73,46 @@ def test_a_checkpoint_is_damaged_only_where_another_one_remains(tmp_path):
         assert damage_newest(tmp_path, random.Random(0)) is None
         checkpoints.publish(step, lambda file: file.write(b"weights"), {})
     assert str(damage_newest(tmp_path, random.Random(0))).startswith("net/step-0000000002/")
+
+
+def test_two_processes_in_one_slot_are_a_violation(tmp_path, monkeypatch):
+    def claim(lane: int, training: str) -> Claim:
+        monkeypatch.setenv("PARSL_WORKER_RANK", str(lane))
+        claim_slot(tmp_path, training)
+        return Claim(training, "n0", lane, "", os.getpid())
+
+    monkeypatch.setenv("FREETRAIN_CLUSTER_NODE", "n0")
+    both = [claim(0, "one"), claim(1, "other")]
+    assert claims_in(tmp_path) == both
+    assert violations_in(tmp_path) == []
+    claim(1, "third")
+    (violation,) = violations_in(tmp_path)
+    assert violation.startswith("two processes in one slot: {'training': 'third', 'node': 'n0', 'lane': 1")
+    assert '"training": "other"' in violation
+    assert claims_in(tmp_path) == both
+
+
+def test_a_failure_on_units_that_no_fault_has_hit_is_a_problem(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    for entry in (
+        record.Assign("t", ["n0/0"]),
+        record.FragmentStarted("t", 1, ["n0/0"], in_place=False, paused=0.0),
+        record.Grow("t", ["n0/0", "n0/1"]),
+        record.FragmentEnded("t", 1, ["n0/0"], failure=True),  # a newcomer has failed
+        record.FragmentEnded("t", 2, ["n0/0", "n0/1"], failure=True),
+        record.Shrink("t", ["n0/0"]),
+        record.FragmentEnded("t", 3, ["n0/0", "n0/1"], failure=False),
+        record.FragmentEnded("t", 4, ["n0/0"], failure=True),
+    ):
+        journal.write(0.0, entry)
+    journal.close()
+    assert unexplained_failures(path, {"n0/0"}) == []
+    assert unexplained_failures(path, {"n0/1"}) == ["t: failed on n0/0, which no fault has hit"]
+    assert len(unexplained_failures(path, {"n0/2"})) == 3
+    sqlite3.connect(tmp_path / "empty.sqlite").close()
+    (tmp_path / "empty.sqlite").touch()
+    assert unexplained_failures(tmp_path / "empty.sqlite", set()) == []
 
 
 def test_the_summary_counts_faults_and_names_failures():

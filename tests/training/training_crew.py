@@ -28,6 +28,7 @@ from freetrain_parsl.protocol.reports import Logged
 from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, Paused, run_fragment
 from freetrain_parsl.training.group.process_group import RendezvousStore, join
 from freetrain_parsl.training.group.state_transfer import pass_on
+from freetrain_parsl.training.node_memory import NodeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -324,6 +325,7 @@ def run_member(
     meet: Any = None,
     mailbox: ControlMailbox | None = None,
     tell: Any = lambda _report: None,
+    memory: NodeMemory | None = None,
     name: str = "net",
     next_size: int | None = None,
     **options: Any,
@@ -351,6 +353,7 @@ def run_member(
             meet=meet,
             mailbox=mailbox,
             report=report,
+            memory=memory,
             next_size=next_size,
         )
     except Exception as problem:  # noqa: BLE001 - reported to the test
@@ -363,6 +366,8 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
     torch.set_num_threads(1)
     server = DictionaryServer(address, key)
     server.connect()
+    # As a slot does, on a node of its own; in these tests the processes of one slot are one process.
+    memory = NodeMemory(f"node-{os.getpid()}", "block", lambda: (1 << 40, 1 << 40))
     dictionary = server.dictionary()
     dictionary.check([])  # connect now: a connection made while a group forms would be counted as the group's
     store = RendezvousStore(dictionary, timedelta(seconds=60))
@@ -408,6 +413,7 @@ def member_loop(pipe: Connection, address: Any, key: bytes) -> None:
                 meet=lambda _membership: store,
                 mailbox=mailbox,
                 tell=lambda report, number=number: send(number, "report", report),
+                memory=memory,
                 **options,
             ),
         )

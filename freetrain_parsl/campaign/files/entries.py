@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.app_options import AppOptions
 from freetrain_parsl.campaign.files.yaml_file import Section, user_path
 from freetrain_parsl.campaign.site.site import read_costs
-from freetrain_parsl.errors import InvalidApp
+from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.executor.jobs.request import fusion_of
 from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.curves.scaling import LEARN
+from freetrain_parsl.protocol.options import snapshot_steps
 from freetrain_parsl.sweep import NameTemplate, is_template
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         **section.fields_of(AppOptions, positive=True, zero=("seed",)),
         "on_code_change": section.text("on_code_change"),
         "fuse": _read_fuse(section),
+        "snapshot_every": _read_snapshot_every(section),
         "node_kinds": _read_node_kinds(section),
         "tracker": _read_tracker(section, directory),
     }
@@ -207,6 +209,19 @@ def _read_fuse(section: Section) -> Any:
         given = "true" if value is True else repr(value)
         raise section.refusal(
             f"fuse must be auto, false or a whole number of at least 2, got {given}", "fuse"
+        ) from None
+    return value
+
+
+def _read_snapshot_every(section: Section) -> Any:
+    """Reject what an app rejects, in the words of YAML."""
+    value = section.value("snapshot_every")
+    try:
+        snapshot_steps("auto" if value is None else value)
+    except InvalidSettings:
+        given = "true" if value is True else repr(value)
+        raise section.refusal(
+            f"snapshot_every must be auto, false or a number of steps of at least 1, got {given}", "snapshot_every"
         ) from None
     return value
 

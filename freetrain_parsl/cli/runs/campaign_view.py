@@ -22,7 +22,6 @@ from freetrain_parsl.report.live import remarks, training_table
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.screen import say, say_json
 from freetrain_parsl.texts import printable, shortened
-from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
     from freetrain_parsl.campaign.run import CampaignRun
@@ -190,7 +189,7 @@ def _outcome(item: TrainingRecord) -> str:
             plain = {key: value for key, value in result.items() if isinstance(value, (int, float, str))}
             return ", ".join(f"{key} {_short(value)}" for key, value in plain.items())
         return _short(result)
-    return show_units(item.nodes)
+    return item.where
 
 
 def _first_line(error: str) -> str:

@@ -104,8 +104,8 @@ def _keep_one(figures: dict[str, Any], training: str | None, directory: Path) ->
 def runs_here() -> Iterator[str]:
     """Report what a user should know of runs in this directory.
 
-    Blocks that cannot start, no storage, training jobs that make no progress or cannot fuse, and the batches that the
-    driver has chosen.
+    Blocks that cannot start, accelerators that no waiting job can use, no storage, training jobs that make no progress
+    or cannot fuse, and the batches that the driver has chosen.
     """
     for directory in run_directories():
         try:
@@ -114,7 +114,7 @@ def runs_here() -> Iterator[str]:
             continue  # of another version
         if run is None:
             continue
-        yield from (f"{directory}: {reason}" for reason in run.reasons(time.time()))
+        yield from (f"{directory}: {reason}" for reason in [*run.reasons(time.time()), run.free_slots] if reason)
         reasons: defaultdict[str, list[str]] = defaultdict(list)
         for training in run.trainings.values():
             if training.state not in ("waiting", "running"):
@@ -139,6 +139,7 @@ def explanation_figures(answer: PlannerAnswer) -> dict[str, Any]:
             {**window_row(verdict.window), "used": list(verdict.used), "why_not": verdict.why or None}
             for verdict in answer.explanation.verdicts
         ],
+        "free_accelerators": answer.explanation.free_slots or None,
         "nodes_in_no_window": dict(answer.survey.unused),
         "notes": list(answer.notes),
     }
@@ -151,6 +152,7 @@ def print_explanation(console: Screen, answer: PlannerAnswer, title: str, most: 
     number = {0: "no windows", 1: "1 window"}.get(len(verdicts), f"{len(verdicts)} windows")
     lines = [f"{title}: {number} at {when}"]
     lines += [verdict_sentence(verdict, answer.survey.time) for verdict in verdicts]
+    lines += filter(None, [answer.explanation.free_slots])
     lines += unused_lines(answer.survey.unused, most)
     console.print("\n".join(lines), highlight=False)
     for note in notes_view(answer.notes):

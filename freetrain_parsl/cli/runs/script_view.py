@@ -61,6 +61,7 @@ def reason_figures(source: RunSource) -> dict[str, Any]:
     return {
         "running": lives,
         "failed_starts": None if run.failed_starts is None else run.failed_starts.sentence(time.time()),
+        "free_accelerators": (run.free_slots if lives else "") or None,
         "trainings": [
             {
                 "name": item.name,
@@ -79,6 +80,8 @@ def reason_lines(figures: dict[str, Any]) -> Iterator[str]:
     yield "the driver runs" if figures["running"] else "no driver runs; this is what the last one has recorded"
     if figures["failed_starts"]:
         yield figures["failed_starts"]
+    if figures["free_accelerators"]:
+        yield figures["free_accelerators"]
     for item in figures["trainings"]:
         where = f" on {item['where']}" if item["where"] else ""
         reason = item["reason"] or (NO_NODES_YET if item["state"] == "waiting" else "")

@@ -156,10 +156,12 @@ class CurveLearning:
     ----------
     speeds
         Kind of node -> its assumed speed relative to the others; empty where there is one kind only.
+    units_per_node
+        Slots of a node where training jobs share nodes, or 1.
     """
 
-    def __init__(self, speeds: Mapping[str, float] = MappingProxyType({})) -> None:
-        self._speeds = speeds
+    def __init__(self, speeds: Mapping[str, float] = MappingProxyType({}), units_per_node: int = 1) -> None:
+        self._speeds, self._units_per_node = speeds, units_per_node
         self._known: dict[str, _Known] = {}
         self._best: dict[str, float] = {}
         """The best rate per node of each job whose rates are not relative."""
@@ -177,7 +179,10 @@ class CurveLearning:
                     self._note_best(known)
                     known.sent = self._learned(known, self.best_rate())
                 known = self._known[trainer.name]
+                restricted = known.trainer.allowed_counts != trainer.allowed_counts
                 known.trainer = trainer
+                if restricted:
+                    known.sent = self._learned(known, self.best_rate())
                 return replace(event, trainer=known.described())
             case planner.TrainerProgressed(trainer=name, work_left=left) if name in self._known:
                 known = self._known[name]
@@ -260,7 +265,8 @@ class CurveLearning:
     def _learned(self, known: _Known, best_rate: float) -> PlannedJob:
         """Return a training job with the curves learned so far."""
         if not self._speeds:
-            return known.with_goodput(as_learned(known.trainer, known.profiles[""], best_rate))
+            profile = known.profiles[""]
+            return known.with_goodput(as_learned(known.trainer, profile, best_rate, self._units_per_node))
         others = [one.profiles for one in self._known.values()]
         speeds = relative_speeds(self._speeds, others)
         return known.with_goodput(learned_on_kinds(known.trainer, known.profiles, speeds, best_rate))

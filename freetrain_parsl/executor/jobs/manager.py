@@ -124,7 +124,8 @@ class JobManager:
         self.registry = registry
         self.clock = clock
         self.numbers: Iterator[int] = count(1)
-        self.curves = CurveLearning({kind: slots.speed for kind, slots in registry.kinds.items() if kind})
+        speeds = {kind: slots.speed for kind, slots in registry.kinds.items() if kind}
+        self.curves = CurveLearning(speeds, registry.units_per_node)
         self.rendezvous = RendezvousServer(send)
         self._send = send
         self._kill = kill

@@ -149,8 +149,25 @@ class Run(ABC):
 
     @property
     @abstractmethod
+    def label(self) -> str:
+        """What it is, for people and for the other slots of its node: equal for the processes of one job only."""
+
+    @property
+    @abstractmethod
     def expendable(self) -> bool:
         """Whether no work would be lost if this process ended now."""
+
+    @abstractmethod
+    def end_over_share(self, reason: str) -> Sequence[ToDriver]:
+        """Return what to report if this process is ended for the memory that it takes from the others of its node.
+
+        Called by another thread than `perform`.
+
+        Parameters
+        ----------
+        reason
+            Where it is ended, and why: the end of a sentence on the job.
+        """
 
     @abstractmethod
     def perform(self) -> RunEnded:

@@ -11,7 +11,7 @@ from math import ceil
 
 from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.sizes import round_down, sizes_within
+from freetrain_parsl.planning.sizes import round_down, round_up, sizes_within
 from freetrain_parsl.settings_checks import check_count
 
 __all__ = ["Size", "same_bound"]
@@ -126,7 +126,7 @@ class Size:
             )
         if units_per_node == 1:
             return least, most
-        fitting, below = _round_up(least, units_per_node), round_down(min(most, _MOST), units_per_node)
+        fitting, below = round_up(least, units_per_node), round_down(min(most, _MOST), units_per_node)
         if fitting <= below:
             return fitting, below
         bounds = " and ".join(dict.fromkeys(filter(None, (self.least, self.most))))
@@ -176,8 +176,3 @@ class Size:
         # A relative curve is relative to one unit.
         converted = ScalingCurve(points, relative=curve.relative)
         return converted.scaled(factor) if curve.relative else converted
-
-
-def _round_up(count: int, slots: int) -> int:
-    """Return the smallest size of at least `count` slots."""
-    return ceil(count / slots) * slots if count > slots else next(s for s in sizes_within(slots) if s >= count)

@@ -8,6 +8,7 @@ thread of every process that a job starts, such as data workers, to the same cor
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,21 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Collection, MutableMapping, Sequence
 
-__all__ = ["CoreShare", "Lane", "core_share", "memory_of_node", "number_visible_devices", "physical_cores"]
+__all__ = [
+    "CoreShare",
+    "Lane",
+    "core_share",
+    "fields_of",
+    "memory_of_node",
+    "number_visible_devices",
+    "physical_cores",
+]
 
 _SYSTEM: Final = Path("/sys/devices/system")
 _RESERVE: Final = 0.05  # of the memory of a node: for the system and the worker pool
 _LARGEST_RESERVE: Final = 4 << 30  # bytes
 _KIB: Final = 1024
+_FIELD: Final = re.compile(r"^(\w+):?\s+(\d+)( kB)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -153,11 +163,7 @@ def memory_of_node(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgr
     That is the machine's, or what the batch system's control groups leave of it, less a reserve for the system. Memory
     that the kernel only uses to keep files counts as available. ``None`` where nothing is known.
     """
-    fields = {}
-    with suppress(OSError, ValueError):
-        for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(":")
-            fields[name] = int(value.split()[0]) * _KIB
+    fields = fields_of(proc / "meminfo")
     total, available = fields.get("MemTotal"), fields.get("MemAvailable")
     if total is None or available is None:
         return None
@@ -187,11 +193,14 @@ def _limit(group: Path) -> tuple[int | None, int | None]:
     for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         with suppress(OSError, ValueError):  # of the other version; "max"
             most, now = (int((group / name).read_text(encoding="ascii")) for name in (limit, used))
-            files = 0
-            with suppress(OSError, ValueError):
-                for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
-                    name, _, value = line.partition(" ")
-                    if name in ("inactive_file", "active_file"):
-                        files += int(value)
-            return most, max(0, now - files)
+            stat = fields_of(group / "memory.stat")
+            return most, max(0, now - stat.get("inactive_file", 0) - stat.get("active_file", 0))
     return None, None
+
+
+def fields_of(path: Path) -> dict[str, int]:
+    """Return the fields of a file in ``/proc``, or of a control group, that are numbers, in bytes; none without it."""
+    with suppress(OSError):  # such as of a process that has ended
+        text = path.read_text(encoding="utf-8", errors="replace")
+        return {name: int(value) * (_KIB if unit else 1) for name, value, unit in _FIELD.findall(text)}
+    return {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.executor.slot.neighbours import Neighbour, neighbours_of, publish
-from freetrain_parsl.executor.slot.node_share import memory_of_node
+from freetrain_parsl.executor.slot.node_share import fields_of, memory_of_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -37,7 +37,6 @@ _PERIOD: Final = 1.0  # seconds between two looks
 _EXACT: Final = 10.0  # seconds between exact measurements, which may take a tenth of a second
 _LOW: Final = 0.03  # of the node's memory: when less is available, a job is ended
 _LARGEST_LOW: Final = 4 << 30  # bytes
-_KIB: Final = 1024
 _GIB: Final = 1 << 30
 
 
@@ -49,17 +48,6 @@ def _tree(pid: int, proc: Path) -> list[int]:
             for children in (proc / str(one) / "task").glob("*/children"):
                 found.extend(int(word) for word in children.read_text(encoding="ascii").split())
     return found
-
-
-def _field(path: Path, *names: str) -> int:
-    """Return the sum of fields of a file in ``/proc``, in bytes; zero if the process has ended."""
-    total = 0
-    with suppress(OSError, ValueError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name in names:
-                total += int(value.split()[0]) * _KIB
-    return total
 
 
 def memory_of(place: int, *, exact: bool, proc: Path = Path("/proc")) -> int:
@@ -78,9 +66,10 @@ def memory_of(place: int, *, exact: bool, proc: Path = Path("/proc")) -> int:
     """
     total = 0
     for pid in _tree(place, proc):
-        upper = _field(proc / str(pid) / "status", "RssAnon", "RssShmem")
-        shares = _field(proc / str(pid) / "smaps_rollup", "Pss_Anon", "Pss_Shmem") if exact else 0
-        total += shares or upper
+        status = fields_of(proc / str(pid) / "status")
+        rollup = fields_of(proc / str(pid) / "smaps_rollup") if exact else {}
+        shares = rollup.get("Pss_Anon", 0) + rollup.get("Pss_Shmem", 0)
+        total += shares or status.get("RssAnon", 0) + status.get("RssShmem", 0)
     return total
 
 
@@ -98,18 +87,18 @@ def over_share(own: Neighbour, others: Sequence[Neighbour], share: float, used: 
     used
         Returns the bytes that the slot of a place uses.
     """
-    if all(other.training == own.training for other in others):
+    if all(other.job == own.job for other in others):
         return False
     amount = used(own.place)
     return amount > share and all((used(other.place), other.place) < (amount, own.place) for other in others)
 
 
-def saving_of(training: str, others: Collection[Neighbour]) -> float:
+def saving_of(job: str, others: Collection[Neighbour]) -> float:
     """Return the seconds in which the other jobs of the node write their checkpoints, one after another."""
     longest: dict[str, float] = {}
     for other in others:
-        longest[other.training] = max(longest.get(other.training, 0.0), other.save_seconds)
-    return sum(seconds for name, seconds in longest.items() if name != training)
+        longest[other.job] = max(longest.get(other.job, 0.0), other.save_seconds)
+    return sum(seconds for name, seconds in longest.items() if name != job)
 
 
 class NodeWatch:
@@ -117,8 +106,8 @@ class NodeWatch:
 
     Parameters
     ----------
-    training
-        The training job.
+    job
+        The training job, or the array, as people know it.
     lane
         Which slot of the node it runs in.
     pool
@@ -137,7 +126,7 @@ class NodeWatch:
 
     def __init__(
         self,
-        training: str,
+        job: str,
         lane: Lane,
         pool: Path,
         *,
@@ -149,7 +138,7 @@ class NodeWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._thread = threading.Thread(target=self._run, name="freetrain-node-watch", daemon=True)
-        self._own = Neighbour(training, os.getppid())
+        self._own = Neighbour(job, os.getppid())
         self._published: Neighbour | None = None
         self._lane = lane
         self._pool = pool
@@ -179,12 +168,12 @@ class NodeWatch:
 
     def look(self) -> None:
         """Look once."""
-        own = Neighbour(self._own.training, self._own.place, round(sum(list(self._saves.values())), 1))
+        own = Neighbour(self._own.job, self._own.place, round(sum(list(self._saves.values())), 1))
         if own != self._published:
             publish(self._pool, self._lane.rank, own)
             self._published = own
         others = neighbours_of(self._pool, self._lane.rank)
-        self._saving(saving_of(own.training, others))
+        self._saving(saving_of(own.job, others))
         memory = self._memory()
         if memory is None or self._is_ending:
             return
@@ -201,7 +190,7 @@ class NodeWatch:
         elif not self._told and self._exceeds(own.place, share):
             self._told = True
             self._tell(
-                f"freetrain: training job {own.training} uses {self._used(own.place) / _GIB:.1f} GiB of host memory, "
+                f"freetrain: {own.job} uses {self._used(own.place) / _GIB:.1f} GiB of host memory, "
                 f"more than its share of {self._share(share)}: if the node runs out of memory, it is ended\n"
             )
 

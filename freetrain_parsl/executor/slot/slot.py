@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import serialize
 
-from freetrain_parsl.errors import BatchSystemError, TrainingError
+from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.jobs.port import kind_of
@@ -38,14 +38,13 @@ from freetrain_parsl.executor.slot.output import OutputCapture
 from freetrain_parsl.executor.slot.pilot import end_node, pilot_of_node
 from freetrain_parsl.executor.slot.place import Pulse, end_process, occupy
 from freetrain_parsl.executor.slot.run_end import deposit, serialized_exception, try_result, write_error
-from freetrain_parsl.executor.slot.training_run import TrainingRun
+from freetrain_parsl.executor.slot.training_run import TrainingRun, memory_of_slot
 from freetrain_parsl.executor.training_logs import as_text, leave_behind
 from freetrain_parsl.protocol.messages import (
     Closing,
     Exit,
     Hello,
     Output,
-    RunEnded,
     RunMessage,
     RunStart,
     SlotHeartbeat,
@@ -55,7 +54,7 @@ from freetrain_parsl.protocol.messages import (
     TaskEnded,
     Welcome,
 )
-from freetrain_parsl.protocol.reports import Progress, RunFailed
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.texts import text_of
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.port import Run
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import ToDriver, ToSlot
+    from freetrain_parsl.training.node_memory import NodeMemory
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,8 @@ def run_slot(settings: SlotSettings, token: str) -> None:
                 share.take()
         gc.freeze()  # garbage collections would copy the memory of all imported objects
         pulse = Pulse(settings.heartbeat_timeout)
-        occupy(lambda before: _Slot(settings, token, pulse, before).serve(), pulse)
+        with closing(memory_of_slot(_name_of_node())) as memory:
+            occupy(lambda before: _Slot(settings, token, pulse, memory, before).serve(), pulse, between=memory.free)
     except Exception as error:  # whatever it is, the driver has to know on which node
         raise SlotNotStarted(_name_of_node(), f"{type(error).__name__}: {text_of(error)}") from error
 
@@ -183,9 +184,12 @@ def _name_of_node() -> str:
 
 
 class _Slot:
-    def __init__(self, settings: SlotSettings, token: str, pulse: Pulse, before: _Handover | None = None) -> None:
+    def __init__(
+        self, settings: SlotSettings, token: str, pulse: Pulse, memory: NodeMemory, before: _Handover | None = None
+    ) -> None:
         self._pilot = pilot_of_node()
         self._pulse = pulse
+        self._memory = memory
         self._settings = settings
         self._token = token
         self._node = _name_of_node()
@@ -356,17 +360,17 @@ class _Slot:
 
     # The watch's thread.
 
-    def _end_run(self, run: Run, training: str, reason: str) -> None:
-        """End a run as if its function had raised an exception; the next process continues the slot."""
+    def _end_run(self, run: Run, reason: str) -> None:
+        """End a run that takes the memory of its neighbours; the next process continues the slot."""
         with self._lock:
             if self._run is not run or self._leaving:
                 return  # it has just ended
             self._run = None
-        error = TrainingError(f"training job {training!r} was ended on node {self._node}: {reason}")
         if run.output is not None:
             run.output.flush(last=True)
         self._assigned = None
-        self._channel.send(RunEnded(training, run.number, RunFailed(str(error)), serialized_exception(error)))
+        for message in run.end_over_share(f"was ended on node {self._node}: {reason}"):
+            self._channel.send(message)
         end_process(self._hand_over())
 
     # Several threads.
@@ -432,10 +436,12 @@ class _Slot:
         run: Run
         if isinstance(message, StartRun):
             interface, address = interface_for(self._settings.interface, self._channel.url)
-            run = TrainingRun(message, interface=interface, address=address, send=send, files=files)
+            run = TrainingRun(message, self._memory, interface=interface, address=address, send=send, files=files)
         else:
+            self._memory.empty()  # of an earlier job
+            self._memory.free()
             run = kind_of(message).run(message, send, files)
-        watch = self._watch_of(run, message.training)
+        watch = self._watch_of(run)
         self._tell_closing(run)
         self._run = run
         self._pass_on()
@@ -455,7 +461,7 @@ class _Slot:
                 self._run = None
             run.close()
 
-    def _watch_of(self, run: Run, training: str) -> AbstractContextManager[object]:
+    def _watch_of(self, run: Run) -> AbstractContextManager[object]:
         """Take this job's part of a node that others use, too."""
         pool = pool_directory()
         if self._lane.count == 1 or pool is None:
@@ -467,11 +473,11 @@ class _Slot:
             self._tell_closing(run)
 
         self._watch = NodeWatch(
-            training,
+            run.label,
             self._lane,
             pool,
             tell=write_error,
-            end=lambda reason: self._end_run(run, training, reason),
+            end=lambda reason: self._end_run(run, reason),
             saving=saving,
         )
         return self._watch

@@ -6,13 +6,22 @@ The main thread is in `Run.perform`; `Run.handle` is called by the channel's thr
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
+from freetrain_parsl.errors import TrainingError
 from freetrain_parsl.executor.jobs.port import Run
 from freetrain_parsl.executor.payloads.payloads import unpack_training
-from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
+from freetrain_parsl.executor.slot.node_share import memory_of_node
+from freetrain_parsl.executor.slot.run_end import (
+    deposit,
+    end_by,
+    print_exception,
+    serialize_result,
+    serialized_exception,
+)
 from freetrain_parsl.protocol.messages import (
     ChangeBatch,
     ChangeGroup,
@@ -35,11 +44,19 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.payloads.value_files import ValueFiles
     from freetrain_parsl.protocol.messages import Place, RunMessage, StartRun, ToDriver
     from freetrain_parsl.protocol.reports import Report, RunEnd
+    from freetrain_parsl.training.node_memory import NodeMemory
 
-__all__ = ["ChannelStore", "TrainingRun"]
+__all__ = ["ChannelStore", "TrainingRun", "memory_of_slot"]
 
 # A newcomer joins the rendezvous at once, the members after their current step or validation.
 _WHILE_OTHERS_TRAIN = timedelta(minutes=30)
+
+
+def memory_of_slot(node: str) -> NodeMemory:
+    """Return the memory of a slot on this node, which its processes inherit; see `NodeMemory`."""
+    from freetrain_parsl.training.node_memory import NodeMemory
+
+    return NodeMemory(node, os.environ.get("PARSL_WORKER_BLOCK_ID", ""), memory_of_node)
 
 
 class ChannelStore:
@@ -131,6 +148,8 @@ class TrainingRun(Run):
         As in `Run`.
     interface
         Network interface for the traffic between members; ``None``: torch's choice.
+    memory
+        Keeps copies of a sharded state; ``None``: there are none.
     address
         This node's IP address on that interface; ``None``: the members do not check that they can reach each other.
     """
@@ -138,6 +157,7 @@ class TrainingRun(Run):
     def __init__(
         self,
         command: StartRun,
+        memory: NodeMemory | None = None,
         *,
         interface: str | None,
         send: Callable[[ToDriver], None],
@@ -145,6 +165,7 @@ class TrainingRun(Run):
         files: ValueFiles | None = None,
     ) -> None:
         super().__init__(command, send, files)
+        self._memory = memory
         self.mailbox: ControlMailbox = ControlMailbox()
         self._command = command
         self._interface = interface
@@ -171,6 +192,16 @@ class TrainingRun(Run):
         """The process, as the training job's log names it: its rank, or ``?`` while it joins."""
         return "?" if self._membership is None or not self._is_member else str(self._membership.rank)
 
+    @property
+    def label(self) -> str:
+        """What it is, for people and for the other slots of its node."""
+        return f"training job {self._training!r}"
+
+    def end_over_share(self, reason: str) -> list[ToDriver]:
+        """Return the report of the end: as if the function had raised an exception, as it would need as much again."""
+        error = TrainingError(f"{self.label} {reason}")
+        return [RunEnded(self._training, self.number, RunFailed(str(error)), serialized_exception(error))]
+
     def deliver(self, source: str, lines: bytes) -> None:
         """Pass on what the training job has printed."""
         self._send(Output(self._training, source, lines))
@@ -192,6 +223,8 @@ class TrainingRun(Run):
                 meet=self._meet,
                 mailbox=self.mailbox,
                 report=self._report,
+                memory=self._memory,
+                next_size=self._command.next_size,
             )
             if isinstance(ended, Finished):
                 end = RunFinished(ended.progress)

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping
+    from types import FrameType
 
     from starlette.types import ASGIApp
 
@@ -38,6 +39,7 @@ _ACCEPTED_AT_ONCE: Final = 64  # connections, before those that were accepted ar
 _WAITING: Final = 1024  # connections that the kernel keeps until they are accepted
 _LONGEST_HEAD: Final = 32 * 2**10  # bytes of a request's line and headers; browsers send all their cookies
 _REPORT_PERIOD: Final = 60.0  # seconds
+_GRACE: Final = 0.5  # seconds in which answers are finished when the server ends
 
 
 def most_strangers() -> int:
@@ -117,7 +119,6 @@ async def serve_application(application: ASGIApp, listener: socket.socket, stran
         lifespan="off",
         server_header=False,
         proxy_headers=False,  # they would replace the peer's address
-        timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=_LONGEST_HEAD,
         backlog=min(_ACCEPTED_AT_ONCE, most_strangers()),
         ws="none",
@@ -148,6 +149,19 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_WAITING)  # asyncio accepts at once as many as the kernel keeps: too many descriptors
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the streams of open pages; uvicorn would cancel what serves them, each with a traceback."""
+        asyncio.get_running_loop().call_later(_GRACE, self._close)
+        await super().shutdown(sockets)
+
+    def _close(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self.force_exit = False  # a second Ctrl-C would cancel, too; it is half a second at most
 
 
 def _reason(context: Mapping[str, Any]) -> str:

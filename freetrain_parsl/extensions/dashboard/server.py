@@ -112,9 +112,13 @@ def _ended_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:  # uvicorn handles the first one, and raises it again at the end
-        signal.signal(number, leave)
+    handlers = {
+        signal.SIGTERM: leave,  # uvicorn handles the first one, and raises it again at the end
+        signal.SIGHUP: lambda _number, _frame: signal.raise_signal(signal.SIGTERM),  # uvicorn does not handle it
+    }
+    numbers = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, handlers[number])
     try:
         yield
     finally:

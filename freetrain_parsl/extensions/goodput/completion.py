@@ -142,10 +142,9 @@ class _Kept(Tabulated):
 
 def _seconds_of_change(trainer: PlannedJob, held: int, last: int) -> npt.NDArray[np.float64]:
     """Tabulate the seconds that a change from `held` to 0, 1, …, `last` nodes takes."""
-    seconds = np.full(last + 1, trainer.costs.up if held else trainer.costs.start)
-    seconds[: held + 1] = trainer.costs.down
-    seconds[held : held + 1] = 0.0
-    return seconds
+    if held:
+        return trainer.costs.changes(held, last)
+    return np.where(np.arange(last + 1) > 0, trainer.costs.start, 0.0)
 
 
 def _unit(trainer: PlannedJob) -> float:

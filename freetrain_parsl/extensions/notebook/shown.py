@@ -20,7 +20,6 @@ from freetrain_parsl.extensions.notebook.values import outcome_row
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from freetrain_parsl.texts import storable, text_of
-from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -259,7 +258,7 @@ class ShownFutures(ShownRun):
 
 
 def _campaign_row(item: TrainingRecord, progress: Mapping[str, Any]) -> TrainingRow:
-    parts = [show_units(item.nodes), _one_line(item.error), _short_result(item.result), item.remark or ""]
+    parts = [item.where, _one_line(item.error), _short_result(item.result), item.remark or ""]
     return TrainingRow(
         item.name, item.state, item.share, progress.get("epoch"), progress.get("loss"), "; ".join(filter(None, parts))
     )

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from freetrain_parsl.planning.model import moved_shares
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -104,18 +106,23 @@ class Account:
 
     def preempt(self, lost: frozenset[str]) -> float:
         """Remove nodes; return the value that this costs."""
-        cost = self._charge(self.trainer.costs.down * self.rate)
+        cost = self._charge(self._seconds_to(self.nodes - lost) * self.rate)
         self.preemptions += 1
         self._hold(self.nodes - lost)
         return cost
 
     def rescale(self, nodes: frozenset[str]) -> float:
         """Change the nodes of a running trainer; return the value that this costs."""
-        costs = self.trainer.costs
-        cost = self._charge((costs.up if nodes - self.nodes else costs.down) * self.rate)
+        cost = self._charge(self._seconds_to(nodes) * self.rate)
         self.rescales += 1
         self._hold(nodes)
         return cost
+
+    def _seconds_to(self, nodes: frozenset[str]) -> float:
+        """Return the seconds that a change of its nodes costs."""
+        costs, moved = self.trainer.costs, moved_shares(len(self.nodes), np.array([len(nodes)]))
+        change = costs.up if nodes - self.nodes else costs.down
+        return change + float(moved[0]) * costs.sharded_bytes / costs.bandwidth
 
     def start(self, nodes: frozenset[str], now: float, seconds: float) -> float:
         """Give nodes to a trainer without nodes; return the value of `seconds` at its rate, which this costs."""

@@ -400,7 +400,8 @@ class Replay:
         if not self._profiles:
             return []
         trainers = [self._described(account.trainer) for account in self._alive.values()]
-        return [ev.TrainerLearned(self._now, trainer) for trainer in learned(trainers, self._profiles)]
+        slots = self._settings.slots_per_node
+        return [ev.TrainerLearned(self._now, trainer) for trainer in learned(trainers, self._profiles, slots)]
 
     def _reassign(self) -> None:
         assigned = self._planner.assigned

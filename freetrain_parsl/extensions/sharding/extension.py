@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
 from freetrain_parsl.extensions.sharding import structures
+from freetrain_parsl.extensions.sharding.copies import Copies
+from freetrain_parsl.extensions.sharding.recall import recall
 from freetrain_parsl.extensions.sharding.resharding import OtherModel, Resharding
 from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
+from freetrain_parsl.training.preparation import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +24,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.checkpoints.saver import SaverParts
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
     from freetrain_parsl.training.group.process_group import Group
     from freetrain_parsl.training.group.regrouping import GroupMember
+    from freetrain_parsl.training.node_memory import NodeMemory
 
 __all__ = ["Sharding"]
 
@@ -42,6 +48,8 @@ class Sharding(SessionExtension):
         self._objects: Mapping[str, Stateful] = {}
         self._saver: ShardedSaver | None = None
         self._modules: list[Any] = []
+        self.copies: Copies | None = None
+        """Copies of the members' parts; ``None`` before the loop, or without a memory for them."""
         self._members: GroupMember
         self._device: torch.device
 
@@ -55,6 +63,11 @@ class Sharding(SessionExtension):
         """See `sharded.fill`; either may be sharded or not."""
         return sharded.fill(saved, target, checkpoint)
 
+    @classmethod
+    def recall(cls, memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:
+        """See `recall.recall`."""
+        return recall(memory, options, group, known)
+
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
         """Refuse objects that are sharded over another mesh; find out whether they can change their processes in place.
 
@@ -67,6 +80,8 @@ class Sharding(SessionExtension):
             self._resharding = Resharding(objects)
             if not members.is_newcomer:
                 self._resharding.begin(members.group)
+        self.allowed_counts = self.resharding.sizes_allowed
+        self.sharded_bytes = size_of(objects)
         if self.in_place and (problem := self.resharding.problem(mesh)) is not None:
             self._refuse(problem)
 
@@ -131,6 +146,34 @@ class Sharding(SessionExtension):
             )
         if KEEP in state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
+
+    def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
+        """Keep copies of the members' parts."""
+        self.copies = Copies(memory, options, members)
+
+    def copy_due(self, step: int, now: float) -> bool:
+        """See `Copies.due`."""
+        return self.copies is not None and self.copies.due(step, now)
+
+    @property
+    def copy_arrived(self) -> bool:
+        """See `Copies.arrived`."""
+        return self.copies is not None and self.copies.arrived
+
+    def copy(self, state: Mapping[str, Any]) -> None:
+        """See `Copies.begin`."""
+        assert self.copies is not None, "a copy was due"
+        self.copies.begin(state)
+
+    def copied(self) -> None:
+        """See `Copies.complete`."""
+        assert self.copies is not None, "a copy has arrived"
+        self.copies.complete()
+
+    def close(self) -> None:
+        """Accept no further copy."""
+        if self.copies is not None:
+            self.copies.close()
 
     def spread(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is sharded."""

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import torch
 
-from freetrain_parsl.errors import DamagedCheckpoint, UsageError
+from freetrain_parsl.errors import DamagedCheckpoint, PeerFailed, UsageError
 from freetrain_parsl.storage.entry import SHARDS
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
 from freetrain_parsl.training.checkpoints.format import is_spread
@@ -35,6 +35,7 @@ INDEX = ".metadata"
 """The index file in that folder."""
 
 _MARK = "freetrain.sharded"
+_PART = "part"  # in a placeholder: this member's part, which is in memory already
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -94,6 +95,24 @@ def local_parts(shards: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
     return {name: shard.to_local() for name, shard in shards.items()}
 
 
+def put_back(plain: Any, parts: Mapping[str, tuple[torch.Tensor, int]]) -> Any:
+    """Return a state that `fill` can load without reading files, from what `split` has made of it.
+
+    Parameters
+    ----------
+    plain
+        The state with placeholders.
+    parts
+        Name -> this member's part, and the dimension by which the tensor is sharded over the members of now.
+    """
+
+    def put_in(leaf: Any, path: tuple[Any, ...]) -> Any:  # noqa: ARG001 - of `_map`
+        mark = _mark_of(leaf)
+        return leaf if mark is None else {**leaf, _PART: parts[mark]}
+
+    return _map(plain, put_in)
+
+
 def fill(saved: Any, target: Stateful, checkpoint: Path) -> Any:
     """Return a state that `target` can load, sharded over the members in the same way as the target's own.
 
@@ -140,8 +159,12 @@ def _with_places(saved: Any, target: Stateful) -> tuple[Any, dict[str, torch.Ten
     def put_in(leaf: Any, path: tuple[Any, ...]) -> Any:
         mark = _mark_of(leaf)
         if mark is not None:
-            wanted[mark] = places.find(path, torch.Size(leaf["shape"]), leaf["dtype"])
-            return wanted[mark]
+            place = places.find(path, torch.Size(leaf["shape"]), leaf["dtype"])
+            if _PART in leaf:
+                _take(place, *leaf[_PART])
+            else:
+                wanted[mark] = place
+            return place
         if isinstance(leaf, torch.Tensor):
             return places.spread(path, leaf)
         return leaf
@@ -195,6 +218,28 @@ class _Places:
         if len(path) == 3 and path[0] == "state" and isinstance(path[1], int) and path[1] < len(self._parameters):
             return self._parameters[path[1]]
         return None
+
+
+def _take(place: torch.Tensor, part: torch.Tensor, dim: int) -> None:
+    """Fill a tensor from this member's part of it.
+
+    Raises
+    ------
+    PeerFailed
+        It is sharded in another way now; the copies are not used again and again, see `recall`.
+    """
+    target = place
+    if is_spread(place):
+        from torch.distributed.tensor import DTensor, Shard
+
+        assert isinstance(place, DTensor), "it is sharded"
+        target = place.to_local()
+        if len(place.placements) == 1 and isinstance(place.placements[0], Shard) and place.placements[0].dim != dim:
+            target = torch.empty(0)
+    if target.shape != part.shape:
+        raise PeerFailed("a tensor is sharded in another way than in the copies in memory, which are not used")
+    with torch.no_grad():
+        target.copy_(part)
 
 
 def _read(folder: Path, wanted: dict[str, torch.Tensor]) -> None:

@@ -8,7 +8,8 @@ largest number of nodes measured, where its efficiency is estimated to be that o
 falls with size, this is an upper bound: a size that the policy does not choose at that estimate is not worthwhile, and
 one that it chooses is then measured. The estimate is therefore wrong for at most log2(max_nodes / min_nodes) doublings.
 Two doublings without a gain end the search; a single one may be due to a node boundary, which can halve a rate before
-the next doubling recovers it.
+the next doubling recovers it. Where a trainer may not have twice its number of nodes, the next larger one that it may
+have takes its place.
 
 On a kind where it has not been measured, a trainer with other measurements is assumed to have their curve times the
 ratio of the kinds' speeds. That ratio is the median over the trainers that were measured on both, else the ratio of
@@ -137,7 +138,7 @@ def best_rate_per_node(curves: Iterable[ScalingCurve]) -> float:
     return max((rate / n for curve in curves if not curve.relative for n, rate in curve.points), default=1.0)
 
 
-def as_learned(trainer: PlannedJob, profile: Profile, rate_per_node: float) -> PlannedJob:
+def as_learned(trainer: PlannedJob, profile: Profile, rate_per_node: float, slots: int = 1) -> PlannedJob:
     """Return a trainer with the curve learned so far, and with ``max_nodes`` limited to sizes worth trying.
 
     Parameters
@@ -149,24 +150,31 @@ def as_learned(trainer: PlannedJob, profile: Profile, rate_per_node: float) -> P
     rate_per_node
         Samples per second assumed for a node as long as nothing has been measured; that of the fastest other trainer,
         so that an unknown trainer does not wait behind known ones. A trainer to be searched gets its ``min_nodes``.
+    slots
+        Of the hosts that trainers share; 1: its nodes are whole machines.
     """
     if profile.known:
-        most = min(profile.largest_worth_trying or trainer.max_nodes, trainer.max_nodes)
-        return replace(trainer, curve=profile.curve, max_nodes=max(most, trainer.min_nodes))
+        curve, top = profile.curve, profile.largest_worth_trying
+        if top is None:
+            return replace(trainer, curve=curve)
+        most = trainer.at_least(top, slots) or trainer.max_nodes
+        if most > top > max(profile.measured):
+            curve = ScalingCurve({**dict(curve.points), most: curve(top) * most / top})
+        return replace(trainer, curve=curve, max_nodes=most)
     if not profile.searches:
         return replace(trainer, curve=profile.curve.scaled(rate_per_node))
     start = ScalingCurve({n: n * rate_per_node for n in (1, trainer.min_nodes)}, relative=True)
-    return replace(trainer, curve=start, max_nodes=trainer.min_nodes)
+    return replace(trainer, curve=start, max_nodes=trainer.at_least(trainer.min_nodes, slots) or trainer.min_nodes)
 
 
-def learned(trainers: Iterable[PlannedJob], profiles: Mapping[str, Profile]) -> list[PlannedJob]:
+def learned(trainers: Iterable[PlannedJob], profiles: Mapping[str, Profile], slots: int = 1) -> list[PlannedJob]:
     """Return the trainers as `as_learned` does, the unknown ones relative to the fastest.
 
     Several trainers may share a profile; those without one are returned unchanged.
     """
     trainers = list(trainers)
     unit = best_rate_per_node(profiles[t.name].curve if t.name in profiles else t.curve for t in trainers)
-    return [as_learned(t, profiles[t.name], unit) if t.name in profiles else t for t in trainers]
+    return [as_learned(t, profiles[t.name], unit, slots) if t.name in profiles else t for t in trainers]
 
 
 def relative_speeds(

@@ -242,9 +242,7 @@ class Deadline(Contextual):
 def _allowed_rates(trainer: PlannedJob, nodes: int) -> Table:
     """Tabulate samples per second on 0, 1, …, `nodes` nodes; zero where the count is not allowed."""
     rates = trainer.curve.rates(nodes)
-    rates[: trainer.min_nodes] = 0.0
-    rates[trainer.max_nodes + 1 :] = 0.0
-    return rates
+    return np.where(trainer.may_have_each(nodes), rates, 0.0)
 
 
 def _training_time(trainer: PlannedJob, moment: Moment) -> float:
@@ -269,8 +267,7 @@ def _pressure(trainer: PlannedJob, moment: Moment) -> Table | None:
     current = moment.held.get(trainer.name, 0)
     rates = _allowed_rates(trainer, max(moment.nodes, trainer.max_nodes))
     counts = np.arange(len(rates))
-    change = np.where(counts > current, trainer.costs.up, trainer.costs.down) if current else trainer.costs.start
-    change = np.where(counts == current, 0.0, change)
+    change = trainer.costs.changes(current, len(rates) - 1) if current else np.where(counts, trainer.costs.start, 0.0)
     share: Table = rates * np.maximum(trainer.deadline - moment.now - change, 0.0) / trainer.work_left
     here: Table = share[: moment.nodes + 1]
     return here if share.max() >= 1 and here.any() else None
@@ -376,7 +373,7 @@ def without_own_costs(objective: Objective) -> Objective:
 def objective_table(objective: Objective, trainer: PlannedJob, max_nodes: int) -> Table:
     """Tabulate O_j(0), …, O_j(max_nodes), shape (max_nodes + 1,), value per second.
 
-    Zero on zero nodes; NaN outside the trainer's bounds, where an objective is never called.
+    Zero on zero nodes; NaN where the trainer may not have a number of nodes: an objective is never called there.
 
     Raises
     ------
@@ -384,11 +381,13 @@ def objective_table(objective: Objective, trainer: PlannedJob, max_nodes: int) -
         The objective did not return a finite number of at least zero.
     """
     table = np.full(max_nodes + 1, np.nan)
-    first, last = trainer.min_nodes, min(trainer.max_nodes, max_nodes)
-    if isinstance(objective, Tabulated):
-        table[first : last + 1] = objective.table(trainer, last)[first:]
+    allowed = np.flatnonzero(trainer.may_have_each(min(trainer.max_nodes, max_nodes)))
+    if not len(allowed):
+        pass
+    elif isinstance(objective, Tabulated):
+        table[allowed] = objective.table(trainer, int(allowed[-1]))[allowed]
     else:
-        for nodes in range(first, last + 1):
+        for nodes in allowed.tolist():
             table[nodes] = _checked(objective(trainer, nodes), trainer, nodes)
     table[0] = 0.0
     return table
@@ -401,9 +400,11 @@ def value_table(objective: Objective, trainer: PlannedJob, current: int, max_nod
 
         v(n) = T O(n) - [n > C] R_up O(C) - [n < C] R_down O(C) - [C = 0 < n] R_start O(n)
 
-    A trainer whose `current` count C is outside its bounds (some of its nodes are gone) cannot continue: it stops, at
-    the cost of a shrink, or changes to an allowed count, at the cost of a grow or a shrink. O(C) is then taken at the
-    nearest bound. An objective that is `NetOfChanges` is charged nothing: v(n) = T O(n).
+    where R_up and R_down are those of `CostsInSeconds.changes`, which depend on C and n if the state is sharded.
+
+    A trainer that may not have its `current` count C (some of its nodes are gone) cannot continue: it stops, at the
+    cost of a shrink, or changes to an allowed count, at the cost of a grow or a shrink. O(C) is then taken at the
+    nearest allowed one. An objective that is `NetOfChanges` is charged nothing: v(n) = T O(n).
 
     Parameters
     ----------
@@ -426,14 +427,14 @@ def value_table(objective: Objective, trainer: PlannedJob, current: int, max_nod
     if isinstance(objective, NetOfChanges):
         values = horizon * objective_table(objective, trainer, max_nodes)
         return np.where(np.isnan(values), -np.inf, values)
-    nearest = min(max(current, trainer.min_nodes), trainer.max_nodes)
+    nearest = trainer.nearest(current)
     rates = objective_table(charged(objective), trainer, max(max_nodes, nearest if current else 0))
     before = rates[nearest] if current else 0.0
     rates = rates[: max_nodes + 1]
     values = horizon * (objective_table(objective, trainer, max_nodes) if isinstance(objective, WithBonus) else rates)
-    values[current + 1 :] -= trainer.costs.up * before
-    values[:current] -= trainer.costs.down * before
-    if current == 0:
+    if current:
+        values -= trainer.costs.changes(current, max_nodes) * before
+    else:
         values -= trainer.costs.start * rates
     return np.where(np.isnan(values), -np.inf, values)
 

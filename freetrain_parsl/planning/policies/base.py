@@ -22,7 +22,7 @@ from freetrain_parsl.planning.objectives.base import (
     value_table,
 )
 from freetrain_parsl.planning.placement import current_counts, place
-from freetrain_parsl.planning.sizes import room, round_down, wanted
+from freetrain_parsl.planning.sizes import room, wanted
 from freetrain_parsl.settings_checks import check_duration
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Policy(ABC):
     """Allocates the nodes of a pool to trainers.
 
     A policy is deterministic and keeps no state between calls that changes its decisions. It gives a trainer either no
-    nodes or between ``min_nodes`` and ``max_nodes``, and never gives a node to two trainers.
+    nodes or a number that it may have (`PlannedJob.may_have`), and never gives a node to two trainers.
     ``freetrain_parsl.testing`` has a test suite that checks this for your own policies.
 
     It is given nodes of one kind only: where there are several, `planning.node_kinds` first decides which trainer runs
@@ -129,9 +129,7 @@ class BaselinePolicy(Policy):
         """Decide the allocation; see `Policy.allocate`."""
         started = time.perf_counter()
         ranked = sorted(trainers, key=lambda trainer: (trainer.submitted, trainer.name))
-        counts = self.counts(ranked, pool, current)
-        if not self.any_layout:
-            counts = as_sizes(counts, ranked, pool)
+        counts = as_sizes(self.counts(ranked, pool, current), ranked, pool, any_layout=self.any_layout)
         allocation = self.place(counts, pool, current)
         seconds = time.perf_counter() - started
         held = current_counts(ranked, pool, current)
@@ -144,21 +142,23 @@ class BaselinePolicy(Policy):
         return Decision(allocation, objective, proven_optimal=False, bound=bound, solve_seconds=seconds)
 
 
-def as_sizes(counts: Mapping[str, int], trainers: Sequence[PlannedJob], pool: Pool) -> dict[str, int]:
-    """Round counts down to sizes for which shared hosts have room, in the order of `counts`; whole nodes stay.
+def as_sizes(
+    counts: Mapping[str, int], trainers: Sequence[PlannedJob], pool: Pool, *, any_layout: bool = False
+) -> dict[str, int]:
+    """Round counts down to those that trainers may have, and to sizes for which shared hosts have room, in their order.
 
-    A trainer that would fall below its ``min_nodes`` gets nothing.
+    A trainer without such a count gets nothing. With `any_layout` (see `Policy.any_layout`), all counts are sizes.
     """
-    slots = pool.slots_per_host
+    slots = 1 if any_layout else pool.slots_per_host
+    known = {trainer.name: trainer for trainer in trainers}
     if slots == 1:
-        return dict(counts)
-    least = {trainer.name: trainer.min_nodes for trainer in trainers}
+        return {name: known[name].at_most(count) for name, count in counts.items()}
     left = room(Counter(node.machine for node in pool.values()).values(), slots)
     sizes: dict[str, int] = {}
     for name, count in counts.items():
-        size = round_down(count, slots)
+        size = known[name].at_most(count, slots)
         while size and (wanted(np.array([size]), slots) > left).any():
-            size = round_down(size - 1, slots)
-        sizes[name] = size if size >= least[name] else 0
-        left = left - wanted(np.array([sizes[name]]), slots)
+            size = known[name].at_most(size - 1, slots)
+        sizes[name] = size
+        left = left - wanted(np.array([size]), slots)
     return sizes

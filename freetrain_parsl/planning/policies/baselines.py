@@ -28,13 +28,12 @@ class EqualSharePolicy(BaselinePolicy):
         """Decide the counts; see `BaselinePolicy.counts`."""
         nodes = len(pool)
         share = nodes // len(ranked) if ranked else 0
-        counts = {t.name: min(share, t.max_nodes) if share > t.min_nodes else 0 for t in ranked}
+        counts = {t.name: t.at_most(share) if share > t.min_nodes else 0 for t in ranked}
         left = nodes - sum(counts.values())
         for trainer in ranked:
-            extra = min(left, trainer.max_nodes - counts[trainer.name])
-            if counts[trainer.name] + extra >= trainer.min_nodes:
-                counts[trainer.name] += extra
-                left -= extra
+            if count := trainer.at_most(counts[trainer.name] + left):
+                left -= count - counts[trainer.name]
+                counts[trainer.name] = count
         return counts
 
 
@@ -47,8 +46,7 @@ class FirstComeFirstServedPolicy(BaselinePolicy):
         """Decide the counts; see `BaselinePolicy.counts`."""
         counts, left = {}, len(pool)
         for trainer in ranked:
-            count = min(trainer.max_nodes, left)
-            if count < trainer.min_nodes:
+            if not (count := trainer.at_most(left)):
                 break
             counts[trainer.name] = count
             left -= count

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool
+from freetrain_parsl.planning.model import Allocation, Decision, PlannedJob, Pool, moved_shares
 from freetrain_parsl.planning.objectives.base import (
     Moment,
     ObjectiveLike,
@@ -89,7 +89,7 @@ class MilpPolicy(ObjectivePolicy):
         solution = self._solve(values, _as_it_is(values, held, ranked), shared)
         counts = {t.name: int(count) for t, count in zip(ranked, solution.counts, strict=True)}
         return Decision(
-            place(counts, pool, current, shared.move_costs if shared else {}),
+            place(counts, pool, current, shared.move_costs, shared.hosts) if shared else place(counts, pool, current),
             solution.objective,
             proven_optimal=solution.is_proven,
             bound=solution.bound,
@@ -98,8 +98,8 @@ class MilpPolicy(ObjectivePolicy):
 
     def _solve(self, values: Table, incumbent: Counts, shared: _Shared | None) -> Solution:
         """Solve, unless this is one of the latest problems again: decisions recur while nothing changes."""
-        parts = shared.digest() if shared else b""
-        problem = blake2b(repr(values.shape).encode() + values.tobytes() + incumbent.tobytes() + parts).digest()
+        parts, finite = (shared.digest(), values[:, shared.sizes]) if shared else (b"", values)
+        problem = blake2b(repr(values.shape).encode() + finite.tobytes() + incumbent.tobytes() + parts).digest()
         for known, solution in self._solved:
             if known == problem:
                 return solution
@@ -118,9 +118,10 @@ class _Shared:
     def __init__(
         self, pool: Pool, current: Allocation, ranked: Sequence[PlannedJob], objective: Objective, values: Table
     ) -> None:
-        hosts = SharedHosts(pool, current)
+        self.hosts = hosts = SharedHosts(pool, current)
         names = [trainer.name for trainer in ranked]
-        values[:, ~are_sizes(np.arange(values.shape[1]), hosts.slots)] = -np.inf
+        self.sizes = are_sizes(np.arange(values.shape[1]), hosts.slots)
+        values[:, ~self.sizes] = -np.inf
         held = np.array([sum(map(len, hosts.held.get(name, {}).values())) for name in names], dtype=np.int64)
         costs = np.array([move_cost(t, n, objective) for t, n in zip(ranked, held.tolist(), strict=True)])
         laid_out = np.array([hosts.is_laid_out(name) for name in names])
@@ -145,10 +146,12 @@ class _Shared:
 
 def move_cost(trainer: PlannedJob, held: int, objective: Objective) -> float:
     """Return the cost of a move: a trainer grows on the other host, and leaves this one, at the rate that it has."""
-    if not trainer.min_nodes <= held <= trainer.max_nodes:
+    if not trainer.may_have(held):
         return 0.0
     rate = objective_table(charged(without_own_costs(objective)), trainer, held)[held]
-    return (trainer.costs.up + trainer.costs.down) * float(rate)
+    costs = trainer.costs
+    moving = costs.sharded_bytes / costs.bandwidth * float(moved_shares(held, np.array([held]))[0])
+    return (costs.up + costs.down + moving) * float(rate)
 
 
 def _as_it_is(values: Table, held: dict[str, int], ranked: Sequence[PlannedJob]) -> Counts:

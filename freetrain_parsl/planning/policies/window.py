@@ -50,7 +50,8 @@ class WindowPolicy(ObjectivePolicy):
 
     In this model, the allocation is never worth less than that of the count model or the current one.
 
-    Where trainers share hosts, it decides as `MilpPolicy`: closings then count only for which hosts are taken first.
+    Where trainers share hosts, it decides as `MilpPolicy`: closings then count only for which hosts are taken first
+    (decision 74 says why, and what that loses).
 
     Parameters
     ----------
@@ -199,8 +200,8 @@ def _instance(
     horizon: float,
     pool: Pool,
 ) -> WindowInstance:
-    # A count outside a trainer's bounds is charged at the nearest bound.
-    widest = max(len(pool), *(min(max(held[t.name], t.min_nodes), t.max_nodes) for t in ranked if held[t.name]), 1)
+    # A count that a trainer may not have is charged at the nearest that it may have.
+    widest = max(len(pool), *(t.nearest(held[t.name]) for t in ranked if held[t.name]), 1)
     rates = np.stack([objective_table(objective, trainer, widest) for trainer in ranked])
     factor = _charged_share(rates, ranked, held, objective, widest)
     return WindowInstance(
@@ -208,6 +209,7 @@ def _instance(
         up=np.array([trainer.costs.up for trainer in ranked]) * factor,
         down=np.array([trainer.costs.down for trainer in ranked]) * factor,
         start=np.array([trainer.costs.start for trainer in ranked]) * factor,
+        moving=np.array([trainer.costs.sharded_bytes / trainer.costs.bandwidth for trainer in ranked]) * factor,
         checkpoint=np.zeros(len(ranked)),
         current=_in_classes(classes, ranked, current),
         sizes=np.array([len(item.nodes) for item in classes]),
@@ -229,9 +231,8 @@ def _charged_share(
         return np.ones(len(ranked))
     shares = np.ones(len(ranked))
     for row, trainer in enumerate(ranked):
-        last = min(trainer.max_nodes, widest)
-        at = min(max(held[trainer.name], trainer.min_nodes), last)
-        if at >= trainer.min_nodes and rates[row, at] > 0:
+        at = trainer.nearest(min(held[trainer.name], widest))
+        if at <= widest and rates[row, at] > 0:
             shares[row] = objective_table(plain, trainer, at)[at] / rates[row, at]
     return shares
 

@@ -35,7 +35,7 @@ from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-__all__ = ["ConcavePiece", "alike", "fill", "maximise_counts", "pieces_of", "reduced_costs"]
+__all__ = ["ConcavePiece", "Relaxation", "alike", "fill", "maximise_counts", "pieces_of", "relaxation"]
 
 _ROUNDING = 1e-13  # of the largest value: smaller differences are rounding errors of the tables, not kinks
 _CLOSED = 1e-12  # of the sum of largest values: a smaller gap counts as zero
@@ -62,33 +62,28 @@ def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0
         The solver failed.
     """
     solution = _maximise(values, incumbent, time_limit, gap)
-    counts = solution.counts.copy()
+    return replace(solution, counts=_earlier_first(values, solution.counts))
+
+
+def _earlier_first(values: Table, counts: Counts) -> Counts:
+    counts = counts.copy()
     for rows in alike(table.tobytes() for table in values):
         counts[rows] = -np.sort(-counts[rows])
-    return replace(solution, counts=counts)
+    return counts
 
 
 def _maximise(values: Table, incumbent: Counts, time_limit: float, gap: float) -> Solution:
     deadline = time.perf_counter() + time_limit
-    rows, nodes = len(values), values.shape[1] - 1
     best, objective = incumbent, _total(values, incumbent)
-    peaks = np.argmax(values, axis=1)
+    relaxed = relaxation(values)
+    price, bound = relaxed.price, relaxed.bound
+    if (total := _total(values, relaxed.counts)) > objective:
+        best, objective = relaxed.counts, total
     scale = float(np.abs(values, where=np.isfinite(values), out=np.zeros_like(values)).max(axis=1).sum())
-    if peaks.sum() <= nodes:
-        # There are enough nodes for all: the relaxation without the shared row is the optimum.
-        free = _total(values, peaks)
-        return Solution(peaks if free > objective else best, max(free, objective), max(free, objective))
-    price, start = _relax(values)
-    reduced = values - price * np.arange(nodes + 1)
-    tops = reduced.max(axis=1)
-    bound = price * nodes + float(tops.sum())
-    rounded = _fill(values, start)
-    if (total := _total(values, rounded)) > objective:
-        best, objective = rounded, total
     if bound - objective <= max(gap * abs(bound), _CLOSED * scale):
         return Solution(best, objective, max(bound, objective))
 
-    core = _Core(values, tops[:, None] - reduced, price, bound - objective, _ROUNDING * scale / rows)
+    core = _Core(values, relaxed.regrets, price, bound - objective, _ROUNDING * scale / len(values))
     counts, loss = core.solve(best, max(deadline - time.perf_counter(), 0.0), gap * abs(bound))
     if (total := _total(values, counts)) > objective:
         best, objective = counts, total
@@ -99,13 +94,40 @@ def _total(values: Table, counts: Counts) -> float:
     return float(values[np.arange(len(values)), counts].sum())
 
 
-def reduced_costs(values: Table) -> tuple[float, Table, float]:
-    """Return the price L of a node, the regret of each count at this price, shape (J, N + 1), and the bound."""
+@dataclass(frozen=True)
+class Relaxation:
+    """The linear relaxation, and its solution rounded.
+
+    Parameters
+    ----------
+    price
+        L, price of a node.
+    regrets
+        Regret of each count at this price, shape (J, N + 1).
+    bound
+        Upper bound on the value of any counts.
+    counts
+        Counts of a high value, shape (J,).
+    """
+
+    price: float
+    regrets: Table
+    bound: float
+    counts: Counts
+
+
+def relaxation(values: Table) -> Relaxation:
+    """Solve the linear relaxation of `maximise_counts`."""
     nodes = values.shape[1] - 1
-    price = _relax(values)[0] if np.argmax(values, axis=1).sum() > nodes else 0.0
+    peaks = np.argmax(values, axis=1)
+    if peaks.sum() <= nodes:  # enough nodes for all: without the shared row, this is the optimum
+        tops = values.max(axis=1)
+        return Relaxation(0.0, tops[:, None] - values, float(tops.sum()), peaks)
+    price, start = _relax(values)
     reduced = values - price * np.arange(nodes + 1)
     tops = reduced.max(axis=1)
-    return price, tops[:, None] - reduced, price * nodes + float(tops.sum())
+    counts = _earlier_first(values, _fill(values, start))
+    return Relaxation(price, tops[:, None] - reduced, price * nodes + float(tops.sum()), counts)
 
 
 _OPTIONS: Mapping[str, bool | float] = MappingProxyType(

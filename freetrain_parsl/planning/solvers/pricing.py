@@ -132,6 +132,8 @@ class Pricing:
                 continue
             change = instance.down if index == _KEPT else instance.up
             last = values - (change * instance.before)[rows, None]
+            if instance.moved is not None:
+                last -= instance.moved[rows, : len(self._nodes)] * instance.before[rows, None]
             last -= self._start_seconds[rows] * self._earned[rows]
             last[~self._allowed[rows]] = -np.inf
             peak = last.argmax(axis=1)

@@ -13,8 +13,8 @@ and sizes d_r as in `planning.sizes`::
 The last rows are the condition under which the jobs that do not stay fit beside those that do; y_ir is the number of
 jobs of d_r slots for which node i has room. A job of whole nodes never needs to move, as nodes are alike.
 
-The count model without all this bounds it from above. If its optimum can be placed without moves, which is the usual
-case, it is the optimum here. Otherwise the programme is solved over the counts that reduced-cost fixing leaves.
+The linear relaxation of the count model without all this bounds it from above, and its solution, rounded and repaired,
+is a good one. Where that is no proof, the programme is solved over the counts that reduced-cost fixing leaves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import highspy
 import numpy as np
 
 from freetrain_parsl.planning.sizes import room, round_down, round_up, sizes_within, wanted
-from freetrain_parsl.planning.solvers.counts import alike, maximise_counts, reduced_costs
+from freetrain_parsl.planning.solvers.counts import Relaxation, alike, relaxation
 from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, Table, make_solver
 
 if TYPE_CHECKING:
@@ -38,7 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["Parts", "maximise_on_hosts", "most_valuable_stays"]
 
 _UNITS = 1000.0  # the gap, in units of the programme's objective
-_OPTIONS = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
+_OPTIONS = {
+    "mip_feasibility_tolerance": 1e-9,
+    "primal_feasibility_tolerance": 1e-9,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def maximise_on_hosts(
     move_costs
         w_j, cost of moving a part to another node, shape (J,).
     time_limit, gap
-        As in `maximise_counts`.
+        As in `counts.maximise_counts`.
 
     Raises
     ------
@@ -107,20 +113,21 @@ def maximise_on_hosts(
         The solver failed.
     """
     deadline = time.perf_counter() + time_limit
-    relaxed = maximise_counts(values, incumbent, time_limit=time_limit, gap=gap)
+    relaxed = relaxation(values)
     best, objective = incumbent, _worth(values, incumbent, parts, move_costs, parts.all * (incumbent == parts.sizes))
     placeable = _repaired(values, relaxed.counts, parts)
     stays = _stays(parts, placeable, move_costs, time_limit)
     if (worth := _worth(values, placeable, parts, move_costs, stays)) > objective:
         best, objective = placeable, worth
-    if relaxed.bound - objective <= max(gap * abs(relaxed.bound), 1e-12 * abs(relaxed.bound)):
-        return Solution(best, objective, max(relaxed.bound, objective))
-    programme = _Programme(values, parts, move_costs, objective)
+    prices = _prices(values, parts, relaxed)
+    if prices.bound - objective <= max(gap, 1e-12) * abs(prices.bound):
+        return Solution(best, objective, max(prices.bound, objective))
+    programme = _Programme(values, parts, move_costs, prices, objective)
     counts, bound = programme.solve(best, max(deadline - time.perf_counter(), 0.0), gap)
     stays = _stays(parts, counts, move_costs, time_limit)
     if (worth := _worth(values, counts, parts, move_costs, stays)) > objective:
         best, objective = counts, worth
-    return Solution(best, objective, max(min(bound, relaxed.bound), objective))
+    return Solution(best, objective, max(min(bound, prices.bound), objective))
 
 
 def _repaired(values: Table, counts: Counts, parts: Parts) -> Counts:
@@ -190,7 +197,7 @@ def most_valuable_stays(parts: Parts, counts: Counts, weights: Table, *, time_li
     model.add_columns(-weights[rows], np.ones(len(rows)), integer=True)
     remaining = [_Remaining(column, int(row), int(parts.sizes[row])) for column, row in enumerate(rows)]
     demand = [
-        [(one.column, -float(one.size)) for one in remaining if counts[one.row] >= size]
+        [(one.column, -float(one.size)) for one in remaining if counts[one.row] >= size > 1]
         for size in sizes_within(parts.slots)
     ]
     _add_room(model, parts, remaining, demand, wanted(counts, parts.slots))
@@ -203,11 +210,12 @@ def most_valuable_stays(parts: Parts, counts: Counts, weights: Table, *, time_li
 
 @dataclass(frozen=True)
 class _Remaining:
-    """A column with the number of alike jobs whose part of `size` remains; `row` is one of them."""
+    """A column with the number of `many` alike jobs whose part of `size` remains; `row` is one of them."""
 
     column: int
     row: int
     size: int
+    many: int = 1
 
 
 def _divided_hosts(parts: Parts) -> Counts:
@@ -216,9 +224,9 @@ def _divided_hosts(parts: Parts) -> Counts:
 
 
 def _room_of(parts: Parts, stays: Counts) -> Table:
-    """Return y_ir of the nodes of which jobs have parts, node by node."""
+    """Return y_ir of the nodes of which jobs have parts, for sizes above 1, node by node."""
     left = parts.left(stays)[_divided_hosts(parts)]
-    rooms: Table = (left[:, None] // np.array(sizes_within(parts.slots))).ravel().astype(float)
+    rooms: Table = (left[:, None] // np.array(sizes_within(parts.slots)[1:])).ravel().astype(float)
     return rooms
 
 
@@ -229,8 +237,12 @@ def _add_room(
     demand: Sequence[Sequence[tuple[int, float]]],
     fixed: Counts,
 ) -> None:
-    """Add y, and the rows that compare it with the demand for each size: columns with coefficients, and a constant."""
-    sizes = sizes_within(parts.slots)
+    """Add y, and the rows that compare it with the demand for each size: columns with coefficients, and a constant.
+
+    y of the size 1 is what a node has left. Other sizes have stronger rows, too: a part that remains, however small,
+    takes a whole place of size d if it begins one.
+    """
+    sizes = sizes_within(parts.slots)[1:]
     hosts = _divided_hosts(parts)
     on: dict[int, list[_Remaining]] = defaultdict(list)
     for one in remaining:
@@ -240,11 +252,16 @@ def _add_room(
     for number, host in enumerate(hosts.tolist()):
         taken = [(one.column, float(one.size)) for one in on[host]]
         for level, size in enumerate(sizes):
-            _add(model, [(first + number * len(sizes) + level, float(size)), *taken], float(parts.free[host]))
+            free, column = int(parts.free[host]), first + number * len(sizes) + level
+            _add(model, [(column, float(size)), *taken], float(free))
+            for one in on[host]:
+                if free % size < one.size < size:
+                    _add(model, [(column, 1.0), (one.column, 1.0 / one.many)], float(free // size))
     elsewhere = room(np.delete(parts.free, hosts), parts.slots) - fixed
+    _add(model, demand[0], float(parts.free.sum() - fixed[0]))
     for level, size in enumerate(sizes):
         given = [(first + number * len(sizes) + level, -float(size)) for number in range(len(hosts))]
-        _add(model, [*demand[level], *given], float(elsewhere[level]))
+        _add(model, [*demand[level + 1], *given], float(elsewhere[level + 1]))
 
 
 def _add(model: Programme, terms: Sequence[tuple[int, float]], most: float) -> None:
@@ -272,16 +289,16 @@ class _Prices:
     bound: float
 
 
-def _prices(values: Table, parts: Parts) -> _Prices:
+def _prices(values: Table, parts: Parts, relaxed: Relaxation) -> _Prices:
     """Return the tighter one of two bounds: slots are scarce, or whole nodes are, as some nodes lack slots."""
-    price, regrets, bound = reduced_costs(values)
-    of_slots = _Prices(price, 1, values.shape[1] - 1, regrets, bound)
+    of_slots = _Prices(relaxed.price, 1, values.shape[1] - 1, relaxed.regrets, relaxed.bound)
     whole = int((parts.free == parts.slots).sum())
     if whole == len(parts.free) or not whole:
         return of_slots
     small = values[:, : parts.slots].max(axis=1)
     in_nodes = np.column_stack([small, values[:, parts.slots :: parts.slots][:, :whole]])
-    price, _, bound = reduced_costs(in_nodes)
+    whole_nodes = relaxation(in_nodes)
+    price, bound = whole_nodes.price, whole_nodes.bound
     if bound >= of_slots.bound:
         return of_slots
     counts = np.arange(values.shape[1])
@@ -297,9 +314,9 @@ class _Programme:
     Jobs with the same values and the same part of a node form a group, as there.
     """
 
-    def __init__(self, values: Table, parts: Parts, move_costs: Table, known: float) -> None:
-        self._parts, self._prices = parts, _prices(values, parts)
-        self._bound, regrets = self._prices.bound, self._prices.regrets
+    def __init__(self, values: Table, parts: Parts, move_costs: Table, prices: _Prices, known: float) -> None:
+        self._parts, self._prices = parts, prices
+        self._bound, regrets = prices.bound, prices.regrets
         self._gap = max(self._bound - known, 1e-12 * abs(self._bound))
         self._scale = _UNITS / self._gap
         tables = (row.tobytes() for row in values)
@@ -352,11 +369,11 @@ class _Programme:
                 np.array([-self._move_costs[rows[0]] * self._scale]), np.array([many]), integer=True
             )
             begin.append(float(stays[rows].sum()))
-            remaining.append(_Remaining(column, int(rows[0]), size))
+            remaining.append(_Remaining(column, int(rows[0]), size, many))
             same = first + int(np.flatnonzero(at == size)[0])
             model.add_row(np.array([column, same]), np.array([1.0, -1.0]), -np.inf, 0.0)
             for level, least in enumerate(sizes_within(parts.slots)):
-                if size >= least:
+                if size >= least > 1:  # of single slots, what remains is in use like the rest
                     demand[level].append((column, -float(size)))
         capacity = self._prices.capacity
         idle = model.add_columns(np.array([self._prices.price * self._scale]), np.array([capacity]))

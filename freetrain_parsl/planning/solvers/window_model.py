@@ -20,6 +20,8 @@ time, the largest c closes first. ::
                down_j O_j(C_j)   if none grows and one shrinks,
                start_j O_j(n_j)  if the trainer had no nodes and gets n_j
 
+and moving_j O_j(C_j) more, times the share of a sharded state that the change from C_j to n_j moves (`moved_shares`).
+
 C_j is the trainer's previous count, or the nearest allowed one. The total n_j must be zero or an allowed count. If
 closings (or a block that has not started yet) leave the trainer with a count that is not allowed, it earns nothing.
 
@@ -35,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from freetrain_parsl.errors import PlanningError
+from freetrain_parsl.planning.model import moved_shares
 
 __all__ = ["WindowInstance", "evaluate", "trainer_values"]
 
@@ -73,6 +76,8 @@ class WindowInstance:
         Minimum useful seconds of a block after its start-up; shorter windows are not used.
     max_blocks
         Maximum number of offered classes used; ``None`` for no limit.
+    moving
+        Seconds in which the whole of a sharded state could be moved, shape (J,). ``None``: none is sharded.
 
     Raises
     ------
@@ -94,6 +99,7 @@ class WindowInstance:
     startup: float = 0.0
     min_useful: float = 0.0
     max_blocks: int | None = None
+    moving: Table | None = None
 
     def __post_init__(self) -> None:
         trainers, classes = self.current.shape
@@ -171,6 +177,15 @@ class WindowInstance:
             if len(counts):
                 before[row] = self.earned[row, counts[np.argmin(np.abs(counts - self.totals[row]))]]
         return before
+
+    @cached_property
+    def moved(self) -> Table | None:
+        """Seconds in which a change to each count moves the shards of a running trainer, shape (J, N + 1)."""
+        if self.moving is None or not self.moving.any():
+            return None
+        counts = np.arange(self.rates.shape[1])
+        shares = np.stack([moved_shares(total, counts) for total in self.totals.tolist()])
+        return self.moving[:, None] * shares
 
     @cached_property
     def growing_costs_more(self) -> bool:
@@ -270,6 +285,8 @@ def trainer_values(instance: WindowInstance, rows: Counts, counts: Counts) -> Ta
     change = counts - instance.current[rows]
     grows, shrinks = np.any(change > 0, axis=1), np.any(change < 0, axis=1)
     seconds = np.where(grows, instance.up[rows], np.where(shrinks, instance.down[rows], 0.0))
+    if instance.moved is not None:
+        seconds += np.where(grows | shrinks, instance.moved[rows, np.minimum(total, top)], 0.0)
     values -= seconds * instance.before[rows]
     starts = grows & (instance.totals[rows] == 0)
     values -= np.where(starts, instance.start[rows] * instance.earned[rows, np.minimum(total, top)], 0.0)

@@ -1,4 +1,4 @@
-"""What keeps a driver's jobs from nodes: refused blocks, nodes that cannot be used, windows that are not used."""
+"""What keeps a driver's jobs from nodes: refused blocks, and nodes, windows and slots that are not used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning import events as ev
 
-__all__ = ["FailedStarts", "Obstacles", "UnusedWindows"]
+__all__ = ["FailedStarts", "FreeSlots", "Obstacles", "UnusedWindows"]
 
 _REFUSED = "was refused: "
 """How the reason begins for which a block ended that the batch system did not accept."""
@@ -137,6 +137,58 @@ class UnusedWindows:
             if reason is not None:
                 nodes[reason].extend(window.nodes)
         return [f"idle nodes not used: {show_hosts(names)}: {reason}" for reason, names in nodes.items()]
+
+
+class FreeSlots:
+    """Follows which slots of shared nodes a driver's planner has, and which of them jobs and ordinary tasks have.
+
+    It has to take all steps of the planner.
+    """
+
+    def __init__(self) -> None:
+        self._slots_per_node = 1
+        self._blocks: dict[str, str] = {}  # slot -> its block
+        self._least: dict[str, int] = {}  # job -> its least number of slots
+        self._held: dict[str, list[str]] = {}  # job -> its slots
+        self._lent: list[str] = []
+
+    def take(self, entry: record.PlannerStarted | record.PlannerStep) -> None:
+        """Take the next record."""
+        match entry:
+            case record.PlannerStarted(slots_per_node=slots):
+                self._blocks, self._least, self._held, self._lent = {}, {}, {}, []
+                self._slots_per_node = slots
+            case record.PlannerStep() if self._slots_per_node > 1:
+                for change in (*entry.events, *entry.actions):
+                    self._follow(change)
+
+    def _follow(self, change: Mapping[str, Any]) -> None:
+        match change:
+            case {"type": "nodes_joined", "block": block, "nodes": nodes}:
+                self._blocks |= {node["name"]: block for node in nodes}
+            case {"type": "nodes_left", "nodes": nodes}:
+                self._blocks = {slot: block for slot, block in self._blocks.items() if slot not in nodes}
+            case {"type": "block_ended" | "release_block", "block": ended}:
+                self._blocks = {slot: block for slot, block in self._blocks.items() if block != ended}
+            case {"type": "trainer_submitted" | "trainer_learned", "trainer": {"name": name, "min_nodes": least}}:
+                self._least[name] = least
+            case {"type": "trainer_finished" | "trainer_failed" | "trainer_withheld", "trainer": name}:
+                self._least.pop(name, None)
+                self._held.pop(name, None)
+            case {"type": "assign" | "grow" | "shrink" | "stop", "trainer": name, "nodes": nodes}:
+                self._held[name] = nodes
+            case {"type": "lend", "nodes": nodes}:
+                self._lent = nodes
+
+    def sentence(self) -> str:
+        """Say which slots are free that none of the waiting jobs can use, and why; empty: there are none."""
+        from freetrain_parsl.planning.explain import why_free  # which imports the solver
+
+        free = self._blocks.keys() - {slot for slots in self._held.values() for slot in slots} - set(self._lent)
+        waiting = {name: least for name, least in self._least.items() if not self._held.get(name)}
+        why = why_free(free, waiting, self._slots_per_node)
+        number = "1 accelerator is" if len(free) == 1 else f"{len(free)} accelerators are"
+        return f"{number} free ({show_hosts(free, self._slots_per_node)}): {why}" if why else ""
 
 
 def _by_reason(reasons: Mapping[str, str]) -> Iterable[tuple[str, str]]:

@@ -11,7 +11,7 @@ from freetrain_parsl.executor.journal import last_record, read_journal, read_kin
 from freetrain_parsl.places import node_of, slots_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.blocks import BlockFold
-from freetrain_parsl.report.projection.obstacles import FailedStarts, Obstacles, UnusedWindows
+from freetrain_parsl.report.projection.obstacles import FailedStarts, FreeSlots, Obstacles, UnusedWindows
 from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
@@ -245,6 +245,7 @@ class RunState:
         """The block that the last record concerned."""
         self.failed_starts: FailedStarts | None = None
         self._unused = UnusedWindows()
+        self._free = FreeSlots()
         self._obstacles = Obstacles()
         self.solve_seconds: list[float] = []
         self.solves_proven = 0
@@ -379,6 +380,11 @@ class RunState:
         return f"{self.training_slots} of {self.slots_per_node * nodes} accelerators of {nodes} nodes"
 
     @property
+    def free_slots(self) -> str:
+        """Which slots of shared nodes no waiting job can use, and why; empty: none, or not all records were read."""
+        return self._free.sentence()
+
+    @property
     def idle_nodes(self) -> int:
         """Number of nodes in the windows that were seen last."""
         return sum(len(window["nodes"]) for window in self.windows)
@@ -391,10 +397,12 @@ class RunState:
                 self.windows, self.failed_starts, self.stalled_cohorts = [], None, {}
                 self.blocks.nodes, self.slots_per_node = {}, entry.slots_per_node
                 self._unused.take(entry)
+                self._free.take(entry)
                 self._obstacles = Obstacles()
             case record.PlannerStep(events=events):
                 self.windows = next((e["windows"] for e in reversed(events) if "windows" in e), self.windows)
                 self._unused.take(entry)
+                self._free.take(entry)
             case record.NodeLeft(subject=node):
                 self.blocks.nodes.pop(node, None)
             case record.NodeJoined(subject=node):

@@ -337,6 +337,15 @@ class CheckpointManager:
             self.newest = found.entry
         return found
 
+    def known_step(self) -> int:
+        """Return the step of the newest checkpoint, as the first member finds it without reading it; -1 without any."""
+        if not self._group_of().is_first:
+            return -1
+        try:
+            return max((entry.step for entry in self._directory.entries()), default=-1)
+        except CheckpointError:
+            return -1  # the next save, or `restore`, says what is wrong
+
     def _find(self) -> Restored | None:
         """Read the newest intact checkpoint, if the training job may resume from it."""
         found = self._checkpoints.newest()

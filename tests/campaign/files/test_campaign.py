@@ -171,7 +171,10 @@ MANY = ", ".join(map(str, range(150)))
             "scaling: must be a mapping of nodes to samples per second, a file, or 'learn'",
         ),
         (f"trainings: [{{app: '{APP}', scaling: none.csv}}]", "none.csv: cannot read the scaling curve"),
-        (f"trainings: [{{app: '{APP}', scaling: {{2: 1}}}}]", "its scaling curve starts at 2 nodes"),
+        (
+            f"trainings: [{{app: '{APP}', scaling: {{2: 1}}}}]",
+            "its scaling curve starts at 2; add a point at or below its least size, 1",
+        ),
         (f"trainings: [{{app: '{APP}', arguments: {{lrr: 1}}}}]", r"takes no argument 'lrr' \(did you mean 'lr'\?\)"),
         (f"trainings: [{{app: '{APP}', arguments: {{session: 1}}}}]", "is the training session, which FreeTrain"),
         (f"trainings: [{{app: '{APP}', arguments: [1]}}]", "arguments: should be a mapping"),

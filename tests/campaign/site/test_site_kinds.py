@@ -306,6 +306,11 @@ def test_slots_are_the_gpus_that_the_batch_system_tells(
     assert not node.asks_slots
 
 
+def test_a_system_that_cannot_be_asked_for_slots_says_so():
+    with pytest.raises(InvalidInput, match=r"node.slots: the batch system local tells no accelerators; give a number"):
+        site("system: local\nnode: {slots: auto}\n")
+
+
 def test_nodes_with_different_numbers_of_gpus_are_refused_or_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     def source(asked):
         return GpuSource(*{"a": (4,), "b": (8,), "p": (4, 8)}[asked.block["partition"]])

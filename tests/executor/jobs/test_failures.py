@@ -57,7 +57,7 @@ def test_when_all_members_are_lost_it_starts_from_the_newest_checkpoint(stage: S
     assert (slot, order.place is None) == ("s2", False)
     stage.progress("s2", resumed_from=4, slot_seconds=3.0)
     (resumed,) = [entry for _, entry in stage.history() if entry.kind == "fragment_resumed"]
-    assert resumed.detail == {"step": 4, "slot_seconds": 3.0}
+    assert resumed.detail == {"step": 4, "slot_seconds": 3.0, "from_memory": False}
 
 
 def test_newcomers_that_wait_for_a_group_that_is_lost_are_started_afresh(stage: Stage) -> None:

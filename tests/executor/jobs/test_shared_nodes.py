@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import torch
 
 from freetrain_parsl.executor.journal import read_journal
+from freetrain_parsl.executor.slot.neighbours import neighbours_of
 from freetrain_parsl.places import node_of
 from freetrain_parsl.training.fragment import run_local
 from tests.executor.scenario import PLANNER, ScriptedPolicy, make_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.executor.scenario import Site
 
@@ -41,10 +44,15 @@ def test_a_job_that_is_killed_on_a_shared_node_leaves_its_neighbours_alone(
     assert sorted(places) == [(f"{node_of(places[0][0])}/{lane}",) for lane in range(4)]
 
     (victim,) = _pids(calls["t1"])
+    pool = _pool_of(victim)
+    watched = _watched(pool)
+    assert set(watched) == {f"training job {name!r}" for name in calls}, "each watches its share of the memory"
     os.kill(victim, signal.SIGKILL)
     site.until(lambda _: len(_pids(calls["t1"])) == 2)
     step = _step(site.run, "t1")
     site.until(lambda run: _step(run, "t1") > step)
+    again = site.until(lambda _: (found := _watched(pool)).keys() == watched.keys() and found)
+    assert {job for job in again if again[job] != watched[job]} == {"training job 't1'"}, "in another place"
     slow.unlink()
 
     alone = run_local(make_app().func, epochs=EPOCHS)
@@ -92,6 +100,18 @@ def _until_it_trains_on(site: Site, units: int) -> None:
 
 def _step(run: Any, name: str) -> int:
     return run.trainings[name].progress.get("step", 0)
+
+
+def _pool_of(pid: int) -> Path:
+    """Return the directory of the worker pool in which a training job's process runs."""
+    place = psutil.Process(pid).ppid()
+    pools = Path(tempfile.gettempdir()).glob("ft-pool-*")
+    return next(pool for pool in pools if place in _watched(pool).values())
+
+
+def _watched(pool: Path) -> dict[str, int]:
+    """Return the jobs of a node that are watched, with the places that they run in."""
+    return {one.job: one.place for one in neighbours_of(pool, -1)}
 
 
 def _pids(calls: Path) -> list[int]:

@@ -9,11 +9,14 @@ import pytest
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
+from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 from freetrain_parsl.executor.jobs.training.states import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
+from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.protocol.messages import ChangeBatch, Place, RunEnded, StoreRequest
 from freetrain_parsl.protocol.options import Code
 from freetrain_parsl.protocol.reports import (
@@ -240,6 +243,20 @@ def test_the_planner_learns_what_rescales_cost_if_that_is_news(stage: Stage) -> 
     assert [(costs.up, costs.down) for costs in learned] == [(1.5, 2.0), (0.75, 2.0)]
 
 
+def test_the_planner_learns_how_fast_the_shards_of_a_job_move(stage: Stage) -> None:
+    """Of 8 GB, each of two nodes has 4: half of it moves in 2 s, at twice the bandwidth that is assumed."""
+    stage.running("n0")
+    stage.progress("s0", step=2, sharded_bytes=8 * 10**9)
+    stage.events.clear()
+    stage.on("n0", "n1")
+    stage.ready("s1")
+    stage.turn()
+    stage.joins("s0", "s1", paused=3.0, transferred=2.0)
+    (learned,) = [event.trainer.costs for event in stage.events if isinstance(event, ev.TrainerLearned)]
+    assert (learned.up, learned.bandwidth) == (1.5, 1.5e9)
+    assert learned.changes(2, 4).tolist() == pytest.approx([2.0, 2.0 + 8 / 3, 0.0, 1.5 + 16 / 9, 1.5 + 4 / 3])
+
+
 def test_the_planner_learns_the_rate_at_each_size(stage: Stage) -> None:
     stage.running("n0")
     stage.events.clear()
@@ -256,6 +273,26 @@ def test_the_planner_learns_the_rate_at_each_size(stage: Stage) -> None:
     rates = [[trainer.curve(nodes) for nodes in (1, 2, 4)] for trainer in learned]
     assert rates[0] == pytest.approx([100, 180, 324], rel=0.02)
     assert rates[-1] == pytest.approx([100, 67, 120], rel=0.02)
+
+
+def test_the_planner_learns_the_counts_that_a_model_allows(stage: Stage) -> None:
+    """In nodes: here of one slot each; the search for its size goes on to the next of them."""
+    stage.running("n0", max_nodes=16, scaling=ScalingCurve.to_be_learned())
+    stage.events.clear()
+    for step in (11, 21):
+        rule = AllowedCounts(divisor_of=9)
+        stage.progress("s0", step=step, samples=100 * step, slot_seconds=1.0 * step, allowed_counts=rule)
+    learned = [event.trainer for event in stage.events if isinstance(event, ev.TrainerLearned)]
+    assert {trainer.allowed_counts for trainer in learned} == {AllowedCounts(divisor_of=9)}
+    assert [trainer.max_nodes for trainer in learned] == [1, 3]
+
+
+def test_a_model_that_runs_on_no_count_within_the_bounds_fails_its_job(stage: Stage) -> None:
+    future = stage.running("n0", "n1", min_nodes=2, max_nodes=2)
+    stage.progress("s0", step=11, allowed_counts=AllowedCounts(3))
+    stage.turn()
+    with pytest.raises(InvalidApp, match=r"multiples of 3, and none of these is between min_nodes \(2\)"):
+        future.result(0)
 
 
 def test_a_deadline_is_a_time_or_counts_from_the_submission(stage: Stage) -> None:

@@ -95,7 +95,7 @@ def test_the_job_that_is_furthest_over_its_share_is_ended_and_no_other(
     jobs = [Neighbour(name, place) for place, name in enumerate(amounts)]
     used = list(amounts.values())
     assert [
-        one.training for one in jobs if over_share(one, [o for o in jobs if o != one], 5, lambda place: used[place])
+        one.job for one in jobs if over_share(one, [o for o in jobs if o != one], 5, lambda place: used[place])
     ] == ended
 
 
@@ -125,7 +125,7 @@ class _Node:
         proc.add(os.getppid(), 1, 2 * GIB)
         proc.add(77, 1, 1 * GIB)
         self.watch = NodeWatch(
-            "ours",
+            "training job 'ours'",
             Lane(0, 2),
             self.pool,
             tell=self.told.append,
@@ -158,7 +158,7 @@ def test_a_job_over_its_share_is_told_once_and_ended_only_if_the_node_runs_out(n
         node.look()
     (told,) = node.told
     assert told == (
-        "freetrain: training job ours uses 12.0 GiB of host memory, more than its share of 10.0 GiB (1 of 2 slots): "
+        "freetrain: training job 'ours' uses 12.0 GiB of host memory, more than its share of 10.0 GiB (1 of 2 slots): "
         "if the node runs out of memory, it is ended\n"
     )
     assert not node.ended
@@ -203,7 +203,7 @@ def test_slots_of_a_node_know_how_long_the_others_write(node: _Node) -> None:
     node.watch.takes(1.5, "member 2")
     node.look()
     assert node.saving == [0.0, 4.0]
-    assert [(one.training, one.save_seconds) for one in neighbours_of(node.pool, 1)] == [("ours", 3.5)]
+    assert [(one.job, one.save_seconds) for one in neighbours_of(node.pool, 1)] == [("training job 'ours'", 3.5)]
     clear_traces(node.pool, 1)
     node.look()
     assert node.saving[-1] == 0.0
@@ -231,3 +231,24 @@ def test_temporary_files_of_a_slot_are_its_own_and_are_removed(tmp_path: Path, m
     assert own.exists()
     clear_traces(tmp_path, 3)
     assert not own.exists()
+
+
+def test_what_a_job_left_that_cannot_be_removed_does_not_send_the_next_one_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "t3" / "read-only").mkdir(parents=True)
+    use_own_temporary_directory(tmp_path, 3)
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(tmp_path / "t3")
+
+
+def test_a_link_in_place_of_the_temporary_files_is_removed_and_not_followed(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").touch()
+    (tmp_path / "t3").symlink_to(theirs)
+    clear_traces(tmp_path, 3)
+    assert list(theirs.iterdir()) == [theirs / "file"]
+    assert not (tmp_path / "t3").is_symlink()

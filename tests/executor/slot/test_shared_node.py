@@ -16,9 +16,10 @@ from freetrain_parsl.executor.payloads.payloads import pack_training
 from freetrain_parsl.executor.slot.neighbours import Neighbour, neighbours_of, publish
 from freetrain_parsl.executor.slot.node_watch import NodeWatch
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
+from freetrain_parsl.extensions.fusion.messages import AddMember, ArraySized, StartArray
 from freetrain_parsl.protocol.messages import Hello, Output, Place, RunEnded, StartRun
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import RunFailed, RunFinished
+from freetrain_parsl.protocol.reports import PauseReason, RunFailed, RunFinished, RunPaused
 from tests.executor.slot.test_place import _Driver, _train, running_slot
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def test_a_job_over_its_share_is_told_then_ended_alone_and_its_slot_goes_on(
     options = SessionOptions("t", tmp_path / "1")
     driver.send(StartRun("t", 1, options, pack_training(_needs_much, (), {}), Place(1, 0, 1), 60.0))
     assert b"more than its share of 0.5 GiB (1 of 2 slots)" in driver.awaits(Output).payload
-    assert [one.training for one in neighbours_of(pool, 1)] == ["t"]
+    assert [one.job for one in neighbours_of(pool, 1)] == ["training job 't'"]
     (pool / "low").touch()
     ended = driver.awaits(RunEnded)
     assert isinstance(ended.end, RunFailed)
@@ -99,3 +100,19 @@ def test_a_job_over_its_share_is_told_then_ended_alone_and_its_slot_goes_on(
     driver.awaits(Hello)  # the slot continues
     assert isinstance(_train(driver, tmp_path, 2, _describes_itself).end, RunFinished)
     assert time.monotonic() - begun < 50
+
+
+def test_an_array_over_its_share_leaves_its_members_to_smaller_ones(
+    driver: _Driver, tmp_path: Path, pool: Path
+) -> None:
+    publish(pool, 1, Neighbour("array-8 of cohort-1", 1 << 30))
+    (pool / "low").touch()
+    driver.send(StartArray("cohort-1", 7, ("a", "b")))
+    for name in "ab":
+        driver.send(AddMember("cohort-1", 7, SessionOptions(name, tmp_path), pack_training(_needs_much, (), {})))
+    sized = driver.awaits(ArraySized)
+    assert (sized.size, sized.fused, sized.decided) == (1, True, True)
+    assert sized.reason.startswith("array-7 of cohort-1, with 2 members, was ended on node ")
+    assert "its share was 0.5 GiB" in sized.reason
+    assert driver.awaits(RunEnded).end == RunPaused(PauseReason.REQUESTED)
+    driver.awaits(Hello)  # the slot continues

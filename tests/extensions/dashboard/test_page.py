@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
@@ -195,19 +197,56 @@ def test_a_server_that_is_gone_is_reported(chromium, run):
     wait_until(chromium, "document.querySelector('.ft-connection').innerText.includes('connection is lost')")
 
 
+@contextmanager
+def serve_ended_run(directory, names, entries):
+    """Serve a run of some records, whose driver has finished; yield the address."""
+    store = RunStore.create(directory, FACTS, names)
+    driver = store.begin_driver(*own_identity())
+    journal = Journal(directory / "journal.sqlite")
+    for at, entry in entries:
+        journal.write(at, entry)
+    journal.close()
+    store.describe_driver(driver, "ft-", directory / "journal.sqlite")
+    store.end_driver(driver, "finished")
+    command = [FREETRAIN, "dashboard", str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield next(line.strip() for line in server.stdout if line.strip().startswith("http://"))
+        finally:
+            server.kill()
+
+
 def test_a_run_is_finished_only_if_all_its_trainings_are(chromium, tmp_path):
     """As in notebooks; the driver itself has finished."""
-    store = RunStore.create(tmp_path, FACTS, ["a"])
-    driver = store.begin_driver(*own_identity())
-    journal = Journal(tmp_path / "journal.sqlite")
-    journal.write(100.0, record.TrainingSubmitted("a", 1, 2, 1000))
-    journal.write(101.0, record.TrainingFailed("a", "ValueError: x"))
-    journal.close()
-    store.describe_driver(driver, "ft-", tmp_path / "journal.sqlite")
-    store.end_driver(driver, "finished")
-    command = [FREETRAIN, "dashboard", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        address = next(line.strip() for line in server.stdout if line.strip().startswith("http://"))
+    entries = [record.TrainingSubmitted("a", 1, 2, 1000), record.TrainingFailed("a", "ValueError: x")]
+    with serve_ended_run(tmp_path, ["a"], enumerate(entries, 100)) as address:
         chromium.open(address, width=1400, height=900)
         wait_until(chromium, "document.querySelector('.ft-badge')?.textContent === 'failed'")
-        server.kill()
+
+
+def test_jobs_that_share_a_node_have_lanes_of_its_row(chromium, tmp_path):
+    """`b` has the first slot of n0, `a` the two last ones, the second is free; n1 is wholly `c`'s."""
+    held = {"a": ["n0/2", "n0/3"], "b": ["n0/0"], "c": [f"n1/{lane}" for lane in range(4)]}
+    begin = time.time() - 100
+    entries = [(begin, record.PlannerStarted("", "milp", {}, 4))]
+    entries += [(begin, record.TrainingSubmitted(name, 1, 4, None)) for name in held]
+    entries += [(begin, record.BlockRequested("1", ["n0", "n1"], 900.0, None))]
+    entries += [(begin + 1, record.BlockStarted("1", ["n0", "n1"], begin + 900))]
+    entries += [(begin + 1, record.NodeJoined(node, "1", begin + 900)) for node in ("n0", "n1")]
+    entries += [(begin + 2, record.FragmentStarted(n, 1, has, in_place=False, paused=0.0)) for n, has in held.items()]
+    entries += [(begin + 90, record.FragmentEnded(n, 1, has, failure=False)) for n, has in held.items()]
+    entries += [(begin + 91, record.TrainingFinished(name, trained=True, step=9)) for name in held]
+    with serve_ended_run(tmp_path, list(held), entries) as address:
+        chromium.open(address, width=1400, height=900)
+        wait_until(chromium, "document.querySelector('.ft-badge')?.textContent === 'finished'")
+        column = """(() => {
+          const c = document.querySelector('canvas'), pen = c.getContext('2d'), seen = [];
+          for (let y = 0; y < c.height; y++) seen.push(pen.getImageData(c.width / 2, y, 1, 1).data.slice(0, 3).join());
+          return seen;
+        })()"""
+        jobs = {"86,180,233": "b", "230,159,0": "a", "0,158,115": "c"}
+        drawn = [jobs.get(colour, "") for colour in chromium.evaluate(column)]
+        bands = [(job, len(list(pixels))) for job, pixels in groupby(drawn)][1:-1]  # without margin and time axis
+        assert [job for job, _ in bands] == ["b", "", "a", "", "c"]
+        lane = bands[-1][1] / 4
+        assert [round(height / lane) for _, height in bands if height > 4] == [1, 1, 2, 4], bands

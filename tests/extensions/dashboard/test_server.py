@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -93,8 +94,14 @@ def test_a_missing_package_is_named_with_the_remedy(start, monkeypatch):
         start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["kill", "closed terminal"])
-def test_a_signal_leaves_no_copy_of_a_run_of_others_and_no_socket(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT], [signal.SIGINT] * 2],
+    ids=["kill", "closed terminal", "ctrl-c", "ctrl-c twice"],
+)
+def test_a_signal_while_a_page_is_open_leaves_no_traceback_no_copy_of_a_run_of_others_and_no_socket(
+    tmp_path: Path, numbers: list[signal.Signals]
+) -> None:
     run = plant(tmp_path / "run")
     (run / DATABASE).chmod(0o666)
     places = {name: tmp_path / name for name in ("temporary", "sockets")}
@@ -104,18 +111,27 @@ def test_a_signal_leaves_no_copy_of_a_run_of_others_and_no_socket(tmp_path: Path
     script = f"""import os, signal
 os.chdir({str(tmp_path)!r})
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+signal.signal(signal.SIGINT, signal.default_int_handler)  # or in the background
 from freetrain_parsl.cli import main
 main()"""
     command = [sys.executable, "-c", script, "dashboard", "run", "--socket", socket_path]
     environment = {**os.environ, "TMPDIR": str(places["temporary"])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+    with (
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server,
+        socket.socket(socket.AF_UNIX) as viewer,
+    ):
         assert server.stdout is not None
-        assert server.stderr is not None
-        while b"token=" not in server.stdout.readline():
+        while b"?token=" not in (line := server.stdout.readline()):
             assert server.poll() is None
         assert all(list(place.iterdir()) for place in places.values())
-        server.send_signal(number)
+        viewer.connect(os.path.relpath(tmp_path / socket_path))
+        viewer.sendall(b"GET /events?" + line.partition(b"?")[2].strip() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert viewer.recv(100).startswith(b"HTTP/1.1 200 OK")
+        for number in numbers:
+            server.send_signal(number)
+            time.sleep(0.2)
         _, errors = server.communicate(timeout=60)
-        assert b"Traceback" not in errors
-        assert server.returncode != 0
+        assert errors.endswith(b"from a copy\n")
+        assert errors.count(b"\n") == 1
+        assert server.returncode == 128 + (signal.SIGINT if signal.SIGINT in numbers else signal.SIGTERM)
     assert not any(list(place.iterdir()) for place in places.values())

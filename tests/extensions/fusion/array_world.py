@@ -18,6 +18,7 @@ from freetrain_parsl.executor.jobs.manager import JobManager
 from freetrain_parsl.executor.jobs.request import Fusion, Limits, SharedSettings, Training, TrainingRequest
 from freetrain_parsl.executor.slot.run_end import serialized_exception
 from freetrain_parsl.extensions.fusion import messages as fused
+from freetrain_parsl.extensions.fusion.slot.array_run import ArrayRun
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
@@ -348,6 +349,16 @@ class ArrayWorld:
         self.registry.incomplete(process.slot)
         self.manager.on_lost(process.slot, "killed", crash=crash)
         self.join(process.slot.node)
+
+    def end_over_share(self, slot: str) -> None:
+        """Let the watch of a slot end its array, which takes too much of its node's memory."""
+        process = self.processes[slot]
+        assert process.run is not None
+        run = ArrayRun(fused.StartArray(process.name, process.run, tuple(process.members)), process.outbox.append)
+        for name in process.members:
+            run.handle(fused.AddMember(process.name, process.run, SessionOptions(name), b""))
+        process.outbox.extend(run.end_over_share("was ended on node n0: it used 9 GiB of host memory"))
+        process.end()
 
     # ── all together ──────────────────────────────────────────────────────────────────────────────
 

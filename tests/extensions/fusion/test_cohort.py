@@ -466,6 +466,39 @@ def test_all_fail_when_the_driver_gives_up(make) -> None:
     assert all(process.run is None for process in world.processes.values())
 
 
+def test_an_array_that_takes_too_much_of_its_nodes_memory_goes_on_with_half_the_members(make) -> None:
+    """As one that is too large for its accelerator; its members lose what they have done since their checkpoints."""
+    world = make(nodes=1)
+    world.steps = 30
+    train(world, 4)
+    world.settle(2)
+    assert arrays(world) == [4]
+    world.end_over_share(busy_slot(world))
+    world.settle(4)
+    assert list(world.trainers) == ["cohort-1"]
+    assert arrays(world) == [2], "the others wait"
+    world.end_over_share(busy_slot(world))
+    world.settle(4)
+    assert arrays(world) == [1]
+    world.settle(140)
+    assert [future.result(0) for future in world.futures.values()] == [f"t{number}" for number in range(4)]
+
+
+def test_a_member_that_takes_too_much_memory_by_itself_fails_and_the_others_go_on(make) -> None:
+    world = make(nodes=1)
+    train(world, 2)
+    world.end_over_share(busy_slot(world))
+    world.settle(4)
+    assert arrays(world) == [1]
+    slot = busy_slot(world)
+    (name,) = world.processes[slot].members
+    world.end_over_share(slot)
+    world.settle(20)
+    reason = f"training job {name!r} was ended on node n0: it used 9 GiB of host memory"
+    assert str(world.futures.pop(name).exception(0)) == reason
+    assert [future.exception(0) for future in world.futures.values()] == [None]
+
+
 def test_a_process_that_does_not_end_is_killed(make) -> None:
     world = make(nodes=1)
     train(world, 2)

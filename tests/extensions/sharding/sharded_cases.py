@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +141,16 @@ def build(session: Any, case: Case, *, shard: bool = True) -> nn.Module:
     return model
 
 
+def optimizers_of(trained: list[nn.Parameter], case: Case) -> list[torch.optim.Optimizer]:
+    if not case.two_optimizers:
+        return [torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
+    return [
+        torch.optim.AdamW(matrices, lr=1e-2, weight_decay=0.1, foreach=False),
+        torch.optim.SGD(others, lr=1e-2, momentum=0.9),
+    ]
+
+
 def train_case(
     session: Any,
     *,
@@ -147,18 +159,14 @@ def train_case(
     epochs: int = 2,
     gates: dict[int, Path] | None = None,
     pause_after: int | None = None,
+    dies: tuple[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Any]:
     """Train; return the history, all whole tensors, and whether everything stayed the same object."""
+    if dies is not None and session.rank in dies[1]:
+        die_at(dies[0])
     model = build(session, case, shard=shard)
     trained = [p for p in model.parameters() if p.requires_grad]
-    if case.two_optimizers:
-        matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
-        optimizers = [
-            torch.optim.AdamW(matrices, lr=1e-2, weight_decay=0.1, foreach=False),
-            torch.optim.SGD(others, lr=1e-2, momentum=0.9),
-        ]
-    else:
-        optimizers = [torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)]
+    optimizers = optimizers_of(trained, case)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: min(1, (step + 1) / 10) * 0.97**step)
     ema = [Ema(model)] if case.ema else []
     session.prepare(model, *optimizers, scheduler, *ema)
@@ -208,6 +216,53 @@ def train_case(
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),
     }
+
+
+def die_at(point: str) -> None:
+    """Let this process be killed at a point of its next change."""
+    from freetrain_parsl.extensions.sharding import resharding, structures
+
+    def killed(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    allocate, read, calls = resharding._NewShards.allocate, resharding._NewShards.read, []
+    commit = resharding.Resharding._commit
+    hand_over = resharding.Resharding.hand_over
+
+    def killed_at_fifth(call: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        return killed() if len(calls) == 5 else call(*arguments)
+
+    def killed_after(*arguments: Any) -> None:
+        commit(*arguments)
+        killed()
+
+    def killed_after_giving(*arguments: Any) -> None:
+        hand_over(*arguments)
+        killed()
+
+    match point:
+        case "before the move":
+            resharding.move = killed
+        case "in the move":
+            resharding._NewShards.allocate = partialmethod_of(killed_at_fifth, allocate)  # type: ignore[method-assign]
+            resharding._NewShards.read = partialmethod_of(killed_at_fifth, read)  # type: ignore[method-assign]
+        case "after the move":
+            resharding._NewShards.filled = killed  # type: ignore[method-assign]
+        case "after all have moved":
+            resharding.Resharding._commit = killed  # type: ignore[method-assign]
+        case "after its commit":
+            resharding.Resharding._commit = killed_after  # type: ignore[method-assign]
+        case "after it has given its part away":
+            resharding.Resharding.hand_over = killed_after_giving  # type: ignore[method-assign]
+        case "after the drop":
+            structures.forget_meshes = killed
+        case _:
+            raise AssertionError(point)
+
+
+def partialmethod_of(function: Any, first: Any) -> Any:
+    return lambda *arguments: function(first, *arguments)
 
 
 def largest_shard(model: nn.Module) -> float:

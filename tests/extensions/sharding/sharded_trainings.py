@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +34,17 @@ def classify_sharded(
     kill_after: int | None = None,
     kill_rank: int = 0,
     gates: dict[int, Path] | None = None,
+    double: bool = False,
+    awaits_copies: bool = False,
+    pauses: float = 0.0,
     **loader: Any,
 ) -> dict[str, Any]:
     """Train with Adam and a scheduler; return all unsharded parameters."""
     from torch.distributed.fsdp import fully_shard
 
     model = training_crew.net()
+    if double:
+        model.double()
     if shard:
         fully_shard(model[0], mesh=session.mesh)
         if root_too:
@@ -44,13 +53,20 @@ def classify_sharded(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     model, optimizer, scheduler = session.prepare(model, optimizer, scheduler)
     data = session.loader(Data(samples), batch_size, **loader)
+    loop = session.state(seen=0)
+    own = session.state(per_process=True, mine=0.0)
     for _ in session.epochs(epochs):
         for x, y in data:
-            session.backward(cross_entropy(model(x), y))
+            loop.seen += 1
+            own.mine = session.rank + session.metrics["steps"] / 100
+            session.backward(cross_entropy(model(x.double() if double else x), y))
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             session.step()
             steps = session.metrics["steps"]
+            time.sleep(pauses)
+            if awaits_copies:
+                await_copy(session)
             if gates and (gate := gates.get(steps)):
                 gate.with_suffix(".reached").touch()
                 while not gate.exists():
@@ -60,7 +76,66 @@ def classify_sharded(
             if steps == pause_after and session.rank == pause_rank:
                 training_crew.NOTICE.pause_requested.set()
         scheduler.step()
-    return {**session.metrics, "parameters": {name: whole(value) for name, value in model.state_dict().items()}}
+    return {
+        **session.metrics,
+        "parameters": {name: whole(value) for name, value in model.state_dict().items()},
+        "seen": loop.seen,
+        "mine": own.mine,
+    }
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one member at a call of a method.
+
+    Parameters
+    ----------
+    rank
+        The member.
+    method
+        ``module:Class.method``.
+    call
+        Number of the call, from 1.
+    kills
+        Whether the process is killed; otherwise the call, and its thread, last for ever.
+    """
+
+    rank: int
+    method: str
+    call: int
+    kills: bool = True
+
+    def prepare(self, rank: int) -> None:
+        """Replace the method for the rest of this process's life."""
+        if rank != self.rank:
+            return
+        module, _, path = self.method.partition(":")
+        owner, _, name = path.partition(".")
+        kind = getattr(import_module(module), owner)
+        original, calls = getattr(kind, name), count(1)
+
+        def faulty(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == self.call:
+                if self.kills:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                threading.Event().wait()
+            return original(*arguments, **options)
+
+        setattr(kind, name, faulty)
+
+
+def classify_with_faults(session: Any, *, faults: tuple[Fault, ...], **kwargs: Any) -> dict[str, Any]:
+    """Train like `classify_sharded`."""
+    for fault in faults:
+        fault.prepare(session.rank)
+    return classify_sharded(session, **kwargs)
+
+
+def await_copy(session: Any) -> None:
+    """Wait until the copy on its way, if any, has arrived in this process."""
+    copies = getattr(session._runtime.extension, "copies", None)
+    while copies is not None and copies._transfer is not None and not copies._transfer.arrived:
+        time.sleep(0.001)
 
 
 def shard_over_any_mesh(session: Any) -> None:

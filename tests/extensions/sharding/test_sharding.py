@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from freetrain_parsl.report.projection.run import RunState
+    from freetrain_parsl.report.projection.run import RunState, TrainingState
 
 pytestmark = pytest.mark.cluster
 
@@ -61,7 +61,7 @@ def make_app() -> TrainingApp:
 
 
 def test_a_sharded_training_changes_in_place_and_survives_a_loss_through_its_checkpoint(start, tmp_path: Path) -> None:
-    """1 -> 2 -> 3 -> 2 slots in the same processes, without a checkpoint; after a SIGKILL it resumes from the newest."""
+    """1 -> 2 -> 3 -> 2 slots in the same processes, without a checkpoint; after a SIGKILL it starts again."""
     slow, calls = tmp_path / "slow", tmp_path / "calls"
     slow.touch()
     train = make_app()
@@ -126,6 +126,34 @@ def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_chec
     slow.unlink()
     result = torch.tensor(future.result(timeout=180))
     assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
+
+
+def test_after_the_loss_of_a_process_a_sharded_training_continues_from_memory_in_one_restart(
+    start, tmp_path: Path
+) -> None:
+    """A process of three is killed; the others wait for its replacement, and no checkpoint is read."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    train = make_app().options(name="t", min_nodes=3, snapshot_every=2)
+    site = start(nodes=3, policy=ScriptedPolicy(3), checkpoints=CheckpointSettings(interval=timedelta(hours=1)))
+    future = train(epochs=30, slow=str(slow))
+
+    def state() -> TrainingState:
+        return site.run.trainings["t"]
+
+    site.until(lambda run: run.trainings and len(state().nodes) == 3 and state().progress.get("step", 0) > 4)
+    before, step = len(site.run.fragments), state().progress["step"]
+    os.kill(_pid_of_a_slot(site, state().nodes[1]), signal.SIGKILL)
+    site.until(lambda run: run.fragments[-1].resumed_from is not None)
+    assert step - 3 <= site.run.fragments[-1].resumed_from
+    assert state().progress["checkpoint_step"] is None
+    assert len(site.run.fragments) == before + 1
+    slow.unlink()
+    result = torch.tensor(future.result(timeout=180))
+    assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
+    assert len(site.run.fragments) == before + 1
+    progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
+    assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
 
 
 def _pid_of_a_slot(site: Any, node: str) -> int:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,19 +47,24 @@ def main(arguments: Sequence[str]) -> int:
 def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
     """Return the function that runs the episode of a seed, after validating the options."""
     root = options.directory or Path(tempfile.gettempdir()) / f"freetrain-chaos-{options.kind}"
-    if options.kind == "campaign":
+    shared = options.kind.startswith("shared")
+    if options.kind.endswith("campaign"):
         from tests.support.chaos.campaign import CAMPAIGN_FAULTS, CampaignScene
 
         faults, strikes, limit = CAMPAIGN_FAULTS, (2, 6), 300.0
-        make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = CampaignScene
+        make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = partial(CampaignScene, shared=shared)
     else:
-        from tests.support.chaos.bare import BARE_FAULTS, BareScene, warm_up
+        from tests.support.chaos.bare import BARE_FAULTS, SHARED_FAULTS, BareScene, warm_up
         from tests.support.chaos.bare_plan import BarePlan
 
         faults, strikes, limit = BARE_FAULTS, ((1, 4) if options.short else (3, 9)), 150.0
+        if shared:
+            faults, strikes, limit = SHARED_FAULTS, ((1, 4) if options.short else (2, 7)), 240.0
 
         def make_scene(settings: EpisodeSettings, directory: Path, checkpoints: Path) -> Scene:
             plan = BarePlan(directory, checkpoints)
+            if shared:
+                plan = plan.shared()
             short = replace(plan, epochs=2, samples=256, heartbeat_timeout=3.0, peer_timeout=3.0)
             return BareScene(settings, short if options.short else plan)
 
@@ -96,7 +102,11 @@ def _line(report: EpisodeReport) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.support.chaos", description=__doc__)
-    parser.add_argument("kind", choices=["bare", "campaign"], help="bare: without HTEX, seconds; campaign: whole runs")
+    parser.add_argument(
+        "kind",
+        choices=["bare", "shared", "campaign", "shared-campaign"],
+        help="bare: without HTEX, seconds; campaign: whole runs, minutes; shared…: training jobs share nodes",
+    )
     parser.add_argument("seeds", help="a number, or a range such as 1-20")
     parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, with relative frequencies")
     parser.add_argument("--jobs", type=int, default=1, help="concurrent episodes (default 1)")

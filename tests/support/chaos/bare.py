@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,25 +28,28 @@ import zmq
 from parsl import curvezmq
 
 from freetrain_parsl.executor.slot.channel import LONGEST_CONNECT
+from freetrain_parsl.executor.slot.node_watch import memory_of
 from freetrain_parsl.executor.slot.pilot import PLACE
 from freetrain_parsl.executor.slot.slot import SlotSettings, run_slot
-from freetrain_parsl.protocol.codec import Envelope, encode
-from freetrain_parsl.protocol.messages import Hello, Probe, SlotHeartbeat
+from freetrain_parsl.places import slot_place
 from freetrain_parsl.testing.faults import kill
 from tests.support.chaos.bare_driver import drive
+from tests.support.chaos.claims import HELD_BY, claims_in, violations_in
 from tests.support.chaos.damage import damage_newest
+from tests.support.chaos.nonsense import NONSENSE
 from tests.support.chaos.scene import FILL, EpisodeSettings, Scene
-from tests.support.chaos.verification import problems_of
+from tests.support.chaos.small_node import low_memory_file, share_small_node
+from tests.support.chaos.verification import problems_of, unexplained_failures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkProcess
     from pathlib import Path
 
     from tests.support.chaos.bare_plan import BarePlan
 
-__all__ = ["BARE_FAULTS", "BareScene", "warm_up"]
+__all__ = ["BARE_FAULTS", "SHARED_FAULTS", "BareScene", "warm_up"]
 
 BARE_FAULTS: Mapping[str, float] = MappingProxyType(
     {
@@ -61,9 +65,20 @@ BARE_FAULTS: Mapping[str, float] = MappingProxyType(
 )
 """Faults of bare episodes with relative frequencies; ``fill`` (a full disk) requires a small disk."""
 
+SHARED_FAULTS: Mapping[str, float] = MappingProxyType(
+    {
+        **BARE_FAULTS,
+        "kill_process": 4,  # that of a training job, not the slot's place
+        "kill_node": 2,  # all slots of a node
+        "low_memory": 4,  # the node on which the leaky training job runs
+    }
+)
+"""Those of bare episodes in which training jobs share nodes."""
+
 _CONTEXT = multiprocessing.get_context("fork")
 _CLOCK_STEPS = (-3600.0, -30.0, -5.0, 3.0, 20.0, 60.0)
 _GRACE = 4.0
+_TOO_MUCH = "of host memory, its share was"  # the reason for which a job that takes its neighbours' memory ends
 _DUMP = signal.SIGUSR2  # makes a process write its stacks
 
 
@@ -72,6 +87,7 @@ class _Job:
     block: str
     nodes: tuple[str, ...]
     started: float
+    ends: float
     ending: str = ""  # the final state, once it has been asked to end
 
 
@@ -79,6 +95,7 @@ class _Job:
 class _SlotProcess:
     process: ForkProcess
     node: str
+    lane: int
     job: str
     token: str
     driver: int  # process id of its driver
@@ -86,7 +103,7 @@ class _SlotProcess:
 
 
 def warm_up() -> None:
-    """Import what the forked processes need, and set this process up for forking: no threads, one core."""
+    """Import what the forked processes need, and set this process up for forking: no threads."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     import freetrain_parsl.training.fragment  # noqa: F401 - slots import it first
@@ -119,8 +136,15 @@ class BareScene(Scene):
         self._jobs: dict[str, _Job] = {}
         self._tokens: list[str] = []
         self._slots: dict[int, _SlotProcess] = {}
+        self._sessions: set[int] = set()  # of all slots that there were
+        self._low: dict[Path, float] = {}  # file that makes a node short of memory -> until when
+        self._hit: set[str] = set()  # the units that a fault has hit
+        plan.claims.mkdir()
         self._strikes: Mapping[str, Callable[[], str | None]] = {
             "kill": self._kill,
+            "kill_process": self._kill_process,
+            "kill_node": self._kill_node,
+            "low_memory": self._low_memory,
             "stop": self._stop,
             "stop_driver": self._stop_driver,
             "kill_driver": self._kill_driver,
@@ -164,6 +188,8 @@ class BareScene(Scene):
             if process is not None:
                 process.kill()
                 process.join()
+        if not left and (orphans := _in_sessions(self._sessions)):
+            self.problems.append(f"left behind after the end: children of slots {orphans}")
         if self._link is not None:
             self._link.close()
 
@@ -174,11 +200,14 @@ class BareScene(Scene):
             if not outcome.exists():
                 if not self.problems:
                     self.problems.append(f"{subject.name}: did not end")
-            elif (error := json.loads(outcome.read_text(encoding="utf-8"))["error"]) is not None:
-                self.problems.append(f"{subject.name}: failed: {error}")
-            else:
+            elif (error := json.loads(outcome.read_text(encoding="utf-8"))["error"]) is None:
                 result = self.plan.result_of(subject.name)
                 self.problems += problems_of(subject, result, self.plan.epochs, self.plan.samples)
+            elif not (subject.leak and _TOO_MUCH in error and any(one.fault == "low_memory" for one in self.faults)):
+                self.problems.append(f"{subject.name}: failed: {error}")
+        self.problems += violations_in(self.plan.claims)
+        for journal in self.plan.directory.glob("journal-*.sqlite"):
+            self.problems += unexplained_failures(journal, self._hit)
 
     def finished(self) -> int:
         """Count the training jobs that ended without an error."""
@@ -197,7 +226,7 @@ class BareScene(Scene):
         theirs.close()
         self._link = ours
 
-    def _start_slot(self, node: str, job: str, token: str) -> None:
+    def _start_slot(self, node: str, lane: int, job: str, token: str) -> None:
         assert self._channel is not None
         assert self._driver is not None
         port, certificates = self._channel
@@ -205,14 +234,19 @@ class BareScene(Scene):
         environment = {
             "PARSL_WORKER_BLOCK_ID": self._jobs[job].block,
             "FREETRAIN_CLUSTER_NODE": node,
-            "PARSL_WORKER_RANK": "0",
+            "PARSL_WORKER_RANK": str(lane),
+            "PARSL_WORKER_COUNT": str(self.plan.slots_per_node),
+            HELD_BY: job,
         }
+        pool = self.plan.pool_of(job, node)
+        pool.mkdir(exist_ok=True)
         out = self.plan.directory / "slots.out"
-        process = _CONTEXT.Process(target=_in_child, args=(out, _slot, environment, settings, token))
+        process = _CONTEXT.Process(target=_in_child, args=(out, _slot, environment, settings, token, pool))
         process.start()
         assert process.pid is not None
         assert self._driver.pid is not None
-        self._slots[process.pid] = _SlotProcess(process, node, job, token, self._driver.pid)
+        self._slots[process.pid] = _SlotProcess(process, node, lane, job, token, self._driver.pid)
+        self._sessions.add(process.pid)
 
     def _turn(self) -> None:
         self._listen()
@@ -222,17 +256,22 @@ class BareScene(Scene):
         for slot in self._slots.values():
             if now > slot.killed_at:
                 slot.process.kill()
+        for low in [low for low, until in self._low.items() if now > until]:
+            del self._low[low]
+            low.unlink()
         if self._driver is None or self._channel is None:
             return
-        for name, job in self._jobs.items():
-            here = {slot.node for slot in self._slots.values() if slot.job == name}
+        for name, job in list(self._jobs.items()):
+            here = {(slot.node, slot.lane) for slot in self._slots.values() if slot.job == name}
+            if not job.ending and now > job.ends:
+                self._end_job(name, "TIMED_OUT")
             if job.ending and not here:
                 self._tell("job_ended", name, job.ending)
-                job.nodes = ()
+                del self._jobs[name]  # told once: a driver that is stopped does not read what fills the pipe
             elif not job.ending and now > job.started + 0.3:
-                for node in job.nodes:
-                    if node not in here and self._tokens:
-                        self._start_slot(node, name, self._tokens.pop(0))
+                for place in product(job.nodes, range(self.plan.slots_per_node)):
+                    if place not in here and self._tokens:
+                        self._start_slot(*place, name, self._tokens.pop(0))
 
     def _listen(self) -> None:
         link = self._link
@@ -246,8 +285,9 @@ class BareScene(Scene):
         match message:
             case ("listening", port, certificates):
                 self._channel = (port, certificates)
-            case ("job", job, block, nodes):
-                self._jobs[job] = _Job(block, nodes, time.monotonic())
+            case ("job", job, block, nodes, seconds):
+                now = time.monotonic()
+                self._jobs[job] = _Job(block, nodes, now, now + seconds)
             case ("slot", token):
                 self._tokens.append(token)
             case ("cancel", job):
@@ -290,6 +330,8 @@ class BareScene(Scene):
         job.ending = state
         for slot in self._slots.values():
             if slot.job == name:
+                if state != "CANCELLED":
+                    self._hits([slot])
                 slot.process.terminate()
                 slot.killed_at = time.monotonic() + _GRACE
 
@@ -299,6 +341,15 @@ class BareScene(Scene):
         """Inject a fault; return what it hit, or None if there was no target."""
         return self._strikes[fault]()
 
+    def _hits(self, slots: Iterable[_SlotProcess] | None = None) -> None:
+        """Note which units a fault hits: the training jobs on others must not notice it; ``None``: all."""
+        everywhere = product(self.plan.nodes, range(self.plan.slots_per_node))
+        places = everywhere if slots is None else ((slot.node, slot.lane) for slot in slots)
+        self._hit.update(self._place(*place) for place in places)
+
+    def _place(self, node: str, lane: int) -> str:
+        return node if self.plan.slots_per_node == 1 else slot_place(node, lane)
+
     def _kill(self) -> str | None:
         pids = sorted(self._slots)
         if not pids:
@@ -306,14 +357,49 @@ class BareScene(Scene):
         most = min(len(pids), self.rng.choice([1, 1, 2, 4]))
         victims = self.rng.sample(pids, self.rng.randint(1, most))
         for pid in victims:
+            self._hits([self._slots[pid]])
             kill(pid)
         return f"{len(victims)} of {len(pids)} slots"
+
+    def _kill_process(self) -> str | None:
+        claims = claims_in(self.plan.claims)
+        if not claims:
+            return None
+        claim = self.rng.choice(claims)
+        self._hit.add(self._place(claim.node, claim.lane))
+        kill(claim.pid)
+        return f"of {claim.training} on {claim.node}/{claim.lane}"
+
+    def _kill_node(self) -> str | None:
+        nodes = sorted({(slot.job, slot.node) for slot in self._slots.values()})
+        if not nodes:
+            return None
+        node = self.rng.choice(nodes)
+        slots = {pid: slot for pid, slot in self._slots.items() if (slot.job, slot.node) == node}
+        self._hits(slots.values())
+        for pid in slots:
+            kill(pid)
+        return f"{node[1]} with {len(slots)} slots"
+
+    def _low_memory(self) -> str | None:
+        leaky = {subject.name for subject in self.plan.subjects if subject.leak}
+        claims = [claim for claim in claims_in(self.plan.claims) if claim.training in leaky]
+        if not claims:
+            return None
+        claim = self.rng.choice(claims)
+        low = low_memory_file(self.plan.pool_of(claim.held_by, claim.node))
+        self._low[low] = time.monotonic() + self.rng.choice([1.5, 3, 6])
+        low.touch()
+        self._hit.add(self._place(claim.node, claim.lane))
+        used = memory_of(claim.pid, exact=True) >> 20
+        return f"on {claim.node}, where {claim.training} uses {used} MiB"
 
     def _stop(self) -> str | None:
         pids = sorted(pid for pid in map(_working, self._slots) if not self.is_stopped(pid))
         if not pids:
             return None
         pid, seconds = self.rng.choice(pids), self.rng.choice([0.5, 2, 4, 8, 11])
+        self._hits(slot for place, slot in self._slots.items() if _working(place) == pid)
         self.stop_for(pid, seconds)
         return f"a slot for {seconds:g} s"
 
@@ -321,12 +407,14 @@ class BareScene(Scene):
         if self._driver is None or self._driver.pid is None or self.is_stopped(self._driver.pid):
             return None
         seconds = self.rng.choice([1, 3, 5, 9])
+        self._hits()
         self.stop_for(self._driver.pid, seconds)
         return f"for {seconds:g} s"
 
     def _kill_driver(self) -> str | None:
         if self._driver is None or self._link is None:  # it has closed its end: all training jobs have ended
             return None
+        self._hits()
         self._driver.kill()
         self._driver.join()
         self._link.close()
@@ -351,6 +439,7 @@ class BareScene(Scene):
     def _damage(self) -> str | None:
         detail = damage_newest(self.checkpoints, self.rng)
         if detail is not None:
+            self._hits()
             for slot in self._slots.values():
                 slot.process.kill()
         return detail
@@ -364,7 +453,7 @@ class BareScene(Scene):
         if self._channel is None:
             return None
         port, certificates = self._channel
-        name, frames = self.rng.choice(_NONSENSE)
+        name, frames = self.rng.choice(NONSENSE)
         context = curvezmq.ClientContext(certificates)
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 300)
@@ -373,16 +462,6 @@ class BareScene(Scene):
         socket.close()
         context.destroy()
         return name
-
-
-_NONSENSE: tuple[tuple[str, list[bytes]], ...] = (
-    ("a probe", encode(Envelope(Probe(1)))),
-    ("a hello of no block", encode(Envelope(Hello("x", "n0", "no", 1)))),
-    ("a hello without fields", [b'{"v": 2, "type": "hello"}', b""]),
-    ("a beat of a stranger", encode(Envelope(SlotHeartbeat(waited=1.0)))),
-    ("no JSON", [b"\xff\xfe", b""]),
-    ("too many frames", [b"{}", b"", b"", b""]),
-)
 
 
 def _in_child(out: Path, function: Callable[..., None], *arguments: object) -> None:
@@ -405,6 +484,17 @@ def _working(pid: int) -> int:
     return pid
 
 
-def _slot(environment: Mapping[str, str], settings: SlotSettings, token: str) -> None:
+def _in_sessions(sessions: Collection[int]) -> list[int]:
+    """Return the processes of these sessions that live."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.Error):  # it has just ended
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def _slot(environment: Mapping[str, str], settings: SlotSettings, token: str, pool: Path) -> None:
     os.environ.update(environment)
+    share_small_node(pool)
     run_slot(settings, token)

@@ -2,7 +2,7 @@
 
 It communicates with the parent over a pipe.
 
-- To the parent: ``("listening", port, certificates)``, ``("job", id, block, nodes)``, ``("slot", token)``,
+- To the parent: ``("listening", port, certificates)``, ``("job", id, block, nodes, seconds)``, ``("slot", token)``,
   ``("cancel", id)``, ``("broken", reason)``, ``("over",)``.
 - From the parent: ``("job_ended", id, state)``, ``("slot_ended", token)``, ``("taken", nodes, seconds)``,
   ``("clock", seconds)``.
@@ -59,6 +59,7 @@ _PLANNER = replace(
     settle=0.5,
     replan_interval=5,
 )
+_BUSY = 4.0  # seconds for which other users have the nodes that are idle part of the time
 _TAKES = 10.0  # time limit for the driver to stop, seconds
 
 
@@ -70,10 +71,10 @@ class _Job:
 
 
 class _ParentsNodes(WindowSource):
-    """The parent's nodes as windows without known closings; jobs start at once."""
+    """The parent's nodes as windows, most of them without known closings; jobs start at once."""
 
-    def __init__(self, nodes: Sequence[str], clock: Callable[[], float], send: Callable[..., None]) -> None:
-        self._nodes = tuple(nodes)
+    def __init__(self, plan: BarePlan, clock: Callable[[], float], send: Callable[..., None]) -> None:
+        self._plan = plan
         self._clock = clock
         self._send = send
         self._jobs: dict[str, _Job] = {}
@@ -88,7 +89,7 @@ class _ParentsNodes(WindowSource):
                 raise RuntimeError("the nodes are not idle")  # as a provider does if its submit command fails
             job = f"{os.getpid()}.{next(self._numbers)}"
             self._jobs[job] = _Job(spec.nodes, self._clock() + spec.seconds)
-        self._send("job", job, spec.block, spec.nodes)
+        self._send("job", job, spec.block, spec.nodes, spec.seconds)
         return job
 
     def end(self, job: str, state: str) -> None:
@@ -105,7 +106,12 @@ class _ParentsNodes(WindowSource):
     def survey(self, job_ids: Sequence[str] = ()) -> Survey:
         with self._lock:
             now, free = self._clock(), self._free()
-            windows = (Window(free, now, None, WindowKind.BACKFILL),) if free else ()
+            always = tuple(node for node in free if node not in self._plan.part_time)
+            windows = tuple(
+                Window(nodes, now, closes, WindowKind.BACKFILL)
+                for nodes, closes in ((always, None), (tuple(set(free) - set(always)), now + self._idle_for()))
+                if nodes
+            )
             blocks = {job: self._status(job) for job in job_ids}
         return Survey(now, windows, blocks)
 
@@ -123,7 +129,12 @@ class _ParentsNodes(WindowSource):
     def _free(self) -> tuple[str, ...]:
         now = time.monotonic()
         held = {node for job in self._jobs.values() if not job.state.ended for node in job.nodes}
-        return tuple(node for node in self._nodes if node not in held and self._taken.get(node, 0.0) <= now)
+        busy = {*held, *self._plan.part_time} if self._idle_for() <= 0 else held
+        return tuple(node for node in self._plan.nodes if node not in busy and self._taken.get(node, 0.0) <= now)
+
+    def _idle_for(self) -> float:
+        """Return how long the nodes that are idle part of the time still are; other users have them in between."""
+        return self._plan.idle - time.monotonic() % (self._plan.idle + _BUSY)
 
 
 def drive(plan: BarePlan, link: Connection) -> None:
@@ -145,7 +156,7 @@ def drive(plan: BarePlan, link: Connection) -> None:
     def clock() -> float:
         return time.time() + step[0]
 
-    source = _ParentsNodes(plan.nodes, clock, send)
+    source = _ParentsNodes(plan, clock, send)
     certificates = directory / f"certificates-{os.getpid()}"
     certificates.mkdir(mode=0o700)
     certificate_directory = str(curvezmq.create_certificates(str(certificates)))
@@ -179,7 +190,8 @@ def drive(plan: BarePlan, link: Connection) -> None:
             costs=CostsInSeconds(1, 1, 1),
             limits=Limits(peer_timeout=plan.peer_timeout, max_restarts=20),
         ),
-        slots_per_node=1,
+        slots_per_node=plan.slots_per_node,
+        share_nodes=True,
         outdated=3.0,
         heartbeat_timeout=plan.heartbeat_timeout,
         submit_slot=lambda token: send("slot", token),
@@ -193,8 +205,10 @@ def drive(plan: BarePlan, link: Connection) -> None:
         if not plan.outcome_of(subject.name).exists():
             future: Future[Any] = Future()
             futures[subject.name] = future
-            arguments = {**subject.arguments(plan.epochs, plan.samples), "out": str(plan.result_of(subject.name))}
-            request = TrainingRequest(SessionOptions(subject.name, seed=subject.seed), 1, 3, ScalingCurve.of(None))
+            files = {"out": str(plan.result_of(subject.name)), "claims": str(plan.claims)}
+            arguments = {**subject.arguments(plan.epochs, plan.samples), **files}
+            options = SessionOptions(subject.name, seed=subject.seed, **subject.options)
+            request = TrainingRequest(options, subject.least, subject.most, ScalingCurve.of(None))
             driver.post(Training(request, pack_training(train.func, (), arguments), future))
     broken = False
     while not all(future.done() for future in futures.values()):

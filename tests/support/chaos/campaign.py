@@ -22,9 +22,10 @@ import psutil
 import yaml
 
 from freetrain_parsl.testing.faults import kill, kill_all
+from tests.support.chaos.claims import violations_in
 from tests.support.chaos.damage import damage_newest
 from tests.support.chaos.scene import FILL, EpisodeSettings, Scene
-from tests.support.chaos.trainings import SUBJECTS
+from tests.support.chaos.trainings import SHARED_SUBJECTS, SUBJECTS
 from tests.support.chaos.verification import problems_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ _FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
 _EPOCHS, _SAMPLES = 6, 640
 _MOST_RESUMES = 12
 _ENDS_WITHIN = 60.0  # seconds for the driver to end after SIGTERM
+_SLOTS = 4  # of a node that training jobs share
 _LEAVES_WITHIN = 30.0  # seconds for all other processes to end after the driver
 # Part of a command line -> kind of process; the first match counts.
 _ROLES = (
@@ -100,11 +102,17 @@ class CampaignScene(Scene):
         Directory of the episode.
     checkpoints
         Root of the checkpoints.
+    shared
+        Whether training jobs share nodes of several slots.
     """
 
-    def __init__(self, settings: EpisodeSettings, directory: Path, checkpoints: Path) -> None:
+    def __init__(self, settings: EpisodeSettings, directory: Path, checkpoints: Path, *, shared: bool = False) -> None:
         super().__init__(settings, checkpoints, first=6.0, pause=2.0)
         self._directory = directory
+        self._shared = shared
+        self._subjects = SHARED_SUBJECTS if shared else SUBJECTS
+        self._claims = directory / "claims"
+        self._claims.mkdir()
         self._mark = f"{os.getpid()}-{settings.seed}"
         self._run_directory = directory / "run"
         self._outputs = 0
@@ -113,15 +121,23 @@ class CampaignScene(Scene):
 
     def _write_files(self) -> None:
         site = {**_SITE, "checkpoints": {"interval": "1 s", "least_free": "1 MB", "directory": str(self.checkpoints)}}
+        if self._shared:
+            site["node"] = {"slots": _SLOTS}
         (self._directory / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
         trainings = [
             {
                 "app": "tests.support.chaos.trainings:train",
                 "name": subject.name,
                 "seed": subject.seed,
-                "arguments": {**subject.arguments(_EPOCHS, _SAMPLES), "out": str(self._result_of(subject.name))},
+                "arguments": {
+                    **subject.arguments(_EPOCHS, _SAMPLES),
+                    "out": str(self._result_of(subject.name)),
+                    "claims": str(self._claims),
+                },
+                **subject.options,
+                **({"min_accelerators": subject.least, "max_accelerators": subject.most} if self._shared else {}),
             }
-            for subject in SUBJECTS
+            for subject in self._subjects
         ]
         campaign = {"name": "chaos", "trainings": trainings}
         (self._directory / "campaign.yaml").write_text(yaml.safe_dump(campaign), encoding="utf-8")
@@ -174,7 +190,8 @@ class CampaignScene(Scene):
 
     def verify(self) -> None:
         """Check the results of the training jobs."""
-        for subject in SUBJECTS:
+        self.problems += violations_in(self._claims)
+        for subject in self._subjects:
             if self._states().get(subject.name) == "finished":
                 self.problems += problems_of(subject, self._result_of(subject.name), _EPOCHS, _SAMPLES)
 

@@ -20,13 +20,15 @@ from torch.utils.data import Dataset
 
 from freetrain_parsl.app import training_app
 from freetrain_parsl.training.data.loader_options import LoaderOptions
+from tests.support.chaos.claims import claim_slot
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.session import TrainingSession
 
-__all__ = ["BATCH", "SUBJECTS", "CountedNet", "NumberedSamples", "Subject", "train"]
+__all__ = ["BATCH", "SHARED_SUBJECTS", "SUBJECTS", "CountedNet", "NumberedSamples", "Subject", "train"]
 
 BATCH = 32
+_MOST_LEAKED = 400  # MiB, in one process
 _FEATURES, _CLASSES = 24, 4
 
 
@@ -44,6 +46,12 @@ class Subject:
         Whether the model has running statistics.
     pace
         Minimum seconds per batch, so that faults hit the training job while it runs.
+    least, most
+        Bounds on its size: nodes, or slots where training jobs share nodes.
+    leak
+        MiB of host memory that each batch leaves behind.
+    sharded
+        Whether its processes hold different parts of the model, with copies on other nodes every few steps.
     """
 
     name: str
@@ -51,15 +59,28 @@ class Subject:
     deterministic: bool
     batch_norm: bool
     pace: float
+    least: int = 1
+    most: int = 3
+    leak: int = 0
+    sharded: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the training app that differ from their defaults."""
+        return {"snapshot_every": 3} if self.sharded else {}
 
     def arguments(self, epochs: int, samples: int) -> dict[str, Any]:
-        """Return the keyword arguments of `train`, except ``out``."""
+        """Return the keyword arguments of `train`, except ``out`` and ``claims``."""
         return {
             "epochs": epochs,
             "samples": samples,
             "deterministic": self.deterministic,
             "batch_norm": self.batch_norm,
             "pace": self.pace,
+            "shards": max(4, self.most),
+            "leak": self.leak,
+            "sharded": self.sharded,
+            "subject": self.name,
         }
 
 
@@ -68,7 +89,18 @@ SUBJECTS = (
     Subject("exact-norm", 2, deterministic=True, batch_norm=True, pace=0.02),
     Subject("plain", 3, deterministic=False, batch_norm=False, pace=0.05),
     Subject("plain-norm", 4, deterministic=False, batch_norm=True, pace=0.05),
+    Subject("sharded", 5, deterministic=False, batch_norm=False, pace=0.05, sharded=True),
 )
+"""The training jobs of an episode in which each has whole nodes."""
+
+SHARED_SUBJECTS = (
+    Subject("single", 1, deterministic=True, batch_norm=False, pace=0.08, most=1),
+    Subject("half", 2, deterministic=True, batch_norm=True, pace=0.08, most=2),
+    Subject("node", 3, deterministic=True, batch_norm=False, pace=0.08, least=2, most=4),
+    Subject("nodes", 4, deterministic=True, batch_norm=False, pace=0.08, least=4, most=8),
+    Subject("leaky", 5, deterministic=True, batch_norm=False, pace=0.12, most=1, leak=40),
+)
+"""The training jobs of an episode in which they share nodes of four slots."""
 
 
 class NumberedSamples(Dataset[tuple[int, torch.Tensor, int]]):
@@ -116,9 +148,21 @@ def train(
     batch_norm: bool,
     pace: float,
     out: str,
+    shards: int = 4,
+    leak: int = 0,
+    sharded: bool = False,
+    subject: str = "",
+    claims: str | None = None,
 ) -> dict[str, Any]:
-    """Train a `CountedNet` and save its final state to the file `out`."""
+    """Train a `CountedNet` and save its final state to the file `out`; `claims` is the directory of `claim_slot`."""
+    if claims is not None:
+        claim_slot(Path(claims), subject)
+    leaked: list[torch.Tensor] = []
     model = CountedNet(epochs, samples, batch_norm=batch_norm)
+    if sharded:  # the counts are not: their gradients are exact
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model.net, mesh=session.mesh)
     adam = torch.optim.Adam(model.net.parameters(), lr=3e-3)
     model, adam, _, scheduler = session.prepare(
         model,
@@ -126,17 +170,23 @@ def train(
         torch.optim.SGD([model.counts], lr=float(BATCH)),
         torch.optim.lr_scheduler.StepLR(adam, step_size=1, gamma=0.9),
     )
-    options: dict[str, Any] = {"deterministic": True, "options": LoaderOptions(shards=4)} if deterministic else {}
+    options: dict[str, Any] = {"deterministic": True, "options": LoaderOptions(shards=shards)} if deterministic else {}
     data = session.loader(NumberedSamples(samples), batch_size=BATCH, **options)
     for epoch in session.epochs(epochs):
         for numbers, inputs, labels in data:
             time.sleep(pace)
+            if leak and len(leaked) * leak < _MOST_LEAKED:
+                leaked.append(torch.ones(leak << 20, dtype=torch.uint8))
             loss = nn.functional.cross_entropy(model(inputs), labels)
             session.step(loss + model.counts[epoch, numbers].mean())
         scheduler.step()
         session.log(lr=scheduler.get_last_lr()[0])
+    state = {
+        name: value.full_tensor() if sharded and name != "counts" else value
+        for name, value in model.state_dict().items()
+    }
     if session.is_main_process:
-        _save({"model": model.state_dict(), "metrics": dict(session.metrics)}, Path(out))
+        _save({"model": state, "metrics": dict(session.metrics)}, Path(out))
     return {"steps": session.metrics["steps"], "samples": session.metrics["samples"]}
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from freetrain_parsl.executor.journal import read_kinds
+from freetrain_parsl.protocol.journal import Assign, FragmentEnded, Grow, Shrink
 from freetrain_parsl.training.fragment import run_local
 from tests.support.chaos.trainings import BATCH, Subject, train
 
-__all__ = ["problems_of", "reference"]
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+__all__ = ["problems_of", "reference", "unexplained_failures"]
 
 _LOSS_TOLERANCE = 0.15  # relative: replicas draw other dropout masks without deterministic=True
 _STATISTICS_TOLERANCE = 0.15  # relative: running statistics are those of the local parts of each batch
@@ -26,7 +33,7 @@ def reference(subject: Subject, epochs: int, samples: int) -> dict[str, Any]:
     """
     with TemporaryDirectory(prefix="freetrain-reference-") as directory:
         out = Path(directory) / "out.pt"
-        arguments = {**subject.arguments(epochs, samples), "pace": 0.0}
+        arguments = {**subject.arguments(epochs, samples), "pace": 0.0, "leak": 0, "sharded": False}
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -65,6 +72,37 @@ def problems_of(subject: Subject, out: Path, epochs: int, samples: int) -> list[
         if abs(ours - theirs) > _LOSS_TOLERANCE * abs(theirs):
             problems.append(f"final loss {ours:.4f}, undisturbed {theirs:.4f}")
     return [f"{subject.name}: {problem}" for problem in problems]
+
+
+def unexplained_failures(journal: Path, hit: Collection[str]) -> list[str]:
+    """List the groups of training jobs that have failed although no fault has hit their units, one line each.
+
+    Parameters
+    ----------
+    journal
+        The journal of a driver.
+    hit
+        The units that faults have hit: nodes, or slots of shared ones.
+    """
+    try:
+        entries = list(read_kinds(journal, [Assign, Grow, Shrink, FragmentEnded]))
+    except sqlite3.OperationalError as error:
+        if "no such table" not in str(error):
+            raise
+        return []  # its driver was killed before it had made any
+    problems, units = [], defaultdict(set)
+    assigned: dict[str, Sequence[str]] = {}
+    for entry in entries:
+        match entry.record:
+            case Assign(subject=job, nodes=nodes) | Grow(subject=job, nodes=nodes) | Shrink(subject=job, nodes=nodes):
+                assigned[job] = nodes
+                units[job].update(nodes)  # a newcomer there may fail, and the group that it joins with it
+            case FragmentEnded(subject=job, nodes=nodes, failure=failure):
+                units[job].update(nodes)
+                if failure and units[job].isdisjoint(hit):
+                    problems.append(f"{job}: failed on {', '.join(sorted(units[job]))}, which no fault has hit")
+                units[job] = set(assigned.get(job, ()))
+    return problems
 
 
 def _miscounted(counts: torch.Tensor) -> list[str]:

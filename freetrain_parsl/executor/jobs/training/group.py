@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.driver.slot_registry import Slot
     from freetrain_parsl.executor.jobs.commands import Response
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
+    from freetrain_parsl.executor.jobs.training.progress import PlannerView
     from freetrain_parsl.executor.jobs.training.states import Phase
+    from freetrain_parsl.protocol.reports import Joined
 
 __all__ = ["TrainingProcesses"]
 
 
 class TrainingProcesses:
-    """The participants of one training job, and its phase; it reports the costs of changes to `PlannerView.measured`.
+    """The participants of one training job, and its phase; it reports the costs of changes to `PlannerView`.
 
     Attributes
     ----------
@@ -53,7 +55,7 @@ class TrainingProcesses:
         limits: Limits,
         numbers: Iterator[int],
         response: Response,
-        measured: Callable[[str, float], None],
+        planner: PlannerView,
         counted_seconds: Callable[[], float | None],
     ) -> None:
         self.participants: dict[str, Participant] = {}
@@ -64,7 +66,7 @@ class TrainingProcesses:
         self._change_timeout = limits.peer_timeout + limits.meeting_timeout
         self._numbers = numbers
         self._response = response
-        self._measured = measured
+        self._planner = planner
         self._counted_seconds = counted_seconds
         self._phase: Phase = Waiting(response.now)
 
@@ -115,18 +117,19 @@ class TrainingProcesses:
             self._run(slot, Place(group.number, rank, len(slots)))
         self._log_start(group, in_place=False)
 
-    def add_newcomer(self, slot: Slot) -> None:
-        """Start a process that prepares to join the group."""
-        self._run(slot, None)
+    def add_newcomer(self, slot: Slot, size: int) -> None:
+        """Start a process that prepares to join the group, of `size` members then."""
+        self._run(slot, None, size)
 
-    def _run(self, slot: Slot, place: Place | None) -> None:
+    def _run(self, slot: Slot, place: Place | None, size: int | None = None) -> None:
         run = next(self._numbers)
         role = Role.NEWCOMER if place is None else Role.MEMBER
         has_state = place is not None
         self.participants[slot.name] = Participant(
             slot.name, slot.node, slot.place, run, role, has_state=has_state, began=self._response.now
         )
-        self._response.do(do.Send(slot.name, StartRun(self._name, run, self._options, b"", place, self._meeting)))
+        start = StartRun(self._name, run, self._options, b"", place, self._meeting, size)
+        self._response.do(do.Send(slot.name, start))
 
     def report_training(self) -> bool:
         """Record that the group trains; return whether this was not known: it is the first report after the start."""
@@ -137,7 +140,7 @@ class TrainingProcesses:
             self._enter(Pausing(phase.group, reported=True))
         else:
             return False
-        self._measured("start", self._response.now - phase.group.began)
+        self._planner.measured("start", self._response.now - phase.group.began)
         return True
 
     # Changes in place.
@@ -168,15 +171,16 @@ class TrainingProcesses:
             place = Place(after.number, rank, len(ranks))
             self._send(member, ChangeGroup(self._name, member.run, after.number, place, abort=failure))
 
-    def joined(self, member: Participant, group: int, paused: float) -> None:
-        """Record that a member trains in group number `group`, after a pause of `paused` seconds."""
+    def joined(self, member: Participant, report: Joined) -> None:
+        """Record that a member trains in a new group."""
         change = self.change
-        if change is None or group != change.after.number:
+        if change is None or report.generation != change.after.number:
             return  # of a group in which a member has failed since
         change.begun = True
         member.trains()
         change.awaited.discard(member.slot)
-        change.paused = max(change.paused, paused)
+        change.paused = max(change.paused, report.paused)
+        change.transferred = max(change.transferred, report.transferred)
         if not change.awaited:
             self._complete(change)
 
@@ -296,4 +300,5 @@ class TrainingProcesses:
         self._log_end(change.before, change.after.began, failure=change.failure)
         self._log_start(change.after, in_place=True, paused=change.paused)
         if not change.failure and not change.awaited:
-            self._measured("up" if change.grows else "down", change.paused)
+            sizes = len(change.before.nodes), len(change.after.nodes)
+            self._planner.changed_in_place("up" if change.grows else "down", change.paused, change.transferred, sizes)

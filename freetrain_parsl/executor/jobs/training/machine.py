@@ -20,6 +20,7 @@ from freetrain_parsl.executor.jobs import events as on
 from freetrain_parsl.executor.jobs.commands import Response
 from freetrain_parsl.executor.jobs.training.group import TrainingProcesses
 from freetrain_parsl.executor.jobs.training.progress import PlannerView, ProgressTracker, stall_reason
+from freetrain_parsl.executor.jobs.training.rank_order import least_moved
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,
     Ended,
@@ -109,7 +110,7 @@ class TrainingMachine:
         self._planner = PlannerView(request, costs, self._response)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
-            request, limits, numbers, self._response, self._planner.measured, lambda: self._tracker.counted_seconds
+            request, limits, numbers, self._response, self._planner, lambda: self._tracker.counted_seconds
         )
         self._recovering: Recovering | None = None
         self._stall = ""
@@ -260,11 +261,15 @@ class TrainingMachine:
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
             for slot in change.start:
-                self._processes.add_newcomer(slot)
+                slots = self._registry.complete_slots(self.desired)
+                self._processes.add_newcomer(slot, len(slots or self.desired))
             if change.pause:
                 self._processes.pause()
             elif change.ranks:
-                self._processes.regroup(change.ranks, failure=False)
+                ranks = change.ranks
+                if self._tracker.is_sharded:
+                    ranks = least_moved(phase.group.ranks, ranks)
+                self._processes.regroup(ranks, failure=False)
             return
         wanted = self.desired - self._registry.closing(self.desired)
         self._processes.dismiss(self._processes.newcomers, abort=False)
@@ -403,13 +408,14 @@ class TrainingMachine:
                     if self.goal is not Goal.HOLD:  # else it was sent before the directory failed
                         self._do(do.ForgetStorage())
                     self._take_progress(report)
+                    self._describe_model(report)
                     self._observe(report)
             case GroupFailed():
                 self._group_failed(participant, report)
             case Joined():
                 if not participant.has_state:
                     self._failing_nodes.clear()
-                self._processes.joined(participant, report.generation, report.paused)
+                self._processes.joined(participant, report)
             case _:  # Ready
                 participant.ready = self._response.now
 
@@ -418,10 +424,21 @@ class TrainingMachine:
             group = self.phase.group
             self._do(do.Observe(group.number, group.nodes, len(group.ranks), progress))
 
+    def _describe_model(self, progress: Progress) -> None:
+        if isinstance(self.phase, Running):
+            group = self.phase.group
+            try:
+                self._planner.describe_model(progress, len(group.ranks) // len(group.nodes))
+            except InvalidApp as error:
+                self._fail(error)
+
     def _take_progress(self, progress: Progress) -> None:
         first = self._processes.report_training()
         if first and progress.resumed_from is not None:
-            self._log(record.FragmentResumed(self.name, progress.resumed_from, progress.slot_seconds))
+            resumed = record.FragmentResumed(
+                self.name, progress.resumed_from, progress.slot_seconds, progress.from_memory
+            )
+            self._log(resumed)
         self._tracker.take(progress, self._response.now)
         self._planner.advance(progress)
 
@@ -490,9 +507,8 @@ class TrainingMachine:
             return
         self._fail(
             InvalidApp(
-                f"training job {self.name!r} needs min_nodes={needed} nodes at the same time, but there are only "
-                f"{nodes} "
-                "for its blocks: lower min_nodes, or use a larger partition"
+                f"training job {self.name!r} needs {needed} nodes at the same time, but there are only {nodes} for its "
+                "blocks: lower min_nodes, min_accelerators or accelerators, or use a larger partition"
             )
         )
 

@@ -8,10 +8,13 @@ from dataclasses import astuple, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from freetrain_parsl.errors import TooManyRestarts
 from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.executor.jobs.training.states import Pausing, Regrouping, Role, Running, Starting, Waiting
 from freetrain_parsl.planning import events as planner
+from freetrain_parsl.planning.model import moved_shares
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
@@ -121,6 +124,11 @@ class ProgressTracker:
         self._crashes = 0  # since `_furthest` was reached
         self._last_crash = ""
         self._code_note = ""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its processes hold different parts of its state, as far as they have reported."""
+        return self.latest is not None and self.latest.sharded_bytes > 0
 
     @property
     def in_place(self) -> bool:
@@ -259,7 +267,7 @@ def _listed(nodes: Iterable[str]) -> str:
     return ", ".join(sorted(nodes))
 
 
-def learned_costs(known: CostsInSeconds, kind: str, seconds: float) -> CostsInSeconds:
+def learned_costs(known: CostsInSeconds, kind: str, measured: float) -> CostsInSeconds:
     """Return costs updated with one more measurement.
 
     Parameters
@@ -267,14 +275,14 @@ def learned_costs(known: CostsInSeconds, kind: str, seconds: float) -> CostsInSe
     known
         The current costs.
     kind
-        The cost that was measured: ``up``, ``down`` or ``start``.
-    seconds
+        The cost that was measured: ``up``, ``down``, ``start`` or ``bandwidth``.
+    measured
         The measurement; ignored if negative or not finite.
     """
-    if not (math.isfinite(seconds) and seconds >= 0):
+    if not (math.isfinite(measured) and measured >= 0):
         return known
     before: float = getattr(known, kind)
-    return replace(known, **{kind: (1 - _WEIGHT) * before + _WEIGHT * seconds})
+    return replace(known, **{kind: (1 - _WEIGHT) * before + _WEIGHT * measured})
 
 
 def changed_significantly(known: CostsInSeconds, learned: CostsInSeconds) -> bool:
@@ -311,7 +319,7 @@ class PlannerView:
         self._name = request.name
         self._samples = request.samples
         self._costs_are_stated = request.costs is not None
-        self._trainer = request.trainer(costs, submitted=response.now)
+        self._stated = self._trainer = request.trainer(costs, submitted=response.now)
         self._costs = self._trainer.costs
         self._response = response
 
@@ -322,6 +330,31 @@ class PlannerView:
     def withhold(self) -> None:
         """Let the planner assign it no nodes until it is submitted again."""
         self._response.inform(planner.TrainerWithheld(self._response.now, self._name))
+
+    def describe_model(self, progress: Progress, processes_per_unit: int) -> None:
+        """Report what limits the numbers of units, what a change in place has to move, and how long it saves.
+
+        Raises
+        ------
+        InvalidApp
+            The model allows no number of processes within the bounds.
+        """
+        moved = float(progress.sharded_bytes) if progress.in_place else 0.0
+        if moved != self._costs.sharded_bytes:
+            self._learn(replace(self._costs, sharded_bytes=moved))
+        allowed = self._stated.allowed_counts & progress.allowed_counts.in_units(processes_per_unit)
+        saves = progress.write_seconds
+        known = self._trainer
+        if allowed == known.allowed_counts and abs(saves - known.save_seconds) <= _SIGNIFICANT * known.save_seconds:
+            return
+        self._trainer = replace(
+            known,
+            min_nodes=self._stated.min_nodes,
+            max_nodes=self._stated.max_nodes,
+            allowed_counts=allowed,
+            save_seconds=saves,
+        )
+        self._response.inform(planner.TrainerLearned(self._response.now, self._trainer))
 
     def finish(self) -> None:
         """Report that it has finished."""
@@ -349,9 +382,33 @@ class PlannerView:
         seconds
             The measurement.
         """
+        self._learn(learned_costs(self._costs, kind, seconds))
+
+    def changed_in_place(self, kind: str, paused: float, transferred: float, sizes: tuple[int, int]) -> None:
+        """Update the costs after a change in place.
+
+        Parameters
+        ----------
+        kind
+            ``up`` or ``down``.
+        paused, transferred
+            Seconds without training, and those of them in which the state was moved.
+        sizes
+            Numbers of units before and after.
+        """
+        costs = self._costs
+        moved = costs.sharded_bytes * float(moved_shares(sizes[0], np.array([sizes[1]]))[0])
+        if not (moved and transferred > 0):  # else the time of the move depends on how much is moved
+            self.measured(kind, paused)
+            return
+        costs = learned_costs(costs, "bandwidth", moved / transferred)
+        self._learn(learned_costs(costs, kind, max(0.0, paused - transferred)))
+
+    def _learn(self, costs: CostsInSeconds) -> None:
+        """Use these costs, unless the user stated them; report a significant change."""
         if self._costs_are_stated:
             return
-        self._costs = learned_costs(self._costs, kind, seconds)
+        self._costs = costs
         if changed_significantly(self._trainer.costs, self._costs):
             self._trainer = replace(self._trainer, costs=self._costs)
             self._response.inform(planner.TrainerLearned(self._response.now, self._trainer))

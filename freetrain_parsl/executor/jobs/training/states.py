@@ -188,6 +188,8 @@ class Regrouping:
         Whether the members pause as soon as they are in the new group.
     paused
         Longest pause reported by a member, seconds.
+    transferred
+        Longest part of it in which the state was moved, as reported by a member, seconds.
     begun
         Whether a member has reported: the training job continues in the new group.
     """
@@ -199,6 +201,7 @@ class Regrouping:
     awaited: set[str]
     pauses: bool = False
     paused: float = 0.0
+    transferred: float = 0.0
     begun: bool = False
 
     @property

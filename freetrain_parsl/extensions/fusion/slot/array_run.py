@@ -17,7 +17,13 @@ from freetrain_parsl.errors import CannotFuse, CheckpointError, TrainingError
 from freetrain_parsl.executor.jobs.port import Run
 from freetrain_parsl.executor.payloads.payloads import unpack_training
 from freetrain_parsl.executor.slot.output import flush_streams
-from freetrain_parsl.executor.slot.run_end import deposit, end_by, print_exception, serialize_result
+from freetrain_parsl.executor.slot.run_end import (
+    deposit,
+    end_by,
+    print_exception,
+    serialize_result,
+    serialized_exception,
+)
 from freetrain_parsl.executor.training_logs import FIRST
 from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
@@ -72,6 +78,7 @@ class ArrayRun(Run):
         """Number of steps that were made for several members at once, after the end."""
         self._command = command
         self._missing = set(command.members)
+        self._members: dict[str, None] = {}  # those that were added, and have not ended
         self._complete = threading.Event()
         self._options: SessionOptions | None = None  # of the first member
         self._sizing: ArraySizing | None = None
@@ -84,11 +91,37 @@ class ArrayRun(Run):
         """Whether no work would be lost if this process ended now."""
         return not self.mailbox.underway
 
+    @property
+    def label(self) -> str:
+        """What it is, for people and for the other slots of its node: other arrays of its cohort are neighbours."""
+        return f"array-{self.number} of {self._training}"
+
+    def end_over_share(self, reason: str) -> list[ToDriver]:
+        """Return the reports of the end: its members go on from their checkpoints in arrays of half the size.
+
+        A member that is alone in its array fails: it would need as much again.
+        """
+        members = list(self._members)
+        said: list[ToDriver]
+        if len(members) > 1:
+            why = f"{self.label}, with {len(members)} members, {reason}"
+            said = [
+                ArraySized(self._training, self.number, len(members) // 2, fused=True, decided=True, reason=why),
+            ]
+        else:
+            errors = {name: TrainingError(f"training job {name!r} {reason}") for name in members}
+            said = [
+                MemberEnded(self._training, self.number, name, RunFailed(str(error)), serialized_exception(error))
+                for name, error in errors.items()
+            ]
+        return [*said, RunEnded(self._training, self.number, RunPaused(PauseReason.REQUESTED))]
+
     def handle(self, message: RunMessage | StoreReply) -> bool:
         """Handle a message from the driver; return false if it is for another run."""
         match message:
             case AddMember(run=self.number):
                 self._options = self._options or message.options
+                self._members[message.options.name] = None
                 self.mailbox.add(Member(message.options, partial(self._load, message.payload)))
                 self._missing.discard(message.options.name)
                 if not self._missing:
@@ -182,6 +215,7 @@ class ArrayRun(Run):
 
     def _ended(self, member: str, ended: Finished | Paused | BaseException) -> None:
         self._reported.pop(member, None)
+        self._members.pop(member, None)
         end: RunEnd
         payload, stored = b"", None
         if isinstance(ended, Finished):

@@ -75,8 +75,9 @@ def planned_blocks(stored: Mapping[str, Any]) -> dict[str, Any]:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"freetrain plan exited with code {done.returncode}"]
         return {"plan_error": lines[-1][:_LONGEST]}
-    blocks = json.loads(done.stdout)["blocks"]
-    return {"plan": {"blocks": [{key: block[key] for key in ("nodes", "walltime")} for block in blocks]}}
+    plan = json.loads(done.stdout)
+    blocks = [{key: block[key] for key in ("nodes", "walltime")} for block in plan["blocks"]]
+    return {"plan": {"blocks": blocks, **{key: plan[key] for key in ("slots_per_node", "units_per_node")}}}
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:

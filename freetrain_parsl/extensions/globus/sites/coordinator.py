@@ -183,6 +183,7 @@ class Coordinator:
         site.next_call = now + self._pace.status
         if answer.planned is not None:
             site.offers = answer.planned
+            site.slots_per_node, site.units_per_node = answer.slots_per_node, answer.units_per_node
         elif answer.plan_error:
             site.offers = ()
         if answer.order > site.order:
@@ -312,7 +313,8 @@ class Coordinator:
 
     def _view(self, site: SiteState) -> SiteView:
         held = () if site.answer is None else site.answer.held
-        return SiteView(site.name, (*held, *site.offers), site.answers, site.start)
+        offers = (*held, *site.offers)
+        return SiteView(site.name, offers, site.answers, site.start, site.slots_per_node, site.units_per_node)
 
     def _question(self, training: TrainingPlace) -> SiteTraining:
         trainer = training.trainer

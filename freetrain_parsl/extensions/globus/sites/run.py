@@ -35,6 +35,7 @@ from freetrain_parsl.extensions.globus.remote.messages import parse_status
 from freetrain_parsl.extensions.globus.remote.preparation import pack_campaign, prepare_packed
 from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
 from freetrain_parsl.extensions.globus.sites.places import LocalPlace
+from freetrain_parsl.extensions.globus.sites.planning.model import in_common_units
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
 from freetrain_parsl.extensions.globus.sites.sites_file import SitesFile
 from freetrain_parsl.extensions.globus.sites.state import (
@@ -265,12 +266,21 @@ class SitesRun:
         return how
 
     def _coordinator(self) -> Coordinator:
+        costs = DEFAULT_COSTS.in_seconds()
+        requests = {training.name: training.app.request(training.name) for training in self.campaign.trainings}
+        submitted = {name: float(number) for number, name in enumerate(requests)}
+
+        def sized(name: str, slots: int, units: int) -> PlannedJob:
+            request = requests[name]
+            slots_per_node = dict.fromkeys(request.node_kinds or ("",), slots)
+            return request.on_nodes(slots_per_node, units).trainer(costs, submitted[name])
+
         def planner(question: SitesQuestion) -> SitePlan:
-            return plan_sites(question, self.sites.settings)
+            return plan_sites(in_common_units(question, sized), settings)
 
         settings = self.sites.settings
         coordinator = Coordinator(
-            list(self._trainers()),
+            [sized(name, 1, 1) for name in requests],
             {entry.name: entry.rates for entry in self.sites.sites},
             CallPace(settings.look.total_seconds(), self.sites.status_period),
             planner,
@@ -286,11 +296,6 @@ class SitesRun:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise InvalidInput(f"{self.directory / COORDINATOR} is damaged: {error}") from None
         return coordinator
-
-    def _trainers(self) -> Iterator[PlannedJob]:
-        costs = DEFAULT_COSTS.in_seconds()
-        for number, training in enumerate(self.campaign.trainings):
-            yield training.app.request(training.name).trainer(costs, float(number))
 
 
 def _read_request(directory: Path, name: str) -> dict[str, Any]:

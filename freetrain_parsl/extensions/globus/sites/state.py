@@ -45,6 +45,7 @@ ENDED = ("finished", "failed", "cancelled")
 _STATES = ("waiting", "running", *ENDED)
 _LONGEST_LEASE = 1e9  # seconds
 _MOST_ORDERS = 2**53
+_MOST_SLOTS = 1000  # of a node
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class SiteAnswer:
         Nodes of our blocks.
     planned
         Nodes that could be obtained; ``None`` if that was not asked.
+    slots_per_node, units_per_node
+        As in `SiteView`, if `planned` is known.
     plan_error
         Why that is not known.
     sizes, samples_left
@@ -133,6 +136,8 @@ class SiteAnswer:
     trainings: Mapping[str, TrainingAtSite] = field(default_factory=dict)
     held: tuple[Offer, ...] = ()
     planned: tuple[Offer, ...] | None = None
+    slots_per_node: int = 1
+    units_per_node: int = 1
     plan_error: str = ""
     sizes: Mapping[str, float] = field(default_factory=dict)
     samples_left: Mapping[str, float] = field(default_factory=dict)
@@ -162,6 +167,8 @@ class SiteAnswer:
                 trainings={one.name: one for one in map(_training, (status.summary or {"trainings": []})["trainings"])},
                 held=tuple(Offer(_amount(nodes), float(seconds)) for nodes, seconds in document["held"]),
                 planned=offers_of_plan(document["plan"]) if "plan" in document else None,
+                slots_per_node=_slots(document, "slots_per_node"),
+                units_per_node=_slots(document, "units_per_node"),
                 plan_error=plain_text(document.get("plan_error", ""), 500),
                 sizes={str(name): _amount(size) for name, size in document["sizes"].items()},
                 samples_left={str(name): _amount(left) for name, left in document["samples_left"].items()},
@@ -186,6 +193,13 @@ def _amount(value: Any) -> float:
 def _order(number: int) -> int:
     if not 0 <= number < _MOST_ORDERS:
         raise ValueError("an order has a number of its own")
+    return number
+
+
+def _slots(document: Mapping[str, Any], key: str) -> int:
+    number = document["plan"][key] if "plan" in document else 1
+    if not (isinstance(number, int) and 0 < number <= _MOST_SLOTS):
+        raise ValueError("a node has one slot or more")
     return number
 
 
@@ -280,6 +294,8 @@ class SiteState:
         Its last answer.
     offers
         Nodes that could be obtained, as of the last look.
+    slots_per_node, units_per_node
+        As in `SiteView`, as of that look.
     silent
         Why it does not answer; empty if it does.
     starts
@@ -296,6 +312,8 @@ class SiteState:
     seen: float | None = None
     answer: SiteAnswer | None = None
     offers: tuple[Offer, ...] = ()
+    slots_per_node: int = 1
+    units_per_node: int = 1
     silent: str = ""
     failures: int = 0
     asking: Ask | None = None

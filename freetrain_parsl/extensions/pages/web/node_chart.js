@@ -237,8 +237,8 @@ export function createNodeChart(element, store, select) {
     drawNames(pen, top, bottom, tall, body);
     drawAxis(pen, begin, end, x, body, width, colour("rule"));
     canvas.setAttribute("aria-label", summary());
-    legend.replaceChildren(...[["idle", "idle"], ["others", "other users, or down"], ["ours", "ours: starting, or between trainings"]].map(([name, text]) =>
-      make("li", {}, make("span", { class: `ft-swatch ft-fill-${name}` }), text)), make("li", {}, make("span", { class: "ft-swatch ft-fill-trainings" }), "a training, in its colour"));
+    legend.replaceChildren(...[["idle", "idle"], ["others", "other users, or down"], ["ours", "ours: starting, or between training jobs"]].map(([name, text]) =>
+      make("li", {}, make("span", { class: `ft-swatch ft-fill-${name}` }), text)), make("li", {}, make("span", { class: "ft-swatch ft-fill-trainings" }), "a training job, in its colour"));
     note.textContent = order.length ? "Ctrl and wheel, or + and −, zoom in time; Shift and wheel, or Page Up and Page Down, in nodes; arrows or dragging move; 0 shows everything. Nodes that were never idle or ours are not known."
       : "No node is known yet.";
   };

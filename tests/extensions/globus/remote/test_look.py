@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,14 @@ def test_a_plan_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(look, "FREETRAIN", "import sys; sys.exit('freetrain plan: sinfo does not answer')")
     stored = {"campaign": str(tmp_path / "c.yaml"), "config": "local", "settings": []}
     assert look.planned_blocks(stored) == {"plan_error": "freetrain plan: sinfo does not answer"}
+
+
+def test_a_plan_says_how_many_slots_share_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"blocks": [{"nodes": 2, "walltime": 60.0}], "slots_per_node": 4, "units_per_node": 4}
+    printed = {**plan, "blocks": [{**plan["blocks"][0], "samples": 1.0}], "notes": []}
+    monkeypatch.setattr(look, "FREETRAIN", f"print({json.dumps(printed)!r})")
+    stored = {"campaign": str(tmp_path / "c.yaml"), "config": "local", "settings": []}
+    assert look.planned_blocks(stored) == {"plan": plan}
 
 
 def test_an_assignment_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ ANSWER: dict[str, Any] = {
         },
     },
     "held": [[2, 100.0]],
-    "plan": {"blocks": [{"nodes": 3, "walltime": 600}]},
+    "plan": {"blocks": [{"nodes": 3, "walltime": 600}], "slots_per_node": 4, "units_per_node": 4},
     "sizes": {"t": 10},
     "samples_left": {"t": 5},
     "measured": [[True, 100, 2.0], [False, 50, 1.0]],
@@ -47,6 +47,7 @@ def test_an_answer() -> None:
     answer = SiteAnswer.parse(ANSWER)
     assert answer.trainings["t"].nodes == ("n1",)
     assert (answer.held, answer.planned) == ((Offer(2, 100.0),), (Offer(3, 600.0),))
+    assert (answer.slots_per_node, answer.units_per_node) == (4, 4)
     assert (answer.copies_from_home, answer.copies_to_home) == (((100.0, 2.0),), ((50.0, 1.0),))
     assert SiteAnswer.parse({key: value for key, value in ANSWER.items() if key != "plan"}).planned is None
 
@@ -100,6 +101,8 @@ def test_any_other_value_anywhere_is_refused_or_is_valid(path: tuple[Any, ...], 
         ("held", 0, 1),
         ("plan", "blocks", 0, "nodes"),
         ("plan", "blocks", 0, "walltime"),
+        ("plan", "slots_per_node"),
+        ("plan", "units_per_node"),
         ("sizes", "t"),
         ("samples_left", "t"),
         ("measured", 0, 1),

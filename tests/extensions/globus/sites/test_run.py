@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from freetrain_parsl.extensions.globus.sites.coordinator import Coordinator
+    from freetrain_parsl.extensions.globus.sites.planning.model import SitePlan, SitesQuestion, SitesSettings
 
 APP = "from freetrain_parsl import training_app\n\n@training_app\ndef train(session, *, lr=0.1):\n    pass\n"
 CAMPAIGN = "name: two\ntrainings:\n  - {app: sites_app.py:train, name: 't{lr}', grid: {lr: [1, 2]}}\n"
@@ -56,6 +57,7 @@ class ScriptedSite:
         self.retry: dict[str, int] = {}
         self.order, self.assigned = 0, []
         self.verbs: list[str] = []
+        self.slots = {"slots_per_node": 1, "units_per_node": 1}
         self.also: dict[str, Any] = {}  # in every answer to a look
 
     def call(self, request: Mapping[str, Any], timeout: float = 120.0) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class ScriptedSite:
             self.order, self.assigned = request["order"], request["trainings"]
         measured: list[Any] = []
         blocks = [{"nodes": self.nodes, "walltime": 600}]
-        plan = {"plan": {"blocks": blocks}} if request["plan"] else {}
+        plan = {"plan": {"blocks": blocks, **self.slots}} if request["plan"] else {}
         more = {"held": [], "sizes": {}, "samples_left": {}, "measured": measured, "copying": [], "retried": {}}
         status = {**self.status("running"), "run": request["run"]}
         return {**facts, **more, **plan, "order": self.order, "status": status, **self.also}
@@ -318,6 +320,23 @@ def test_other_verbs_name_what_a_run_at_several_sites_is(project: Path) -> None:
         assert result.exit_code == 2, result.output
         assert message in result.output
         assert "Traceback" not in result.output
+
+
+def test_sites_that_share_nodes_are_planned_in_slots(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[SitesQuestion] = []
+    plan_sites = run_module.plan_sites
+
+    def planned(question: SitesQuestion, settings: SitesSettings) -> SitePlan:
+        asked.append(question)
+        return plan_sites(question, settings)
+
+    monkeypatch.setattr(run_module, "plan_sites", planned)
+    sites = {"a": ScriptedSite(), "b": ScriptedSite()}
+    for site in sites.values():
+        site.slots = {"slots_per_node": 4, "units_per_node": 4}
+    assert create(project, sites).drive(report=ignore, show=ignore) == "finished"
+    assert {view.offers[0].nodes for view in asked[0].sites} == {4}
+    assert {(one.trainer.min_nodes, one.trainer.max_nodes) for one in asked[0].trainings} == {(1, 4)}
 
 
 @pytest.mark.parametrize(

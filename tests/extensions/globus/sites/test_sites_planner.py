@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetrain_parsl.errors import InvalidSettings, PlanningError
+from freetrain_parsl.executor.jobs.size import Size
 from freetrain_parsl.extensions.globus.sites.planning.model import (
     Offer,
     SitesPlanner,
@@ -21,6 +22,7 @@ from freetrain_parsl.extensions.globus.sites.planning.model import (
     SiteView,
     TransferRate,
     Verb,
+    in_common_units,
     offers_of_plan,
 )
 from freetrain_parsl.extensions.globus.sites.planning.planner import plan_sites
@@ -102,6 +104,40 @@ def test_a_move_is_charged_the_start_at_its_site_and_the_reason_says_so():
     assert choice.reason.endswith("1,000 MB from a take 10 s; a start there takes 60 s")
     slow = replace(question, sites=(question.sites[0], replace(question.sites[1], start=200.0)))
     assert plan_sites(slow).choices[0].verb is Verb.STAY, "8 nodes for 390 s less half of 210 s, and 4 for 600 s"
+
+
+def sized(name, slots, units):
+    least, most = Size(min_accelerators=1, max_accelerators=8).in_units(name, slots, units)
+    return PlannedJob(name, least, most, ScalingCurve({1: 1.0}), CostsInSeconds())
+
+
+def test_training_jobs_that_share_a_node_stay_on_it():
+    """Sites state nodes, and training jobs there hold slots; counted alike, three of four would have no room."""
+    jobs = tuple(SiteTraining(sized(f"t{i}", 4, 4), site="a", nodes=1, state_bytes=1.0) for i in range(4))
+    sites = (SiteView("a", (Offer(1),), slots_per_node=4, units_per_node=4), SiteView("b", (Offer(3),)))
+    alike = (sites[0], replace(sites[1], slots_per_node=4, units_per_node=4))
+    there = {("a", "b"): TransferRate(1.0, 5.0)}
+    in_slots = in_common_units(SitesQuestion(0.0, 600.0, alike, jobs, there), sized)
+    assert [site.offers[0].nodes for site in in_slots.sites] == [4, 12]
+    assert {(one.trainer.min_nodes, one.trainer.max_nodes, one.nodes) for one in in_slots.trainings} == {(1, 8, 1)}
+    stays = plan_sites(replace(in_slots, sites=(in_slots.sites[0], replace(in_slots.sites[1], offers=()))))
+    assert {(one.verb, one.site, one.nodes) for one in stays.choices} == {(Verb.STAY, "a", 1)}
+    assert stays.choices[0].reason == "1 of 4.0 slots expected at a"
+
+
+def test_sites_with_different_nodes_are_compared_in_whole_nodes():
+    job = SiteTraining(replace(sized("t", 4, 4), work_left=7.0), site="a", nodes=8)
+    small = SiteTraining(sized("s", 4, 4), site="a", nodes=2)
+    sites = (
+        SiteView("a", (Offer(3),), slots_per_node=4, units_per_node=4),
+        SiteView("b", (Offer(3),), slots_per_node=12, units_per_node=12),
+        SiteView("silent", answers=False),
+    )
+    question = in_common_units(SitesQuestion(0.0, 600.0, sites, (job, small)), sized)
+    assert [one.nodes for one in question.trainings] == [2, 1]
+    assert question.trainings[0].trainer.max_nodes == 2
+    assert question.trainings[0].trainer.work_left == 7.0
+    assert [site.offers for site in question.sites] == [site.offers for site in sites]
 
 
 def test_windows_that_close_before_the_next_look_count_in_part():

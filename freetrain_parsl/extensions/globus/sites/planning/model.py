@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ __all__ = [
     "TransferRate",
     "Verb",
     "fit_rate",
+    "in_common_units",
     "offers_of_plan",
     "rates_between",
 ]
@@ -85,12 +86,18 @@ class SiteView:
         Whether it answered this time. A site that did not gets no training jobs.
     start
         Seconds until a training job that is new there, with its state, has nodes: the call, and the start of a driver.
+    slots_per_node
+        Number of slots of its nodes, the least if there are several kinds.
+    units_per_node
+        The same if training jobs share its nodes, otherwise 1.
     """
 
     name: str
     offers: tuple[Offer, ...] = ()
     answers: bool = True
     start: float = 0.0
+    slots_per_node: int = 1
+    units_per_node: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.start) and self.start >= 0):
@@ -189,6 +196,8 @@ class SitesQuestion:
         All training jobs that are not done.
     transfers
         (from collection, to site) -> measured rate. Without a rate there is no transfer.
+    unit
+        What is counted, in texts.
 
     Raises
     ------
@@ -201,6 +210,7 @@ class SitesQuestion:
     sites: tuple[SiteView, ...]
     trainings: tuple[SiteTraining, ...]
     transfers: Mapping[tuple[str, str], TransferRate] = field(default_factory=dict)
+    unit: str = "nodes"
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.now) and math.isfinite(self.horizon) and self.horizon > 0):
@@ -217,6 +227,41 @@ class SitesQuestion:
         for training in self.trainings:
             if training.site is not None and training.site not in known:
                 raise PlanningError(f"training job {training.name!r} is at an unknown site {training.site!r}")
+
+
+def in_common_units(question: SitesQuestion, sized: Callable[[str, int, int], PlannedJob]) -> SitesQuestion:
+    """Return a question in one unit: slots, if all sites share nodes and have equal numbers of them, otherwise nodes.
+
+    In nodes, a training job on some slots of a node counts as one on this node.
+
+    Parameters
+    ----------
+    question
+        Offers are in nodes, nodes of training jobs in the units of their site.
+    sized
+        Training job, number of slots of a node, number of units of a node -> the training job in these units.
+    """
+    answering = [site for site in question.sites if site.answers]
+    numbers = {site.units_per_node for site in answering}
+    units = numbers.pop() if len(numbers) == 1 else 1
+    slots = min((site.slots_per_node for site in answering), default=1)
+    divisors = {site.name: 1 if units > 1 else site.units_per_node for site in question.sites}
+    return replace(
+        question,
+        sites=tuple(
+            replace(site, offers=tuple(replace(offer, nodes=offer.nodes * units) for offer in site.offers))
+            for site in question.sites
+        ),
+        trainings=tuple(
+            replace(
+                one,
+                trainer=replace(sized(one.name, slots, units), work_left=one.trainer.work_left),
+                nodes=one.nodes if one.site is None else math.ceil(one.nodes / divisors[one.site]),
+            )
+            for one in question.trainings
+        ),
+        unit="slots" if units > 1 else question.unit,
+    )
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,7 @@ class _Problem:
     def _running(self, training: SiteTraining, site: str) -> _Option:
         costs, before = training.trainer.costs, self._value_now(training)
         gains = self._gains(training, self._most(training, site), self._question.horizon)
-        gains[training.nodes + 1 :] -= costs.up * before
-        gains[: training.nodes] -= costs.down * before
+        gains -= costs.changes(training.nodes, len(gains) - 1) * before
         return _Option(gains, gains + costs.down * before)
 
     def _starting(self, training: SiteTraining, site: str, wait: float) -> _Option:
@@ -280,7 +279,7 @@ class _Problem:
 
     def _placed(self, training: SiteTraining, way: _Chosen) -> SiteChoice:
         site, option, home = way.site, way.option, self._home(training)
-        reason = f"{way.nodes} of {self._mean[site]:.1f} nodes expected at {site}"
+        reason = f"{way.nodes} of {self._mean[site]:.1f} {self._question.unit} expected at {site}"
         if site == home:
             if (left := training.arrives - self._question.now) > 0:
                 reason += f", where its state arrives in {left:.0f} s"
