@@ -38,7 +38,7 @@ def test_an_app_looks_like_its_function() -> None:
         ({"min_nodes": "2"}, "min_nodes must be a whole number of at least 1, got '2'"),
         ({"max_nodes": float("nan")}, "max_nodes must be a whole number of at least 1, got nan"),
         ({"max_nodes": 10**9}, "max_nodes must be at most 1,000,000"),
-        ({"scaling": {4: 10.0}, "min_nodes": 2, "max_nodes": 8}, "add a point at or below min_nodes (2)"),
+        ({"scaling": {4: 10.0}, "min_nodes": 2, "max_nodes": 8}, "add a point at or below its least size, 2"),
         ({"scaling": [(2, 1.0), (1, 2.0)]}, "numbers of nodes must increase"),
         ({"scaling": {1: float("nan")}}, "scaling curve"),
         ({"rescale_costs": 2.0}, "rescale_costs must be RescaleCosts(up, down, start), got 2.0"),

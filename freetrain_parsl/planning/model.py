@@ -213,10 +213,11 @@ class CostsInSeconds:
     bandwidth: float = 1e9
 
     def __post_init__(self) -> None:
-        for name in ("up", "down", "start", "sharded_bytes"):
+        units = dict.fromkeys(("up", "down", "start"), "seconds") | {"sharded_bytes": "bytes"}
+        for name, unit in units.items():
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise InvalidApp(f"rescale cost {name!r} must be zero or more, got {value!r}")
+                raise InvalidApp(f"rescale cost {name!r} must be zero or more {unit}, got {value!r}")
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
             raise InvalidApp(f"rescale cost 'bandwidth' must be positive, got {self.bandwidth!r}")
 

@@ -163,6 +163,9 @@ def test_one_class_that_never_closes_is_the_count_model(case, gap):
     for j, held in enumerate(one.totals.tolist()):
         values[j, held + 1 :] -= one.up[j] * one.before[j]
         values[j, :held] -= one.down[j] * one.before[j]
+        if one.moved is not None:
+            moved = np.delete(np.arange(values.shape[1]), held)
+            values[j, moved] -= one.moved[j, moved] * one.before[j]
         if held == 0:
             values[j] -= one.start[j] * one.rates[j, : values.shape[1]]
     best = best_value(np.where(np.isnan(values), -np.inf, values))

@@ -1,7 +1,7 @@
 """What the slots of a node tell each other, in small files in their worker pool's directory; and their temporary files.
 
-Each slot has a file, which names its training job while one runs, and a private directory for temporary files. Both are
-removed by its place when the job's process has ended, and by the pilot when the pool ends.
+Each slot has a file, which names its training job while one runs, one that names its process, and a private directory
+for temporary files. They are removed by its place when the process has ended, and by the pilot when the pool ends.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from freetrain_parsl.cluster.processes import process_info
+
 __all__ = [
     "Neighbour",
     "clear_traces",
     "neighbours_of",
     "pool_directory",
+    "process_of",
     "publish",
+    "publish_process",
     "use_own_temporary_directory",
 ]
 
 _FILE: Final = "slot-"
+_PROCESS: Final = "process-"
 _TEMPORARY: Final = "t"  # short: the path of a socket has at most 107 characters
 
 
@@ -73,6 +78,21 @@ def neighbours_of(pool: Path, rank: int) -> list[Neighbour]:
     return found
 
 
+def publish_process(pool: Path, rank: int) -> None:
+    """Tell a later place of this slot which process this is; best effort."""
+    with suppress(OSError):
+        if (own := process_info(os.getpid())) is not None:
+            (pool / f"{_PROCESS}{rank}").write_text(f"{own.pid} {own.started}", encoding="ascii")
+
+
+def process_of(pool: Path, rank: int) -> tuple[int, int] | None:
+    """Return the id and start tick of the last process of a slot, unless its place has seen its end."""
+    with suppress(OSError, ValueError):  # there is none; it was killed while it wrote
+        pid, started = (pool / f"{_PROCESS}{rank}").read_text(encoding="ascii").split()
+        return int(pid), int(started)
+    return None
+
+
 def use_own_temporary_directory(pool: Path, rank: int) -> None:
     """Let this process and its children make temporary files in a new directory, private to the user.
 
@@ -90,7 +110,8 @@ def use_own_temporary_directory(pool: Path, rank: int) -> None:
 def clear_traces(pool: Path, rank: int) -> None:
     """Remove a slot's file and its temporary files: its process has ended."""
     with suppress(OSError):
-        (pool / f"{_FILE}{rank}").unlink(missing_ok=True)
+        for file in (_FILE, _PROCESS):
+            (pool / f"{file}{rank}").unlink(missing_ok=True)
     temporary = pool / f"{_TEMPORARY}{rank}"
     with suppress(OSError):  # a directory
         temporary.unlink()  # a link that the job has made of it: not followed, and the next job can have a directory

@@ -25,9 +25,9 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
-from freetrain_parsl.cluster.processes import adopt_orphans, descendants, end_with_parent, kill, reap
+from freetrain_parsl.cluster.processes import adopt_orphans, descendants, end_with_parent, is_running, kill, reap
 from freetrain_parsl.executor.payloads.payloads import error_in
-from freetrain_parsl.executor.slot.neighbours import clear_traces, pool_directory
+from freetrain_parsl.executor.slot.neighbours import clear_traces, pool_directory, process_of, publish_process
 from freetrain_parsl.executor.slot.node_share import Lane
 from freetrain_parsl.executor.slot.output import flush_streams
 from freetrain_parsl.executor.slot.pilot import PLACE, TIDYING, is_tracker, set_process_title
@@ -77,7 +77,8 @@ def occupy(
     title = _COMM.read_text(encoding="utf-8").rstrip("\n")
     received: list[int] = []
     adopt_orphans()
-    _clear_traces()  # of a place that was killed
+    _await_process()  # of a place that was killed
+    _clear_traces()
     mask: set[int] = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     # Only for what another thread receives, such as one that an import of Parsl starts.
     actions = {number: signal.signal(number, lambda number, _: received.append(number)) for number in _PASSED_ON}
@@ -114,6 +115,17 @@ def _end_leftovers() -> None:
         kill(pid for pid in left if lasted >= TIDYING or not is_tracker(pid))
         time.sleep(TIDYING / 100)
         reap()
+
+
+def _await_process() -> None:
+    """Wait for the process of the place that was here before, if it is still being ended.
+
+    The kernel kills it with its place, but the memory of a large one, and of its accelerator, takes a while to free.
+    """
+    pool, begun = pool_directory(), time.monotonic()
+    if pool is not None and (before := process_of(pool, Lane.of_worker().rank)) is not None:
+        while is_running(*before) and time.monotonic() - begun < _LONGEST_END:
+            time.sleep(TIDYING / 100)
 
 
 def _clear_traces() -> None:
@@ -174,6 +186,8 @@ def _perform(
     try:
         end_with_parent(place)
         set_process_title()
+        if (pool := pool_directory()) is not None:
+            publish_process(pool, Lane.of_worker().rank)
         _use_own_resource_tracker()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         said: tuple[_T | None, bytes]

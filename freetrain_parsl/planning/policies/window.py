@@ -50,7 +50,8 @@ class WindowPolicy(ObjectivePolicy):
 
     In this model, the allocation is never worth less than that of the count model or the current one.
 
-    Where trainers share hosts, it decides as `MilpPolicy`: closings then count only for which hosts are taken first.
+    Where trainers share hosts, it decides as `MilpPolicy`: closings then count only for which hosts are taken first
+    (decision 74 says why, and what that loses).
 
     Parameters
     ----------

@@ -193,6 +193,35 @@ def test_a_place_that_is_killed_takes_its_process_with_it() -> None:
         assert info is None or not info.alive
 
 
+def test_a_place_waits_for_the_process_of_one_that_was_killed(tmp_path: Path) -> None:
+    """To free the memory of a large process, and of its accelerator, takes longer than to start another slot."""
+    with subprocess.Popen(["sleep", "60"]) as ending:
+        before = process_info(ending.pid)
+        assert before is not None
+        (tmp_path / "process-0").write_text(f"{before.pid} {before.started}")
+        with _place(f"""
+import multiprocessing
+from pathlib import Path
+from freetrain_parsl.cluster.processes import is_running
+from freetrain_parsl.executor.slot.neighbours import process_of
+POOL = {str(tmp_path)!r}
+multiprocessing.current_process()._config["tempdir"] = POOL
+
+def work(left):
+    tell(is_running({before.pid}, {before.started}), process_of(Path(POOL), 0)[0] == os.getpid())
+
+tell("starts")
+""") as place:
+            assert place.stdout is not None
+            assert json.loads(place.stdout.readline()) == ["starts"]
+            time.sleep(1.0)
+            ending.kill()
+            ending.wait()
+            out, errors = place.communicate(timeout=60)
+    assert [json.loads(line) for line in out.splitlines()] == [[False, True]], errors
+    assert list(tmp_path.iterdir()) == []
+
+
 class _Driver:
     """The driver of one real slot; its messages are received in a thread."""
 

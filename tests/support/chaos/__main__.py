@@ -104,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.support.chaos", description=__doc__)
     parser.add_argument(
         "kind",
-        choices=["bare", "shared", "campaign"],
-        help="bare: without HTEX, seconds; shared: the same, with jobs that share nodes; campaign: whole runs",
+        choices=["bare", "shared", "campaign", "shared-campaign"],
+        help="bare: without HTEX, seconds; campaign: whole runs, minutes; shared…: training jobs share nodes",
     )
     parser.add_argument("seeds", help="a number, or a range such as 1-20")
     parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, with relative frequencies")
