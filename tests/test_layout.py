@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_350,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_250,
+    "executor": 14_300,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
