@@ -54,6 +54,7 @@ def training(name: str) -> Any:
         ("digits", ["--epochs", "1", "--width", "8"]),
         ("char_lm", ["--epochs", "1", "--characters", "10000"]),
         ("hf_style", ["--epochs", "1", "--samples", "200"]),
+        ("llm", ["--epochs", "1", "--windows", "64", "--width", "16"]),
     ],
 )
 def test_each_app_runs_alone_without_freetrain(name: str, options: list[str]) -> None:
@@ -81,3 +82,9 @@ def test_a_hugging_face_style_model_is_trained(tmp_path: Path) -> None:
     metrics = run_local(training("hf_style"), epochs=2, samples=1000, directory=tmp_path)
     assert metrics["history"][-1]["accuracy"] > 0.75  # half of the labels could be guessed
     assert metrics["samples"] == 2 * 1000
+
+
+def test_a_sharded_llama_learns_which_words_follow(tmp_path: Path) -> None:
+    metrics = run_local(training("llm"), epochs=3, windows=256, width=48, layers=2, context=32, directory=tmp_path)
+    first, *_, last = (row["perplexity"] for row in metrics["history"])
+    assert last < 25 < first  # of 96 words

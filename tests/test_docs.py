@@ -174,3 +174,12 @@ def test_a_page_that_starts_from_zero_sets_the_variables_of_the_sites_file(site)
     }
     assert {name for name, default in variables if not default} <= exported <= {name for name, _ in variables}
     assert f"--config {site}" in page
+
+
+def test_parts_of_an_app_are_shown_as_they_are():
+    """The page on large models shows parts of the app, in its words."""
+    app = (ROOT / "apps" / "llm.py").read_text(encoding="utf-8")
+    page = (DOCS / "howto" / "large-models.md").read_text(encoding="utf-8")
+    parts = re.findall(r"^<!-- part of apps/llm.py -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(parts) == 2
+    assert [part for part in parts if part not in app] == []

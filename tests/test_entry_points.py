@@ -16,6 +16,7 @@ from freetrain_parsl.campaign.site.home import HOME_KINDS
 from freetrain_parsl.cli.verbs import VERBS
 from freetrain_parsl.entry_points import own_entry_points
 from freetrain_parsl.executor.batch.systems import SYSTEMS
+from freetrain_parsl.executor.htex.node_start import STARTS
 from freetrain_parsl.executor.jobs.port import JOBS
 from freetrain_parsl.executor.values.tracker import TRACKERS
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
@@ -33,6 +34,7 @@ GROUPS = {
     "freetrain.commands": VERBS,
     "freetrain.storage": HOME_KINDS,
     "freetrain.runs": RUN_KINDS,
+    "freetrain.starts": STARTS,
 }
 
 MODULE = """

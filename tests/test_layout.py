@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 490
+MOST_FILES: Final = 492
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -33,28 +33,29 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
     "": 2_200,
-    "campaign": 5_350,
+    "campaign": 5_360,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_300,
+    "executor": 14_600,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
     "extensions/fusion": 7_590,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
-    "extensions/integrations": 1_850,
+    "extensions/integrations": 1_900,
     "extensions/notebook": 1_980,
     "extensions/pages": 1_110,
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 2_800,
+    "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_600,
-    "protocol": 1_920,
+    "protocol": 1_970,
     "report": 3_060,
     "storage": 2_090,
     "testing": 1_680,

@@ -90,6 +90,7 @@ ROOMS = {
     },
     "extensions/resources": {"cli", "planning", "report"},
     "extensions/sharding": {"protocol", "storage", "training"},
+    "extensions/staging": {"executor", "protocol", "storage"},
     "extensions/simulate": {
         "cli",
         "planning",

@@ -1,12 +1,15 @@
-"""Find jobs left in the queue by a killed driver, by their names, and cancel them."""
+"""What a killed driver has left: jobs in the queue, which are found by their names, and files for starts of nodes."""
 
 from __future__ import annotations
 
+import shutil
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.campaign.site.providers import make_window_source
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
+from freetrain_parsl.executor.htex.node_start import START_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.campaign.store import RunStore
     from freetrain_parsl.windows.base import WindowSource
 
-__all__ = ["remove_orphans"]
+__all__ = ["remove_orphans", "remove_start_files"]
 
 _PERIOD = 2.0  # seconds between polls of cancelled jobs
 _PATIENCE = 300.0  # a job that saves its work ends within its grace period
@@ -75,6 +78,13 @@ def remove_orphans(
             )
         sleep(_PERIOD)
     return orphans
+
+
+def remove_start_files(store: RunStore) -> None:
+    """Remove what the nodes of a run have read when they started: tens of MB for each driver that was killed."""
+    for driver in store.drivers():
+        if driver.journal is not None:
+            shutil.rmtree(Path(driver.journal).parent / START_FILES, ignore_errors=True)
 
 
 def _find(source: WindowSource, prefixes: list[str]) -> dict[str, str]:

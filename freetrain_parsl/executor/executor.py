@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,6 +31,7 @@ from freetrain_parsl.executor.driver.slot_server import SlotServer
 from freetrain_parsl.executor.htex.executor import PlannedHtex
 from freetrain_parsl.executor.htex.interchange_watch import HtexInterchange, InterchangeWatch
 from freetrain_parsl.executor.htex.launch import Container, check_node_python, node_command
+from freetrain_parsl.executor.htex.node_start import IMAGE_CHOICES, START_FILES, node_start_for
 from freetrain_parsl.executor.jobs.likeness import recall_rates
 from freetrain_parsl.executor.jobs.request import (
     SPECIFICATION_KEY,
@@ -138,6 +140,10 @@ class FreeTrainExecutor(PlannedHtex):
         the path of the driver's interpreter.
     container
         Container in which the nodes' worker pools run. Default: none.
+    node_image
+        Whether nodes start from an image of the Python environment on their own storage: ``"auto"``, if they would
+        otherwise read it from a shared file system or wait long for it; ``"always"``; or ``"off"``. Nodes that run
+        their worker pool in a container start without an image.
     log_dir
         Directory of the training jobs' logs, one for each; see ``freetrain logs``. Default: ``logs`` in Parsl's run
         directory.
@@ -177,6 +183,7 @@ class FreeTrainExecutor(PlannedHtex):
         interface: str | None = None,
         node_python: str | None = None,
         container: Container | None = None,
+        node_image: str = "auto",
         log_dir: str | Path | None = None,
         tracker: Any = None,
         job_tag: str | None = None,
@@ -199,6 +206,10 @@ class FreeTrainExecutor(PlannedHtex):
         own_address = getattr(next(iter(kinds.values())).provider, "driver_address", None)
         if node_python is not None:
             check_node_python(node_python)
+        if node_image not in IMAGE_CHOICES:
+            raise InvalidSettings(
+                f"FreeTrainExecutor: node_image must be one of {', '.join(IMAGE_CHOICES)}, got {node_image!r}"
+            )
         self.policy = policy
         self._policy = resolve_policy(policy)
         self.windows = windows
@@ -211,6 +222,7 @@ class FreeTrainExecutor(PlannedHtex):
         self.slots_per_node, self.share_nodes = slots_per_node, share_nodes
         self.grace, self.interface = grace, interface
         self.node_python, self.container = node_python, container
+        self.node_image = node_image
         self.log_dir = log_dir
         self.tracker = tracker
         self._default_trackers = parse_trackers(tracker)
@@ -218,6 +230,7 @@ class FreeTrainExecutor(PlannedHtex):
             kinds,
             own_address if address is None else resolved(address),
             job_tag or secrets.token_hex(4),
+            node_start_for("off" if container is not None else node_image, node_python or sys.executable),
             label=label,
             launch_cmd=node_command(node_python, container, ()),
             worker_port_range=worker_port_range,
@@ -284,6 +297,7 @@ class FreeTrainExecutor(PlannedHtex):
         starter = getattr(self.provider, "node_starter", "")
         self.launch_cmd = node_command(self.node_python, self.container, (run_dir, root, log_dir), starter)
         super().start()
+        tell_files = self.node_start is not None and self.node_start.begin(Path(self.logdir).absolute() / START_FILES)
         source = self.window_source()
         planner_settings = self.planner.in_seconds()
         source.check(least_walltime(planner_settings))
@@ -301,6 +315,7 @@ class FreeTrainExecutor(PlannedHtex):
             log_dir=str(log_dir),
             files=self._files,
             bind_cores=self.trainings.bind_cores,
+            tell_files=tell_files,
         )
         self._submitter = JobSubmitter(
             source,
@@ -347,6 +362,7 @@ class FreeTrainExecutor(PlannedHtex):
             take_values=take_values,
             check_driver=self._fence.check,
             clock=time.time,
+            node_start=self.node_start,
         )
         logs.start()
         values.start()
@@ -451,7 +467,7 @@ class FreeTrainExecutor(PlannedHtex):
         if not self.bad_state_is_set:
             reason = f"executor {self.label!r} was shut down before this was done; checkpoints are kept"
             self._end_futures(TrainingInterrupted(reason))
-        for files in (self._logs, self._values, self._files):
+        for files in (self._logs, self._values, self._files, self.node_start):
             if files is not None:
                 files.close()
         super().shutdown(timeout)

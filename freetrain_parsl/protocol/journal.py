@@ -39,6 +39,7 @@ __all__ = [
     "NodeJoined",
     "NodeLeft",
     "NodeSetAside",
+    "PlainStart",
     "PlannerStarted",
     "PlannerStep",
     "Record",
@@ -212,6 +213,13 @@ class EnvironmentDiffers(Record):
 
     difference: str
     refused: bool
+
+
+@dataclass(frozen=True)
+class PlainStart(Record):
+    """A node was to be started from an image, and was not."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ __all__ = [
     "Closing",
     "DriverHeartbeat",
     "Exit",
+    "FilesLoaded",
     "Hello",
     "Invalid",
     "Output",
@@ -128,6 +129,12 @@ class Hello:
         Versions of its Python and packages, see `executor.environment`.
     fault
         Why its node cannot run training jobs; empty if it can.
+    waited
+        Seconds for which the imports of its node have waited for files.
+    image
+        Name of the image that its node was started from; empty: none.
+    image_fault
+        Why the image that its node was to be started from was not used.
     """
 
     token: Name
@@ -136,6 +143,9 @@ class Hello:
     pid: Count
     versions: Names = field(default_factory=dict)
     fault: Text = ""
+    waited: Duration = 0.0
+    image: Text = ""
+    image_fault: Text = ""
 
 
 @dataclass(frozen=True)
@@ -249,6 +259,19 @@ class Values:
 
     training: Name
     rows: tuple[Text, ...]
+
+
+@dataclass(frozen=True)
+class FilesLoaded:
+    """What the first member of a training job has loaded until its first report, where the executor uses it.
+
+    Parameters
+    ----------
+    payload
+        Names of files, see `executor.slot.loaded_files`.
+    """
+
+    payload: bytes
 
 
 @dataclass(frozen=True)
@@ -439,6 +462,7 @@ ToDriver: TypeAlias = (
     | RunMessage
     | Output
     | Values
+    | FilesLoaded
     | TaskEnded
     | StoreRequest
     | Reconnected
@@ -455,6 +479,7 @@ TO_DRIVER = by_type(
     RunEnded,
     Output,
     Values,
+    FilesLoaded,
     TaskEnded,
     StoreRequest,
     Reconnected,

@@ -77,6 +77,8 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
             if entry.refused:
                 return IncidentLevel.FAILURE, f"{entry.difference}; no training job can run there"
             return IncidentLevel.NOTICE, entry.difference
+        case record.PlainStart():
+            return IncidentLevel.NOTICE, f"reads its Python from the shared file system: {entry.reason}"
         case record.NodeClosing():
             return IncidentLevel.NOTICE, f"the batch system reclaims it in {entry.closes_in:.0f} s"
         case record.BlockYields():

@@ -72,14 +72,14 @@ class SessionExtension:
 
     in_place: bool = True
     """Whether the group may change without a checkpoint."""
+    spreads: bool = False
+    """Whether the members hold different parts of the state, which the extension moves when the group changes."""
     allowed_counts: AllowedCounts = ANY_COUNT
     """Numbers of processes on which the prepared objects can be."""
     sharded_bytes: int = 0
     """Size of the prepared objects' state if it is divided evenly among the processes; 0: each of them has all of it.
 
     The planner then takes the time of a change to grow with the bytes that it moves."""
-    spreads: bool = False
-    """Whether the members hold different parts of the state, which the extension moves when the group changes."""
     trainings: int = 1
     """Number of training jobs that share this process, and the time of each step."""
     computes: bool = False

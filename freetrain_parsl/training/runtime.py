@@ -278,10 +278,10 @@ class Runtime:
             begin()
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
-        self.batch_runner = runner = self._make_batch_runner()
         if self._memory is not None and self.options.snapshot_every is not None:
             self.extension.use_memory(self._memory, self.options, self.members)
-        self.extension.started(self.state, lambda: runner.has_piece)
+        self.extension.started(self.state, lambda: self.batch_runner is not None and self.batch_runner.has_piece)
+        self.batch_runner = self._make_batch_runner()
         check_schedulers(self.state.objects.values())
         self.state.trainable.watch(self.state.objects)
         if self._restored is not None:

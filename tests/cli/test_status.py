@@ -52,10 +52,10 @@ def freetrain(*arguments: str):
     return CliRunner().invoke(app, arguments)
 
 
-def killed(store: RunStore) -> None:
-    """Register a driver whose process is gone."""
+def killed(store: RunStore) -> int:
+    """Register a driver whose process is gone; return its number."""
     host, pid, started = own_identity()
-    store.begin_driver(host, pid, started - 1)
+    return store.begin_driver(host, pid, started - 1)
 
 
 @pytest.mark.parametrize("verb", ["status", "stop", "resume", "clean"])
@@ -134,6 +134,16 @@ def test_resume_tells_that_an_app_is_gone(store) -> None:
 def test_clean_of_a_run_on_a_cluster_that_died_with_its_driver_finds_nothing(store) -> None:
     killed(store)
     assert freetrain("clean").stdout == "no remaining jobs\n"
+
+
+def test_clean_removes_what_nodes_read_when_they_started(store, tmp_path) -> None:
+    """An image of the Python environment is large, and the driver that would have removed it was killed."""
+    driver = killed(store)
+    (tmp_path / "logs" / "start").mkdir(parents=True)
+    (tmp_path / "logs" / "start" / "image-0.tar.gz").touch()
+    store.describe_driver(driver, "freetrain.x.r.", tmp_path / "logs" / "journal.sqlite")
+    assert freetrain("clean").exit_code == 0
+    assert list((tmp_path / "logs").iterdir()) == []
 
 
 @pytest.mark.parametrize(

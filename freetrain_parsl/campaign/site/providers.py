@@ -165,6 +165,7 @@ def make_executor(
         log_dir=None if run_dir is None else run_dir / LOGS,
         node_python=site.node.python,
         container=container,
+        node_image=site.node.image,
         job_tag=run_id,
         **settings,
     )

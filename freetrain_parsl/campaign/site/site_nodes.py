@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.batch.systems import SYSTEMS
+from freetrain_parsl.executor.htex.node_start import IMAGE_CHOICES
 from freetrain_parsl.settings_checks import check_kind_name
 from freetrain_parsl.windows.system import NodeResources, given_values
 
@@ -39,6 +40,8 @@ class NodeShape(NodeResources):
         Python of the nodes, a path or a name on PATH after ``worker_init``; ``None``: the driver's.
     container
         Container in which it runs.
+    image
+        Whether nodes start from an image of their Python environment: ``auto``, ``off`` or ``always``.
     share
         Whether training jobs share it, each with some of its slots.
     asks_slots
@@ -49,6 +52,7 @@ class NodeShape(NodeResources):
     accelerators: int | tuple[str, ...] = 0
     python: str | None = None
     container: Container | None = None
+    image: str = "auto"
     share: bool = True
     asks_slots: bool = False
 
@@ -133,7 +137,8 @@ def read_node(section: Section, system: str) -> NodeShape:
     """Read the section ``node``; its keys depend on the batch system."""
     shape = _read_resources(section, NodeShape(), system)
     share = section.flag("share") is not False
-    shape = replace(shape, python=_read_python(section), container=_read_container(section), share=share)
+    image = section.choice("image", IMAGE_CHOICES) or "auto"
+    shape = replace(shape, python=_read_python(section), container=_read_container(section), image=image, share=share)
     section.done()
     return shape
 

@@ -9,7 +9,7 @@ import typer
 
 from freetrain_parsl.campaign.directories import find_run, kind_of
 from freetrain_parsl.campaign.lock import DriverState, driver_lock, driver_state
-from freetrain_parsl.campaign.orphans import remove_orphans
+from freetrain_parsl.campaign.orphans import remove_orphans, remove_start_files
 from freetrain_parsl.campaign.run import read_site, refuse_living_driver
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.campaign.summary import driver_line
@@ -87,6 +87,7 @@ def clean(run_dir: RunDirectory = None) -> None:
         with driver_lock(store.directory):
             site = read_site(store)
             orphans = remove_orphans(site, store, say)
+            remove_start_files(store)
             if site.home is not None:
                 site.home.clean(store, say)
         say(f"cancelled {len(orphans)} remaining jobs" if orphans else "no remaining jobs")

@@ -41,6 +41,7 @@ from freetrain_parsl.protocol.messages import (
     Closing,
     DriverHeartbeat,
     Exit,
+    FilesLoaded,
     Hello,
     Invalid,
     Output,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.executor.driver.slot_registry import Slot
     from freetrain_parsl.executor.driver.slot_server import SlotServer
+    from freetrain_parsl.executor.htex.node_start import NodeStart
     from freetrain_parsl.executor.journal import Journal
     from freetrain_parsl.executor.node_kinds import KindOfSlots
     from freetrain_parsl.planning.policies.base import Policy
@@ -140,6 +142,7 @@ class ControlLoop:
         take_output: Callable[[str, str, bytes], None] = lambda _training, _source, _output: None,
         take_values: Callable[[str, Sequence[str]], None] = lambda _training, _rows: None,
         check_driver: Callable[[], None] = lambda: None,
+        node_start: NodeStart | None = None,
     ) -> None:
         self._thread = threading.Thread(target=self.run, name="freetrain-driver", daemon=True)
         self._server = server
@@ -152,6 +155,7 @@ class ControlLoop:
         self._take_output = take_output
         self._take_values = take_values
         self._check_driver = check_driver
+        self._node_start = node_start
         self._closed: BatchSystemError | None = None
         self._clock = SteadyClock(clock, monotonic)
         self._survey_times = SurveyTimes()
@@ -407,6 +411,9 @@ class ControlLoop:
                 case Values():
                     self._take_values(message.training, message.rows)
                     self._journal.keep_values(self._clock(), message.training, message.rows)
+                case FilesLoaded():
+                    if self._node_start is not None:
+                        self._node_start.learn(message.payload)
                 case _:
                     self._on_message(name, message)
         except (OSError, sqlite3.Error, MemoryError):
@@ -421,6 +428,8 @@ class ControlLoop:
                 self._slots.count_fault(name, message.reason)
                 return
             case Hello():
+                if self._node_start is not None and (remark := self._node_start.started(message)):
+                    self._write(record.PlainStart(message.node, remark))
                 self._slots.on_hello(name, message)
                 return
         slot = self._registry.slots.get(name)
@@ -470,6 +479,6 @@ class ControlLoop:
 
 
 # Each of a thousand slots sends such messages every second; an iteration for each would be most of the driver's work.
-_ROUTINE = frozenset({SlotHeartbeat, StoreRequest, Output, Values})
+_ROUTINE = frozenset({SlotHeartbeat, StoreRequest, Output, Values, FilesLoaded})
 
 _ASSIGNMENTS = {ev.Assign: record.Assign, ev.Grow: record.Grow, ev.Shrink: record.Shrink, ev.Stop: record.Stop}

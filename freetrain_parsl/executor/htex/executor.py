@@ -13,6 +13,7 @@ from freetrain_parsl.executor.addresses import driver_addresses
 from freetrain_parsl.executor.batch.providers import last_words, provider_for, window_source_for
 from freetrain_parsl.executor.batch.submitter import BlockRefused
 from freetrain_parsl.executor.htex.interchange_watch import guard_sockets
+from freetrain_parsl.executor.htex.launch import EXEC
 from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.windows.base import OUR_JOBS, Survey
 from freetrain_parsl.windows.node_kinds import WindowsByKind
@@ -20,6 +21,7 @@ from freetrain_parsl.windows.node_kinds import WindowsByKind
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from freetrain_parsl.executor.htex.node_start import NodeStart
     from freetrain_parsl.executor.node_kinds import NodeKind
     from freetrain_parsl.windows.base import WindowSource
     from freetrain_parsl.windows.system import BlockSpec
@@ -55,13 +57,23 @@ class PlannedHtex(HighThroughputExecutor):
         Where workers reach this host; ``None``: at the first of its addresses that answers.
     job_tag
         Part of the names of this run's batch jobs.
+    node_start
+        How nodes start; ``None``: by the launch command alone.
     settings
         Other arguments of HTEX.
     """
 
-    def __init__(self, kinds: Mapping[str, NodeKind], address: str | None, job_tag: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        kinds: Mapping[str, NodeKind],
+        address: str | None,
+        job_tag: str,
+        node_start: NodeStart | None,
+        **settings: Any,
+    ) -> None:
         self._kinds = kinds
         self.job_tag = job_tag
+        self.node_start = node_start
         self._commands: dict[str, str] = {}
         super().__init__(
             provider=next(iter(kinds.values())).provider,
@@ -146,7 +158,12 @@ class PlannedHtex(HighThroughputExecutor):
         """Submit a block through a copy of the user's provider with this block's size and walltime; return its job."""
         command = self._commands[spec.node_kind].format(block_id=spec.block)  # as HTEX's own scaling does
         provider = self._kinds[spec.node_kind].provider
-        job = provider_for(provider, spec).submit(command, 1, f"{self.job_prefix}block-{spec.block}")
+        ready = provider_for(provider, spec)
+        if (start := self.node_start) is not None and (words := start.words(len(spec.nodes))):
+            command = command.replace(f"{EXEC} ", f"{EXEC} {' '.join(words)} ", 1)
+            if preparation := start.preparation(len(spec.nodes), str(getattr(provider, "label", ""))):
+                ready.worker_init = f"{ready.worker_init}\n{preparation}"
+        job = ready.submit(command, 1, f"{self.job_prefix}block-{spec.block}")
         if not job:
             raise ScalingFailed(self, "the provider did not return a job id")
         self._inform_monitoring(spec.block, JobState.PENDING)

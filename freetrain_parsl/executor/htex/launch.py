@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from freetrain_parsl.errors import InvalidSettings
 from freetrain_parsl.interpreters import module_command
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["Container", "check_node_python", "node_command"]
+__all__ = ["EXEC", "Container", "check_node_python", "node_command"]
+
+EXEC: Final = "exec"
+"""First word of the launch command."""
 
 # The words that shlex.quote leaves unchanged. Launchers put the command into here-documents and `bash -c` strings,
 # where quotes do not protect, so a word that would need quoting is rejected.
@@ -116,7 +119,7 @@ def node_command(
     # HTEX formats the command, hence the doubled braces. It starts its programs by name from PATH, which fails in an
     # environment that is not activated. `exec` replaces the shell, which the batch system's signal would end.
     command = shlex.join(words).replace("{", "{{").replace("}", "}}")
-    return DEFAULT_LAUNCH_CMD.replace("process_worker_pool.py", f"exec {command}", 1)
+    return DEFAULT_LAUNCH_CMD.replace("process_worker_pool.py", f"{EXEC} {command}", 1)
 
 
 def _check(what: str, word: str) -> None:

@@ -10,6 +10,7 @@ import gc
 import importlib
 
 from freetrain_parsl.executor.htex.worker_pool import WARM, import_lean_parsl
+from freetrain_parsl.executor.slot.loaded_files import waiting_counted
 
 __all__: list[str] = []
 
@@ -27,4 +28,5 @@ def _import_all() -> None:
             gc.enable()
 
 
-_import_all()
+with waiting_counted():
+    _import_all()

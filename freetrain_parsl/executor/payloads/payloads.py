@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import io
 import logging
 import sys
+import threading
 from concurrent.futures import InvalidStateError
+from contextlib import contextmanager
 from pickle import PicklingError
 from pickle import _Pickler as StockPickler  # dill's pickler is a subclass of it
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 import dill
+import dill.detect
 from parsl.app.errors import RemoteExceptionWrapper
 from parsl.executors.execute_task import execute_task
 from parsl.serialize import deserialize, pack_apply_message
@@ -103,11 +107,41 @@ def pack_training(
     """
     directory = directory_of(function)
     buffer = io.BytesIO()
-    with own_modules(directory):
+    with own_modules(directory), _only_its_globals():
         pickler = _Pickler(buffer, recurse=True)
         pickler.imported = set() if imported is None else imported
         pickler.dump((_Directory(directory), function, args, kwargs))
     return buffer.getvalue()
+
+
+_search = threading.RLock()  # what is pickled may pickle something itself
+
+
+@contextmanager
+def _only_its_globals() -> Iterator[None]:
+    """Let dill take the globals that a function refers to itself.
+
+    It also looks for those of the functions that this one calls, although they go by reference, or are pickled with
+    their own; and it does not end where these call each other, as behind torch's ``fully_shard``.
+    """
+    with _search:
+        search, dill.detect.globalvars = dill.detect.globalvars, _globals_of
+        try:
+            yield
+        finally:
+            dill.detect.globalvars = search
+
+
+def _globals_of(function: FunctionType, recurse: bool, builtin: bool) -> dict[str, Any]:  # noqa: ARG001, FBT001 - dill's signature
+    scope = function.__globals__
+    return {name: scope[name] for name in sorted(set(_globals_in(function.__code__))) if name in scope}
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    yield from (each.argval for each in dis.get_instructions(code) if "_GLOBAL" in each.opname)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_in(constant)
 
 
 def unpack_training(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "NODE_FILES",
     "PLACE",
     "POOL_DIRECTORY",
     "TIDYING",
@@ -42,6 +43,10 @@ __all__ = [
 ]
 
 POOL_DIRECTORY: Final = "FREETRAIN_POOL_DIRECTORY"  # environment variable, for the pool
+NODE_FILES: Final = "FREETRAIN_NODE_FILES"
+"""Environment variable, ``DESCRIPTOR:DIRECTORY``: files that pilots of this node share, and the lock on them, which
+each has inherited: the last one removes them."""
+
 _PREFIX: Final = "ft-pool-"  # short: the path of a socket has at most 107 characters
 
 _PILOT = "FREETRAIN_PILOT"  # environment variable: process id of the node's pilot
@@ -86,6 +91,20 @@ class PoolDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def remove_node_files() -> None:
+    """Remove the files that the pilots of this node share, if no other pilot uses them."""
+    lock, _, name = os.environ.get(NODE_FILES, "").partition(":")
+    if not name:
+        return
+    gone = f"{name}.{os.getpid()}.part"
+    with suppress(OSError):  # another pilot uses them, or has removed them
+        if not os.path.samestat(os.fstat(int(lock)), os.stat(name)):  # noqa: PTH116 - by its name
+            return  # this process was not started by the shell that has opened it
+        fcntl.flock(int(lock), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        Path(name).rename(gone)  # at once: a node that starts now must not find a part of them
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def hold_pool_directory() -> str | None:
@@ -137,7 +156,9 @@ def main(command: list[str]) -> int:
             directory.release()
 
         environment = {**os.environ, _PILOT: str(os.getpid()), POOL_DIRECTORY: str(directory.path)}
-        return _attend(start_pool(command, environment, prepare), awaited)
+        code = _attend(start_pool(command, environment, prepare), awaited)
+    remove_node_files()
+    return code
 
 
 def _attend(pool: Popen[bytes], awaited: set[signal.Signals]) -> int:

@@ -31,6 +31,13 @@ from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.jobs.port import kind_of
 from freetrain_parsl.executor.slot.channel import Channel, Connection, SignalSocket
+from freetrain_parsl.executor.slot.loaded_files import (
+    IMAGE,
+    IMAGE_FAULT,
+    loaded_files,
+    pack_files,
+    seconds_waited,
+)
 from freetrain_parsl.executor.slot.neighbours import pool_directory, use_own_temporary_directory
 from freetrain_parsl.executor.slot.node_share import Lane, core_share, number_visible_devices, physical_cores
 from freetrain_parsl.executor.slot.node_watch import NodeWatch
@@ -43,6 +50,7 @@ from freetrain_parsl.executor.training_logs import as_text, leave_behind
 from freetrain_parsl.protocol.messages import (
     Closing,
     Exit,
+    FilesLoaded,
     Hello,
     Output,
     RunMessage,
@@ -124,6 +132,8 @@ class SlotSettings:
         Where large results go; ``None``: all are sent in messages.
     bind_cores
         Whether each of several slots of a node is bound to its share of the cores.
+    tell_files
+        Whether to tell the driver which files a training job loads.
     """
 
     addresses: tuple[str, ...]
@@ -136,6 +146,7 @@ class SlotSettings:
     log_dir: str | None = None
     files: ValueFiles | None = None
     bind_cores: bool = True
+    tell_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +212,7 @@ class _Slot:
         self._closes: float | None = None  # on time.monotonic()
         self._lane = Lane.of_worker()
         self._watch: NodeWatch | None = None
+        self._tells_files = settings.tell_files
         self._others_save = 0.0  # seconds
         self._leaving = False
         if before is not None:
@@ -254,6 +266,9 @@ class _Slot:
             pid=os.getpid(),
             versions=describe_environment(),
             fault=fault,
+            waited=seconds_waited(),
+            image=Path(os.environ.get(IMAGE, "")).name,
+            image_fault=os.environ.get(IMAGE_FAULT, ""),
         )
 
     # The channel's thread.
@@ -378,8 +393,12 @@ class _Slot:
     def _send(self, message: ToDriver) -> None:
         """Send a message of a run."""
         report = getattr(message, "report", None)
-        if self._watch is not None and isinstance(report, Progress):
-            self._watch.takes(report.write_seconds, getattr(message, "member", ""))
+        if isinstance(report, Progress):
+            if self._watch is not None:
+                self._watch.takes(report.write_seconds, getattr(message, "member", ""))
+            if self._tells_files:
+                self._tells_files = False
+                self._channel.send(FilesLoaded(pack_files(loaded_files())))
         self._channel.send(message)
 
     def _tell_closing(self, run: Run) -> None:

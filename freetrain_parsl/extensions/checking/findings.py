@@ -49,7 +49,8 @@ class Judge:
         self._plain = plain
         self._at = at
         self._variables = VariableCauses(plain.frames, file)
-        self._double = plain.variant.double
+        self._casts = any(step.graph.casts for step in plain.steps[:1])
+        self._double = plain.variant.double and not self._casts
 
     # ── one process ───────────────────────────────────────────────────────────────────────────────
 
@@ -69,8 +70,16 @@ class Judge:
                 "them equal."
             )
         if not self._double:
+            reason = (
+                "It computes partly in float32, as the norms of language models do"
+                if plain.variant.double
+                else "It does not run in float64"
+            )
+            self._report.notes.append(f"{reason}: sums were compared in float32, and only in the first step.")
+        if plain.sharded:
             self._report.notes.append(
-                "It does not run in float64: sums were compared in float32, and only in the first step."
+                "The model is sharded over the processes. One that fails was not compared: the job is then resumed "
+                "from a checkpoint."
             )
 
     @property
@@ -259,7 +268,7 @@ class Judge:
     def _tolerance(self, reference: ProcessRecord) -> float:
         if self._double:
             return _EXACT
-        return _CASTS if any(step.graph.casts for step in reference.steps[:1]) else _COARSE
+        return _CASTS if self._casts and not reference.variant.double else _COARSE
 
     # ── the loss ──────────────────────────────────────────────────────────────────────────────────
 

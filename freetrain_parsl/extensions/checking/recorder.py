@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.checking.modes import Constants, Scalars, SteadyNorm, enter, facts_of, nodes_of
 from freetrain_parsl.extensions.checking.records import (
     Frame,
@@ -26,7 +25,14 @@ from freetrain_parsl.extensions.checking.records import (
     Value,
 )
 from freetrain_parsl.extensions.checking.sources import is_users_file
-from freetrain_parsl.extensions.checking.values import Flattener, globals_of, is_ours, leaf_of_plain, leaf_of_tensor
+from freetrain_parsl.extensions.checking.values import (
+    Flattener,
+    globals_of,
+    is_ours,
+    leaf_of_plain,
+    leaf_of_tensor,
+    whole,
+)
 from freetrain_parsl.protocol.reports import GroupFailed, Ready
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.data.random_streams import host_places
@@ -77,6 +83,7 @@ class TrainingRecorder:
         self._mailbox = mailbox
         self._ready = ready
         self._commanded = False
+        self._joining = variant.joins
         self._objects: dict[str, Stateful] = {}
         self._names: dict[int, str] = {}  # id of a parameter -> its name
         self._outside: dict[str, torch.Tensor] = {}  # parameters that are in an optimizer only
@@ -117,11 +124,7 @@ class TrainingRecorder:
         self._objects |= new
         modules = {name: thing for name, thing in new.items() if isinstance(thing, nn.Module)}
         optimizers = {name: thing for name, thing in self._objects.items() if isinstance(thing, Optimizer)}
-        if any(is_spread(parameter) for module in modules.values() for parameter in module.parameters()):
-            raise UsageError(
-                "freetrain check cannot compare a model that is sharded over the processes: check the function without "
-                "fully_shard"
-            )
+        self.record.sharded |= any(is_spread(each) for module in modules.values() for each in module.parameters())
         if self._variant.double:
             for module in modules.values():
                 module.double()
@@ -169,7 +172,10 @@ class TrainingRecorder:
         self.training = training
         place = training.state.cursor.place
         if not training.members.is_newcomer and place not in self.record.states:
-            self._record(training, place)
+            # The other has recorded the place at which this one has joined: whole tensors need both.
+            if not (self._joining and self.record.sharded):
+                self._record(training, place)
+            self._joining = False
         done = training.state.training_metrics.step
         variant = self._variant
         if self._commanded or training.members.is_newcomer:
@@ -222,7 +228,7 @@ class TrainingRecorder:
             return
         sketched = self._is_sketched or len(self.record.made) < _SKETCHED_STEPS
         self.record.steps[-1].gradients = {
-            self._names.get(id(parameter), "?"): leaf_of_tensor(parameter.grad, sketched=sketched)
+            self._names.get(id(parameter), "?"): leaf_of_tensor(whole(parameter.grad), sketched=sketched)
             for parameter in runner.parameters
             if parameter.grad is not None
         }
@@ -330,7 +336,7 @@ class TrainingRecorder:
             yield path, leaf_of_plain(value)
 
     def _leaf(self, tensor: torch.Tensor) -> Leaf:
-        return leaf_of_tensor(tensor, sketched=self._is_sketched)
+        return leaf_of_tensor(whole(tensor), sketched=self._is_sketched)
 
     @property
     def _is_sketched(self) -> bool:

@@ -158,6 +158,7 @@ class ProcessRecord:
     """(kind, where or what), such as a buffer that was assigned anew."""
     frames: list[Frame] = field(default_factory=list)
     """The user's functions that were running at the last boundary, from the innermost."""
+    sharded: bool = False  # whether a model is sharded over the processes
     batch_norm: list[str] = field(default_factory=list)  # names of normalizations over the batch
     returned: dict[str, Leaf] = field(default_factory=dict)
     """What the function returned."""

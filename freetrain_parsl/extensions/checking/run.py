@@ -144,6 +144,8 @@ class Checker:
         if two is not None and not judge.hangs:
             self._progress("a process that joins")
             judge.joined(self._run({"grow_at": at}, {"rank": 1, "size": 2, "joins": True}), two)
+        if plain.sharded:  # after a failure it is resumed, and it is in no array
+            return
         if not judge.hangs:
             self._progress("a process that fails")
             self._check_failure(judge, plain, at)

@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from freetrain_parsl.extensions.checking.records import Leaf
 from freetrain_parsl.extensions.checking.sources import is_users_file, is_users_type
+from freetrain_parsl.training.checkpoints.format import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-__all__ = ["Flattener", "digest", "flat", "globals_of", "hide", "is_ours", "leaf_of_plain", "leaf_of_tensor"]
+__all__ = ["Flattener", "digest", "flat", "globals_of", "hide", "is_ours", "leaf_of_plain", "leaf_of_tensor", "whole"]
 
 _ITEMS = 40  # of a list or dictionary that the user's code holds
 _DEPTH = 5
@@ -98,6 +99,11 @@ _hidden: list[str] = []
 def hide(place: str) -> None:
     """Leave the name of a directory, which differs between groups of processes, out of all texts of this process."""
     _hidden.append(place)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the parts of all processes, if it is sharded over them: all call this together."""
+    return tensor.full_tensor() if is_spread(tensor) else tensor  # type: ignore[attr-defined]  # it is a DTensor
 
 
 def leaf_of_plain(value: object, of: str = "") -> Leaf:
@@ -186,6 +192,8 @@ class Flattener:
         self._add_object(path, value, depth)
 
     def _add_tensor(self, path: str, value: torch.Tensor, _depth: int, of: str) -> None:
+        if is_spread(value):  # the part of this process; to read the whole, all would have to take part
+            return
         try:
             self.leaves[path] = _kept.of(value, of or type(value).__name__)
         except (RuntimeError, TypeError, NotImplementedError):  # without elements that can be read: meta, nested, …

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator"]
 
 _PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHARDING = ("fsdp_plugin", "parallelism_config", "torch_tp_plugin", "megatron_lm_plugin", "deepspeed_plugin")
 _WITHOUT_EFFECT = ("cpu", "device_placement", "log_with", "project_dir", "project_config", "rng_types")
 """Options of accelerate's class that the session decides: devices, logs, directories, random numbers."""
 
@@ -88,7 +89,11 @@ class Accelerator:
         if not hasattr(session, "broadcast"):
             raise UsageError(f"Accelerator needs the session first: Accelerator(session, …); got {session!r}")
         if refused := [name for name in options if name not in _WITHOUT_EFFECT]:
-            raise UsageError(f"Accelerator({refused[0]}=…) cannot be combined with a session")
+            sharded = next((name for name in refused if name in _SHARDING), None)
+            raise UsageError(
+                f"Accelerator({sharded or refused[0]}=…) cannot be combined with a session"
+                + ("; call fully_shard(…, mesh=session.mesh) before accelerator.prepare" if sharded else "")
+            )
         if mixed_precision not in (None, *_PRECISIONS):
             raise UsageError(
                 f"Accelerator: mixed_precision is one of {', '.join(_PRECISIONS)}; got {mixed_precision!r}"

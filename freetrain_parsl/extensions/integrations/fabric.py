@@ -50,6 +50,8 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         As for Fabric: ``"32-true"`` or ``"bf16-mixed"``.
     callbacks, loggers
         As for Fabric.
+    options
+        Other options of Fabric are refused: the session decides on devices, processes and how they communicate.
 
     Raises
     ------
@@ -65,7 +67,12 @@ class SessionFabric(Fabric):  # type: ignore[misc]  # Lightning is not read by m
         precision: Any = None,
         callbacks: Any = None,
         loggers: Any = None,
+        **options: Any,
     ) -> None:
+        if options:
+            name = next(iter(options))
+            mend = "; call fully_shard(…, mesh=session.mesh) before fabric.setup" if name == "strategy" else ""
+            raise UsageError(f"SessionFabric({name}=…) cannot be combined with a session{mend}")
         check_whole("SessionFabric: accumulate", accumulate, least=1)
         if precision not in (None, *_PRECISIONS):
             raise UsageError(f"SessionFabric: precision is one of {', '.join(_PRECISIONS)}, got {precision!r}")

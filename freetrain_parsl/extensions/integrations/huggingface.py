@@ -23,6 +23,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.data.loader import check_dropped
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ __all__ = ["fit"]
 _REFUSED_ARGUMENTS = {
     "resume_from_checkpoint": "the session resumes from its own checkpoints",
     "deepspeed": "the session divides the batches",
-    "fsdp": "shard the model with session.mesh in a loop of your own",
+    "fsdp": "call fully_shard(…, mesh=session.mesh) before the Trainer is made",
     "auto_find_batch_size": "give a batch size",
     "torch_compile": "pass a compiled model to the Trainer",
     "push_to_hub": "push the model after fit",
@@ -125,6 +126,13 @@ def _check(trainer: Trainer) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise UsageError(f"TrainingArguments(optim={optimizer!r}) steps in the backward pass, before the session can")
+    if getattr(trainer, "is_fsdp_enabled", False):
+        raise UsageError(f"ACCELERATE_USE_FSDP cannot be combined with a session: {_REFUSED_ARGUMENTS['fsdp']}")
+    if args.load_best_model_at_end and any(is_spread(parameter) for parameter in trainer.model.parameters()):
+        raise UsageError(
+            "TrainingArguments(load_best_model_at_end=True) cannot be combined with a model that is sharded over the "
+            "processes: save it under session.directory in a callback's on_evaluate"
+        )
     if trainer.accelerator.num_processes > 1:
         raise UsageError("the Trainer expects processes of torchrun or accelerate launch; a session has its own")
     if getattr(trainer, "is_model_parallel", False):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lightning.pytorch import Trainer
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
@@ -101,6 +102,13 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
     def is_global_zero(self) -> bool:
         """Whether this is the session's first process, which changes during a training job."""
         return self._session.is_main_process
+
+    def setup_environment(self) -> None:
+        """Let a module shard itself over the session's processes, as with Lightning's ``ModelParallelStrategy``."""
+        super().setup_environment()
+        module = self.lightning_module
+        assert module is not None, "connected by the Trainer"
+        module._device_mesh = _Meshes(self._session)
 
     def setup(self, trainer: Trainer) -> None:
         """Refuse what is not supported, and pass everything that has a state to the session.
@@ -199,6 +207,8 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = self._accumulated
         rank_zero_only.rank = 0
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = None  # the module may be pickled, the session cannot be
         super().teardown()
 
     def _forget_piece(self) -> None:
@@ -219,6 +229,21 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
     def _follow_rank(self) -> None:
         """Let loggers and progress bars follow the first process."""
         self.global_rank = rank_zero_only.rank = self._session.rank
+
+
+class _Meshes:
+    """What ``LightningModule.device_mesh`` is in ``configure_model``; only a module that shards itself asks for it."""
+
+    def __init__(self, session: TrainingSession) -> None:
+        self._session = session
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        if name != "data_parallel":
+            raise UsageError(f'SessionStrategy has no device_mesh["{name}"]: a session has "data_parallel" only')
+        return self._session.mesh
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Meshes:
+        return self  # of an averaged model
 
 
 class _Batches:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
+from freetrain_parsl.extensions.sharding import structures
 from freetrain_parsl.extensions.sharding.copies import Copies
 from freetrain_parsl.extensions.sharding.recall import recall
 from freetrain_parsl.extensions.sharding.resharding import OtherModel, Resharding
@@ -126,6 +127,7 @@ class Sharding(SessionExtension):
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model."""
         self.resharding.loop = state.loop.shared
+        self.boundary()
         if state.order is not None and state.order.shards is not None:
             raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
         if state.order is not None and state.order.batch_range is not None:
@@ -163,6 +165,10 @@ class Sharding(SessionExtension):
         """Accept no further copy."""
         if self.copies is not None:
             self.copies.close()
+
+    def boundary(self) -> None:
+        """Let the models have their own parameters again: a validation leaves whole ones, which are freed later."""
+        structures.reshard(self.resharding.models)
 
     def spread(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is sharded."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.extensions.sharding.moving import Layout
+from freetrain_parsl.extensions.sharding.rounds import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

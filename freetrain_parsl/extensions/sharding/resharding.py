@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from freetrain_parsl.errors import PeerFailed, StateLost, UsageError
 from freetrain_parsl.extensions.sharding import structures
-from freetrain_parsl.extensions.sharding.moving import BUDGET, Layout, Traffic, move
+from freetrain_parsl.extensions.sharding.moving import BUDGET, Traffic, move
+from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.extensions.sharding.state import leaves_by_path
 from freetrain_parsl.training.checkpoints.format import is_spread
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _REPLACEMENT = "replace loss.backward(), optimizer.step() and optimizer.zero_grad() with session.step(loss)"
-_OTHER_LOOPS = "the training loop of a library, such as PlannedJob.train(), cannot run in a session"
+_OTHER_LOOPS = "the training loop of a library, such as Trainer.train(), runs in a session only with its adapter"
 _UNPREPARED_STEPS = 100  # maximum before `session.prepare`, so that a loop that never calls it does not run for hours
 
 

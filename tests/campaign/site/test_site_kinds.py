@@ -273,6 +273,23 @@ def test_whether_jobs_share_nodes_is_a_key_of_the_node() -> None:
     assert site(LOCAL.replace("slots: 2", "slots: 1")).units_per_node == 1
 
 
+@pytest.mark.parametrize(("text", "choice"), [("", "auto"), ("node: {image: off}\n", "off")])
+def test_whether_nodes_start_from_an_image_is_a_key_of_the_node(text: str, choice: str, tmp_path: Path) -> None:
+    executor = make_executor(site(f"system: local\n{text}"), run_dir=tmp_path)
+    assert executor.node_image == choice
+    assert (executor.node_start is None) is (choice == "off")
+
+
+def test_a_container_is_an_image_already(tmp_path: Path) -> None:
+    text = "system: local\nnode: {image: always, container: {image: /images/torch.sif}}\n"
+    assert make_executor(site(text), run_dir=tmp_path).node_start is None
+
+
+def test_another_word_for_an_image_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="must be auto or off or always, got 'alway'"):
+        site("system: local\nnode: {image: alway}\n")
+
+
 class GpuSource(CountedSource):
     """A batch system that tells the GPUs of its nodes."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freetrain_parsl.errors import InvalidApp
-from freetrain_parsl.executor.payloads.payloads import pack_or_refuse
+from freetrain_parsl.executor.payloads.payloads import pack_or_refuse, unpack_training
 
 SCRIPT = """
 stream = (n for n in range(3))
@@ -93,3 +93,40 @@ def test_a_variable_of_an_enclosing_function_and_a_default_are_named() -> None:
 
 def test_what_can_be_pickled_is_packed(script) -> None:
     assert pack_or_refuse(script["uses_none"], (1,), {})
+
+
+CALLS = """
+from torch.distributed.fsdp import fully_shard
+
+seen = []
+
+
+def even(n):
+    seen.append(n)
+    return n == 0 or odd(n - 1)
+
+
+def odd(n):
+    return n != 0 and even(n - 1)
+
+
+def shard(model):
+    return fully_shard(model)
+
+
+def train(session):
+    if session is None:
+        shard(session)
+    return even(session), [even(2) for _ in range(1)], seen
+"""
+
+
+def test_functions_that_call_each_other_are_packed_with_what_they_share() -> None:
+    """Those of a script by value; fully_shard, behind which functions of torch call each other, by reference."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(CALLS, namespace)
+    function, args, _kwargs = unpack_training(pack_or_refuse(namespace["train"], (4,), {}))
+    assert function(*args) == (True, [True], [4, 2, 0, 2, 0])
+    assert namespace["seen"] == []
+    assert function.__globals__["shard"].__globals__["fully_shard"] is namespace["fully_shard"]
+    assert "odd" not in function.__globals__

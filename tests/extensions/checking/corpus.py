@@ -523,6 +523,45 @@ def norm_and_dropout(session: Any) -> Any:
     return session.metrics
 
 
+def sharded(session: Any) -> Any:
+    """Shards the model; its norm computes in float32, and its counter begins anew."""
+    net, it = _sharded_net(session), 0
+    optimizer = session.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))[1]
+    loader = session.loader(data(), batch_size=16)
+    for _ in session.epochs(4):
+        for x, y in loader:
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + it)
+            session.step(cross_entropy(net(x), y))
+            it += 1  # the cause
+
+
+def sharded_mended(session: Any) -> Any:
+    """Keep the counter in the session."""
+    net = _sharded_net(session)
+    optimizer = session.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))[1]
+    loader, state = session.loader(data(), batch_size=16), session.state(it=0)
+    for _ in session.epochs(4):
+        for x, y in loader:
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + state.it)
+            session.step(cross_entropy(net(x), y))
+            state.it += 1
+
+
+def _sharded_net(session: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(nn.Sequential(nn.Linear(6, 32), Float32Norm(), nn.Linear(32, 3)), mesh=session.mesh)
+
+
+class Float32Norm(nn.Module):
+    """Computes in float32, whatever it is given, as the norms of language models."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Divide by the root of the mean square."""
+        exact = x.float()
+        return (exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
 def only_in_float32(session: Any) -> None:
     """Refuses float64."""
     model, _, loader = begin(session)

@@ -29,6 +29,7 @@ SMALL = {
     "digits": {"epochs": 3, "width": 8},
     "char_lm": {"epochs": 3, "width": 16, "characters": 10_000},
     "hf_style": {"epochs": 3},
+    "llm": {"epochs": 1, "windows": 20, "batch_size": 8, "micro_batch": 2, "width": 16, "layers": 1, "context": 16},
 }
 
 
@@ -49,7 +50,8 @@ def assert_holds(function: Any, **arguments: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in APPS.glob("*.py")))
 def test_an_app_holds(name: str) -> None:
-    importlib.import_module("sklearn.datasets")  # once here, not in each of the processes of digits, which are forked
+    for imported in ("sklearn.datasets", "transformers.models.llama"):  # once here, not in each of the forked processes
+        importlib.import_module(imported)
     assert_holds(load(name, APPS / f"{name}.py").train, **SMALL[name])
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def classify_sharded(
+def classify_sharded(  # noqa: C901 - one option for each thing that users do
     session: Any,
     *,
     shard: bool = True,
@@ -29,6 +29,7 @@ def classify_sharded(
     batch_size: int = 8,
     samples: int = SAMPLES,
     clip: float | None = None,
+    validate: bool = False,
     pause_after: int | None = None,
     pause_rank: int = 0,
     kill_after: int | None = None,
@@ -55,6 +56,8 @@ def classify_sharded(
     data = session.loader(Data(samples), batch_size, **loader)
     loop = session.state(seen=0)
     own = session.state(per_process=True, mine=0.0)
+    if validate:
+        model(Data(samples).x)
     for _ in session.epochs(epochs):
         for x, y in data:
             loop.seen += 1
@@ -76,6 +79,8 @@ def classify_sharded(
             if steps == pause_after and session.rank == pause_rank:
                 training_crew.NOTICE.pause_requested.set()
         scheduler.step()
+        if validate:
+            model(Data(samples).x)
     return {
         **session.metrics,
         "parameters": {name: whole(value) for name, value in model.state_dict().items()},

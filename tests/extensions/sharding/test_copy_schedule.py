@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from freetrain_parsl.extensions.sharding.copies import Copies
-from freetrain_parsl.extensions.sharding.moving import Layout
 from freetrain_parsl.extensions.sharding.parts import Label, StateParts, digest, pack
+from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.node_memory import NodeMemory
 

@@ -55,8 +55,15 @@ def assert_same(end: Any, expected: Finished) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     "habit",
-    [{}, {"clip": 0.05}, {"micro_batch": 2}, {"batch_size": 4, "micro_batch": 1}, {"root_too": False}],
-    ids=["default", "clipped", "micro-batches", "pieces-of-one", "partly-sharded"],
+    [
+        {},
+        {"clip": 0.05},
+        {"micro_batch": 2},
+        {"batch_size": 4, "micro_batch": 1},
+        {"root_too": False},
+        {"validate": True},
+    ],
+    ids=["default", "clipped", "micro-batches", "pieces-of-one", "partly-sharded", "validated"],
 )
 def test_a_sharded_training_through_2_3_1_processes_ends_as_an_undisturbed_plain_one(
     crew: Crew, tmp_path: Path, habit: dict[str, Any]

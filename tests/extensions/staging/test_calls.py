@@ -1,0 +1,30 @@
+"""A start on a slow shared file system: how many calls reach it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.slowfs import missing_for_slowfs
+
+pytestmark = pytest.mark.cluster
+
+STARTS = Path(__file__).parents[3] / "benchmarks" / "starts.py"
+MOST = 200
+"""Calls; 109 to 125 were seen. On a busy machine a start takes longer, and the kernel asks for names again."""
+
+
+def test_few_calls_of_a_start_reach_the_shared_file_system(tmp_path: Path) -> None:
+    if missing := missing_for_slowfs():
+        pytest.skip(missing)
+    out = tmp_path / "rows.json"
+    command = [sys.executable, STARTS, "--latencies", "1", "--image", "auto", "--json", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["unpacks"] for row in rows] == [True, False]
+    assert max(row["shared_tree_calls"] for row in rows) <= MOST
