@@ -61,6 +61,9 @@ def test_an_app_looks_like_its_function() -> None:
         ({"fuse": True}, "fuse must be 'auto', False or a whole number of at least 2, got True"),
         ({"fuse": 1}, "fuse must be 'auto', False or a whole number of at least 2, got 1"),
         ({"fuse": None}, "fuse must be 'auto', False or a whole number of at least 2, got None"),
+        ({"snapshot_every": 0}, "snapshot_every is 0; it is 'auto', a number of steps of at least 1, or None"),
+        ({"snapshot_every": True}, "snapshot_every is True; it is"),
+        ({"snapshot_every": "never"}, "snapshot_every is 'never'; it is"),
         ({"nodes": 4}, "no option 'nodes'"),
         ({"executors": "label"}, "give a list of labels"),
     ],
@@ -223,6 +226,11 @@ def test_what_to_do_on_a_change_of_code_is_one_of_three() -> None:
     assert training_app(train).options(on_code_change="resume").request("t").options.on_code_change == "resume"
     with pytest.raises(InvalidApp, match="on_code_change is 'yes'; it is one of 'refuse', 'resume', 'restart'"):
         training_app(train).options(on_code_change="yes")
+
+
+@pytest.mark.parametrize(("given", "steps"), [({}, 0), ({"snapshot_every": 7}, 7), ({"snapshot_every": None}, None)])
+def test_copies_in_memory_are_made_by_cost_or_after_steps_or_not(given: dict, steps: int | None) -> None:
+    assert training_app(**given)(train).request("t").options.snapshot_every == steps
 
 
 def test_arguments_without_a_stable_identity_ask_for_a_name() -> None:

@@ -84,8 +84,12 @@ def test_two_processes_in_one_slot_are_a_violation(tmp_path, monkeypatch):
     monkeypatch.setenv("FREETRAIN_CLUSTER_NODE", "n0")
     both = [claim(0, "one"), claim(1, "other")]
     assert claims_in(tmp_path) == both
+    claim(1, "member of the same array")
     assert violations_in(tmp_path) == []
-    claim(1, "third")
+    if (pid := os.fork()) == 0:
+        claim(1, "third")
+        os._exit(0)
+    os.waitpid(pid, 0)
     (violation,) = violations_in(tmp_path)
     assert violation.startswith("two processes in one slot: {'training': 'third', 'node': 'n0', 'lane': 1")
     assert '"training": "other"' in violation

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
 from freetrain_parsl.extensions.sharding.neighbours import neighbours
-from freetrain_parsl.extensions.sharding.parts import Label, Parts, digest, pack
+from freetrain_parsl.extensions.sharding.parts import Label, StateParts, digest, pack
 from freetrain_parsl.training.checkpoints.save_schedule import Schedule
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Copies:
         plain, shards = sharded.split(state)
         parts, problem = None, ""
         try:
-            parts = Parts.of(shards)
+            parts = StateParts.of(shards)
         except UsageError as error:
             problem = str(error)
         if group.generation != self._generation:
@@ -155,7 +155,7 @@ class Copies:
         self._transfer.thread.join(_LONGEST_END)
         return not self._transfer.thread.is_alive()
 
-    def _plan(self, group: Group, parts: Parts | None, problem: str) -> list[int] | None:
+    def _plan(self, group: Group, parts: StateParts | None, problem: str) -> list[int] | None:
         """Choose the neighbours in a new group, all members together; ``None``: there are no copies in it."""
         memory = self._memory
         needed = 0 if parts is None else _COPIES * parts.size(0, group.size)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.node_memory import Shelf
 
-__all__ = ["Label", "Parts", "digest", "pack", "unpack"]
+__all__ = ["Label", "StateParts", "digest", "pack", "unpack"]
 
 _ALIGNED = 64  # bytes
 _BITS = 62  # of a digest: it is sent as a signed integer
@@ -96,7 +96,7 @@ def unpack(head: bytes) -> Any:
     return torch.load(io.BytesIO(head.partition(b"\n")[2]), map_location="cpu", weights_only=True)
 
 
-class Parts:
+class StateParts:
     """The sharded tensors of a state, the same on all members; those with the same memory are kept once.
 
     Parameters
@@ -112,7 +112,7 @@ class Parts:
         self.names = names
 
     @classmethod
-    def of(cls, shards: Mapping[str, DTensor]) -> Parts:
+    def of(cls, shards: Mapping[str, DTensor]) -> StateParts:
         """Return the parts of the sharded tensors of a state.
 
         Raises
@@ -146,7 +146,7 @@ class Parts:
         return [(each.shape, each.dtype, each.dim, names) for each, names in zip(self.tensors, self.names, strict=True)]
 
     @classmethod
-    def from_plain(cls, plain: list[tuple[Any, ...]]) -> Parts:
+    def from_plain(cls, plain: list[tuple[Any, ...]]) -> StateParts:
         """Return what `as_plain` has made a value of."""
         return cls([Layout(*facts) for *facts, _ in plain], [names for *_, names in plain])
 

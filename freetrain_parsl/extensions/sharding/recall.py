@@ -12,7 +12,7 @@ import torch
 
 from freetrain_parsl.extensions.sharding import state as sharded
 from freetrain_parsl.extensions.sharding.moving import move
-from freetrain_parsl.extensions.sharding.parts import Label, Parts, unpack
+from freetrain_parsl.extensions.sharding.parts import Label, StateParts, unpack
 from freetrain_parsl.storage.entry import Entry
 from freetrain_parsl.training.checkpoints.format import Restored
 from freetrain_parsl.training.group.state_transfer import pass_on
@@ -144,7 +144,7 @@ def _collect(group: Group, choice: Choice, shelves: Mapping[int, Shelf]) -> dict
         body = next(head for head in heads.values() if "plain" in head)
     others = [rank for rank in range(group.size) if rank != choice.root]
     body = pass_on(group, [choice.root], others, body) or body
-    parts, state = Parts.from_plain(body["parts"]), body["plain"]
+    parts, state = StateParts.from_plain(body["parts"]), body["plain"]
     if body["own"]:
         own: list[Any] = [{} for _ in range(min(group.size, choice.label.size))]
         for rank, keeper in enumerate(choice.keepers[: len(own)]):
@@ -159,7 +159,7 @@ def _collect(group: Group, choice: Choice, shelves: Mapping[int, Shelf]) -> dict
 
 
 def _moved(
-    group: Group, choice: Choice, parts: Parts, contents: Mapping[int, torch.Tensor]
+    group: Group, choice: Choice, parts: StateParts, contents: Mapping[int, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, int]]:
     """Move the parts to their new owners; return name -> this member's part, and the dimension that is sharded."""
     kept = _Kept(parts, choice.label.size, group.size, contents)
@@ -184,7 +184,7 @@ class _Kept:
         Old owner -> memory with its parts.
     """
 
-    def __init__(self, parts: Parts, before: int, now: int, contents: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, parts: StateParts, before: int, now: int, contents: Mapping[int, torch.Tensor]) -> None:
         self._parts, self._now = parts, now
         self._old = {owner: list(parts.views(content, owner, before)) for owner, content in contents.items()}
         self.new: dict[int, torch.Tensor] = {}

@@ -115,6 +115,15 @@ def test_any_training_may_run_fused_with_those_of_the_same_function(text: str, l
     assert [fusion.limit for fusion in fusions] == [limit, None, None]
 
 
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("", 0), ("snapshot_every: auto", 0), ("snapshot_every: 4", 4), ("snapshot_every: false", None)],
+)
+def test_copies_of_a_sharded_state_are_an_option(text: str, steps: int | None) -> None:
+    (training,) = campaign(f"trainings: [{{app: '{APP}', {text}}}]").trainings
+    assert training.app.request("t").options.snapshot_every == steps
+
+
 def test_a_training_may_be_kept_from_running_fused() -> None:
     (training,) = campaign(f"trainings: [{{app: '{APP}', fuse: false}}]").trainings
     assert training.app.call_request((), training.arguments).fusion is None
@@ -185,6 +194,8 @@ MANY = ", ".join(map(str, range(150)))
         ),
         (f"trainings: [{{app: '{APP}', name: 'x{{width}}', grid: {{lr: [1]}}}}]", r"a name may use \{lr\}, \{repeat\}"),
         (f"trainings: [{{app: '{APP}', name: same, grid: {{lr: [1, 2]}}}}]", "two training jobs are named 'same'"),
+        (f"trainings: [{{app: '{APP}', snapshot_every: 0}}]", "must be auto, false or a number of steps of at least 1"),
+        (f"trainings: [{{app: '{APP}', snapshot_every: true}}]", "of at least 1, got true"),
         (f"trainings: [{{app: '{APP}', fuse: 1}}]", r"\[1\].fuse: fuse must be auto, false or a whole number"),
         (f"trainings: [{{app: '{APP}', fuse: true}}]", "of at least 2, got true"),
         (f"trainings: [{{app: '{APP}', fuse: all}}]", "of at least 2, got 'all'"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from freetrain_parsl.extensions.sharding.copies import Copies
-from freetrain_parsl.extensions.sharding.parts import Label, Parts, digest, pack
+from freetrain_parsl.extensions.sharding.parts import Label, StateParts, digest, pack
 from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.node_memory import NodeMemory
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PART = 64_000  # bytes of each of two members
-PARTS = Parts([Layout((16_000, 2), torch.float32, 0)], [["w"]])
+PARTS = StateParts([Layout((16_000, 2), torch.float32, 0)], [["w"]])
 
 
 @dataclass

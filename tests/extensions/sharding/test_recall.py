@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from freetrain_parsl.extensions.sharding.parts import Label, Parts, pack, unpack
+from freetrain_parsl.extensions.sharding.parts import Label, StateParts, pack, unpack
 from freetrain_parsl.extensions.sharding.recall import choose
 
 STEP_6 = Label(1, generation=4, size=3, step=6, owner=0, is_own=True)
@@ -72,7 +72,7 @@ def test_labels_and_heads_survive_their_transfer() -> None:
     loaded = unpack(pack(STEP_6, body))
     assert torch.equal(loaded["plain"].pop("b"), body["plain"].pop("b"))  # type: ignore[attr-defined]
     assert loaded == body
-    parts = Parts.from_plain(loaded["parts"])
+    parts = StateParts.from_plain(loaded["parts"])
     assert [parts.size(owner, 3) for owner in range(3)] == [64, 64, 64]  # 3, 3 and 1 rows of 16 bytes
     assert [next(parts.views(torch.zeros(64, dtype=torch.uint8), owner, 3)).shape for owner in range(3)] == [
         (3, 2),
