@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.planning.sizes import ANY_COUNT, AllowedCounts
+from freetrain_parsl.training.group.spread_state import SpreadState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,13 +68,11 @@ class BatchSource(Protocol):
         """
 
 
-class SessionExtension:
+class SessionExtension(SpreadState):
     """Takes part in a training job in this process; every default leaves all to the session."""
 
     in_place: bool = True
     """Whether the group may change without a checkpoint."""
-    spreads: bool = False
-    """Whether the members hold different parts of the state, which the extension moves when the group changes."""
     allowed_counts: AllowedCounts = ANY_COUNT
     """Numbers of processes on which the prepared objects can be."""
     sharded_bytes: int = 0
@@ -201,57 +200,6 @@ class SessionExtension:
     def acts(self) -> bool:
         """Return whether the code that runs is the function of this training job."""
         return True
-
-    def is_pending(self) -> bool:
-        """Return whether a change of the group has to wait for a later boundary."""
-        return False
-
-    def obstacle(self, size: int) -> str | None:  # noqa: ARG002
-        """Return why this member cannot take part in a change to `size` members in place; ``None`` if it can."""
-        return None
-
-    def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
-        """Move the parts of those that leave a group to those that stay, before any of them leaves it.
-
-        Called on all members of the group if the extension `spreads` and some of them leave.
-
-        Parameters
-        ----------
-        group
-            The present group.
-        hosts
-            The ranks of those that stay, in the order of their next ranks.
-        generation
-            Of their next group.
-
-        Raises
-        ------
-        PeerFailed
-            A member has failed.
-        """
-
-    def take_over(self, group: Group) -> None:
-        """Give each member of a new group its part of the state; newcomers have adopted all that is not spread.
-
-        Called on all members of the group if the extension `spreads`.
-
-        Raises
-        ------
-        PeerFailed
-            A member has failed; it is called again in the next group.
-        StateLost
-            Those that failed alone held a part of the state.
-        UsageError
-            This member is new, and its objects are not like those of the others.
-        """
-
-    def sent(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole state as it is sent to newcomers: without what is spread."""
-        return state
-
-    def received(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state that was `sent` as this member's objects can load it; `state` is not changed."""
-        return state
 
     def facts(self) -> Mapping[str, Any]:
         """Return fields of `Progress` that only the extension knows."""

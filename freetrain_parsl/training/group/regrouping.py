@@ -9,8 +9,8 @@ import torch
 
 from freetrain_parsl.errors import PeerFailed, StateLost
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
-from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.group.process_group import Group, join
+from freetrain_parsl.training.group.spread_state import SpreadState
 from freetrain_parsl.training.group.state_transfer import pass_on
 from freetrain_parsl.training.replicas.check import Standing
 
@@ -56,7 +56,7 @@ class GroupMember:
         self._mailbox = mailbox
         self._report = report
         self.group = Group(rehearsal=next_size or _USUAL_SIZE) if membership is None else Group()
-        self.extension = SessionExtension()
+        self.parts = SpreadState()
         """Set by the runtime: moves the parts of a state that is spread over the members."""
         self.is_newcomer = membership is None
         """Whether this member waits for a state."""
@@ -100,7 +100,7 @@ class GroupMember:
         command = self._mailbox.pending
         if command is not None and command.abort and self.group.size > 1:
             raise PeerFailed("a member has failed")
-        return command is not None and not self.extension.is_pending()
+        return command is not None and not self.parts.is_pending()
 
     @property
     def next_size(self) -> int | None:
@@ -243,7 +243,7 @@ class GroupMember:
         ]
         if not receivers:
             return None
-        if self.extension.spreads and any(progress[rank][_BEGUN] for rank in receivers):
+        if self.parts.spreads and any(progress[rank][_BEGUN] for rank in receivers):
             raise StateLost(
                 "the processes of a sharded model have come to different steps: it resumes from its checkpoint"
             )
@@ -254,13 +254,13 @@ class GroupMember:
     def _follow(self, state: dict[str, Any] | None, *, moved: bool = False) -> None:
         if state is not None:
             self.adopt(state)
-        if moved and self.extension.spreads:
-            self.extension.take_over(self.group)
+        if moved and self.parts.spreads:
+            self.parts.take_over(self.group)
         self.is_newcomer = False
 
     def _hand_over(self, membership: Membership | None) -> float:
         """Let the extension move what members have that leave; return the seconds that this took."""
-        if not self.extension.spreads or self.group.size == 1:
+        if not self.parts.spreads or self.group.size == 1:
             return 0.0
         began = time.monotonic()
         next_place = (-1, -1) if membership is None else (membership.rank, membership.generation)
@@ -268,5 +268,5 @@ class GroupMember:
         staying = sorted((place, rank) for rank, (place, _) in enumerate(places) if place >= 0)
         if len(staying) < self.group.size:
             generation = max(generation for _, generation in places)
-            self.extension.hand_over(self.group, [rank for _, rank in staying], generation)
+            self.parts.hand_over(self.group, [rank for _, rank in staying], generation)
         return time.monotonic() - began

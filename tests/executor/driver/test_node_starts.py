@@ -178,7 +178,7 @@ def test_nodes_set_aside_are_in_no_window() -> None:
 
 
 def test_what_fails_in_a_slot_names_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(_work: object, _pulse: object) -> None:
+    def no_memory(_work: object, _pulse: object, **_options: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("freetrain_parsl.executor.slot.slot.occupy", no_memory)

@@ -23,6 +23,7 @@ from freetrain_parsl.executor.slot.slot import SlotSettings, _Slot
 from freetrain_parsl.interpreters import script_command
 from freetrain_parsl.planning.events import TasksWaiting
 from freetrain_parsl.protocol.messages import StartTask, TaskEnded
+from freetrain_parsl.training.node_memory import NodeMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +77,12 @@ def test_a_task_that_calls_exit_fails_and_its_slot_goes_on(monkeypatch: pytest.M
     sent: queue.SimpleQueue[TaskEnded] = queue.SimpleQueue()
     monkeypatch.setattr(slot_module, "Channel", lambda *_, **__: SimpleNamespace(send=sent.put))
     monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)
-    slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0), "token", Pulse(10.0))
+    slot = _Slot(
+        SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0),
+        "token",
+        Pulse(10.0),
+        NodeMemory("n0", "b0", lambda: None),
+    )
     slot._run_task(StartTask(3, pack_task(sys.exit, (4,), {})))
     ended = sent.get_nowait()
     assert (ended.task, ended.failed) == (3, True)

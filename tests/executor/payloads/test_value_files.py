@@ -38,6 +38,7 @@ from freetrain_parsl.protocol.reports import Progress, RunFinished, StorageFaile
 from freetrain_parsl.storage.root import prepare_root
 from freetrain_parsl.training import fragment
 from freetrain_parsl.training.mailbox import Finished
+from freetrain_parsl.training.node_memory import NodeMemory
 from tests.executor.slot.start_run import start_run
 from tests.small_disk import fill, small_disk
 
@@ -237,7 +238,12 @@ def test_so_has_that_of_a_tasks_end(
     monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)
     if not writable:
         (tmp_path / "root" / ".freetrain-root").unlink()
-    slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, files=files), "token", Pulse(10.0))
+    slot = _Slot(
+        SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, files=files),
+        "token",
+        Pulse(10.0),
+        NodeMemory("n0", "b0", lambda: None),
+    )
     assert slot._run_task(StartTask(3, pack_task(bytes, (LARGEST_MESSAGE + 1,), {}))) is writable
     ended = sent.get_nowait()
     assert ended.failed is not writable

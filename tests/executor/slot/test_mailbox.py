@@ -16,6 +16,7 @@ from freetrain_parsl.protocol.messages import ChangeGroup, PauseRun, Place, Slot
 from freetrain_parsl.protocol.reports import PauseReason, Progress, RunPaused
 from freetrain_parsl.training import fragment
 from freetrain_parsl.training.mailbox import Finished, Paused
+from freetrain_parsl.training.node_memory import NodeMemory
 from tests.executor.slot.start_run import start_run
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class _Stage:
         self._directory = directory
         self.channel = _FakeChannel()
         slot = self.slot = _Slot.__new__(_Slot)
+        slot._memory = NodeMemory("n0", "b0", lambda: None)
         slot._settings = SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo")
         slot._pulse = Pulse(10.0)
         slot._inbox = queue.SimpleQueue()

@@ -34,6 +34,7 @@ from freetrain_parsl.protocol.messages import (
     Values,
 )
 from freetrain_parsl.protocol.reports import Joined, PauseReason, PeersFailed, Progress, Ready, RunPaused
+from freetrain_parsl.training.node_memory import NodeMemory
 from tests.executor.driver import driver_bench
 from tests.executor.driver.driver_bench import FakeSlot
 from tests.executor.jobs.training_world import World
@@ -88,7 +89,12 @@ class _RealSlot:
         monkeypatch.setattr(slot_module, "Channel", _Channel)
         monkeypatch.setattr(slot_module, "SignalSocket", lambda *_: None)  # belongs to the process
         monkeypatch.setattr(training_run, "unpack_training", lambda _: (train_until_stopped, (), {}))
-        self._slot = _Slot(SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo"), "token", Pulse(10.0))
+        self._slot = _Slot(
+            SlotSettings(("127.0.0.1",), 1, None, 1.0, 10.0, 5.0, interface="lo"),
+            "token",
+            Pulse(10.0),
+            NodeMemory("n0", "b0", lambda: None),
+        )
         self._main = threading.Thread(target=self._work, daemon=True)
         self._main.start()
 
