@@ -16,13 +16,14 @@ from _rescale_net import BATCH, LEARNING_RATE, MOMENTUM, Data, StepLog, make_net
 from torch.distributed import TCPStore
 from torch.nn.functional import cross_entropy
 
+from freetrain_parsl.executor.jobs.training.rank_order import least_moved
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready
 from freetrain_parsl.training.fragment import run_fragment
 from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Paused, Regroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     from typing_extensions import Self
@@ -44,7 +45,7 @@ def train(session: Any, directory: str) -> None:
             log.write("end", session.world_size, session.rank, session.metrics["steps"])
 
 
-def _serve(channel: Connection, port: int, directory: str) -> None:
+def _serve(channel: Connection, port: int, directory: str, function: Callable[..., Any]) -> None:
     """Run fragments as commanded until the channel closes; commands also arrive during fragments."""
     torch.set_num_threads(1)
     starts: queue.Queue[tuple[Membership | None, ControlMailbox] | None] = queue.Queue()
@@ -68,7 +69,7 @@ def _serve(channel: Connection, port: int, directory: str) -> None:
     while (start := starts.get()) is not None:
         membership, mailbox = start
         end = run_fragment(
-            train,
+            function,
             (directory,),
             options=SessionOptions("net", Path(directory), threads=1),
             membership=membership,
@@ -113,10 +114,13 @@ class Crew:
         Directory of checkpoints and logs.
     processes
         Initial number.
+    function
+        The training job.
     """
 
-    def __init__(self, directory: Path, processes: int) -> None:
+    def __init__(self, directory: Path, processes: int, function: Callable[..., Any] = train) -> None:
         self.directory = directory
+        self._function = function
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._generation = 0
         self.members: list[Worker] = []
@@ -147,7 +151,9 @@ class Crew:
             worker.channel.send(None)
         for worker in newcomers:
             worker.await_report(Ready)
-        reports = self._regroup([*stay, *newcomers], leave, abort=False)
+        ranks = least_moved([str(id(one)) for one in self.members], [str(id(one)) for one in [*stay, *newcomers]])
+        by_name = {str(id(one)): one for one in [*stay, *newcomers]}
+        reports = self._regroup([by_name[name] for name in ranks], leave, abort=False)
         for worker in leave:
             worker.await_report(Paused)
         self._idle += leave
@@ -175,7 +181,9 @@ class Crew:
 
     def _hire(self) -> None:
         ours, theirs = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_serve, args=(theirs, self._store.port, str(self.directory)), daemon=True)
+        process = _SPAWN.Process(
+            target=_serve, args=(theirs, self._store.port, str(self.directory), self._function), daemon=True
+        )
         process.start()
         theirs.close()
         self._idle.append(Worker(process, ours))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 492
+MOST_FILES: Final = 494
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_360,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_600,
+    "executor": 14_680,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,

@@ -370,10 +370,13 @@ class StartRun(RunStart, WithFunction):
         Place in a new group; ``None``: as a newcomer to a group that is already training.
     meeting_timeout
         Seconds for which the members wait for each other when a group is formed.
+    next_size
+        For a newcomer: how many members the group will have if the plan stays as it is.
     """
 
     place: Place | None
     meeting_timeout: Duration
+    next_size: Count | None = None
 
 
 @dataclass(frozen=True)

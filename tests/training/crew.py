@@ -281,7 +281,7 @@ class CrewRun:
 
     def _lose(self, member: Member) -> None:
         member.lost = True
-        if member in self.members and self._recover:
+        if member in (*self.members, *self.gone) and self._recover:
             survivors = [other for other in self.members if not other.lost and not other.outcome]
             self.members = [other for other in self.members if other is not member]
             if survivors:

@@ -224,6 +224,7 @@ class TrainingRun(Run):
                 mailbox=self.mailbox,
                 report=self._report,
                 memory=self._memory,
+                next_size=self._command.next_size,
             )
             if isinstance(ended, Finished):
                 end = RunFinished(ended.progress)

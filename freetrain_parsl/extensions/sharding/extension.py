@@ -15,6 +15,7 @@ from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
+from freetrain_parsl.training.preparation import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ class Sharding(SessionExtension):
         self._resharding: Resharding | None = None
         self._objects: Mapping[str, Stateful] = {}
         self._saver: ShardedSaver | None = None
+        self._modules: list[Any] = []
         self.copies: Copies | None = None
         """Copies of the members' parts; ``None`` before the loop, or without a memory for them."""
         self._members: GroupMember
@@ -78,6 +80,8 @@ class Sharding(SessionExtension):
             self._resharding = Resharding(objects)
             if not members.is_newcomer:
                 self._resharding.begin(members.group)
+        self.allowed_counts = self.resharding.sizes_allowed
+        self.sharded_bytes = size_of(objects)
         if self.in_place and (problem := self.resharding.problem(mesh)) is not None:
             self._refuse(problem)
 
@@ -91,6 +95,11 @@ class Sharding(SessionExtension):
         self.in_place = False
         if self._members.group.is_first:
             logger.info("a sharded model is saved and resumed instead of changed in place: %s", problem)
+
+    def boundary(self) -> None:
+        """Free whole parameters, which a validation leaves: they are other objects than the optimizers'."""
+        for module in self._modules:
+            module.reshard()
 
     def is_pending(self) -> bool:
         """Return whether gradients are not reduced yet."""
@@ -127,6 +136,7 @@ class Sharding(SessionExtension):
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model."""
         self.resharding.loop = state.loop.shared
+        self._modules = structures.sharded_modules(self.resharding.models)
         self.boundary()
         if state.order is not None and state.order.shards is not None:
             raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
@@ -165,10 +175,6 @@ class Sharding(SessionExtension):
         """Accept no further copy."""
         if self.copies is not None:
             self.copies.close()
-
-    def boundary(self) -> None:
-        """Let the models have their own parameters again: a validation leaves whole ones, which are freed later."""
-        structures.reshard(self.resharding.models)
 
     def spread(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is sharded."""

@@ -11,7 +11,7 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
+from math import gcd, lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from freetrain_parsl.extensions.sharding import structures
 from freetrain_parsl.extensions.sharding.moving import BUDGET, Traffic, move
 from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.extensions.sharding.state import leaves_by_path
+from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.training.checkpoints.format import is_spread
 
 if TYPE_CHECKING:
@@ -177,6 +178,18 @@ class Resharding:
             )
             for path, tensor in tensors.items()
         ]
+
+    @property
+    def sizes_allowed(self) -> AllowedCounts:
+        """The numbers of processes over which FSDP2 can shard the models.
+
+        Raises
+        ------
+        InvalidApp
+            There is none.
+        """
+        lengths, ints = structures.group_sizes(self.models)
+        return AllowedCounts(lcm(*ints), gcd(*lengths))
 
     def problem(self, mesh: DeviceMesh) -> str | None:
         """Return why the models cannot follow a change of the members; ``None`` if they can.

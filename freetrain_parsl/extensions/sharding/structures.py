@@ -41,6 +41,7 @@ __all__ = [
     "remember_ints",
     "reshard",
     "shard_dim",
+    "sharded_modules",
 ]
 
 _asked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # parameter group -> the int of reshard_after_forward
@@ -54,11 +55,7 @@ class NotFollowed(Exception):
 
 
 def _states(model: nn.Module) -> Iterable[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield module._get_fsdp_state()
+    return [module._get_fsdp_state() for module in sharded_modules([model])]
 
 
 def _groups(models: Iterable[nn.Module]) -> list[Any]:
@@ -80,12 +77,15 @@ def managed_parameters(models: Iterable[nn.Module]) -> dict[int, Any]:
 
 def reshard(models: Iterable[nn.Module]) -> None:
     """Free whole parameters, as a root's after a validation: until then `parameters()` are other objects."""
+    for module in sharded_modules(models):
+        module.reshard()
+
+
+def sharded_modules(models: Iterable[nn.Module]) -> list[Any]:
+    """Return the modules to which ``fully_shard`` was applied."""
     from torch.distributed.fsdp import FSDPModule
 
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    return [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def is_pending(models: Iterable[nn.Module]) -> bool:

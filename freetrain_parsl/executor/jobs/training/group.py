@@ -117,18 +117,19 @@ class TrainingProcesses:
             self._run(slot, Place(group.number, rank, len(slots)))
         self._log_start(group, in_place=False)
 
-    def add_newcomer(self, slot: Slot) -> None:
-        """Start a process that prepares to join the group."""
-        self._run(slot, None)
+    def add_newcomer(self, slot: Slot, size: int) -> None:
+        """Start a process that prepares to join the group, of `size` members then."""
+        self._run(slot, None, size)
 
-    def _run(self, slot: Slot, place: Place | None) -> None:
+    def _run(self, slot: Slot, place: Place | None, size: int | None = None) -> None:
         run = next(self._numbers)
         role = Role.NEWCOMER if place is None else Role.MEMBER
         has_state = place is not None
         self.participants[slot.name] = Participant(
             slot.name, slot.node, slot.place, run, role, has_state=has_state, began=self._response.now
         )
-        self._response.do(do.Send(slot.name, StartRun(self._name, run, self._options, b"", place, self._meeting)))
+        start = StartRun(self._name, run, self._options, b"", place, self._meeting, size)
+        self._response.do(do.Send(slot.name, start))
 
     def report_training(self) -> bool:
         """Record that the group trains; return whether this was not known: it is the first report after the start."""

@@ -20,6 +20,7 @@ from freetrain_parsl.executor.jobs import events as on
 from freetrain_parsl.executor.jobs.commands import Response
 from freetrain_parsl.executor.jobs.training.group import TrainingProcesses
 from freetrain_parsl.executor.jobs.training.progress import PlannerView, ProgressTracker, stall_reason
+from freetrain_parsl.executor.jobs.training.rank_order import least_moved
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,
     Ended,
@@ -260,11 +261,15 @@ class TrainingMachine:
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
             for slot in change.start:
-                self._processes.add_newcomer(slot)
+                slots = self._registry.complete_slots(self.desired)
+                self._processes.add_newcomer(slot, len(slots or self.desired))
             if change.pause:
                 self._processes.pause()
             elif change.ranks:
-                self._processes.regroup(change.ranks, failure=False)
+                ranks = change.ranks
+                if self._tracker.is_sharded:
+                    ranks = least_moved(phase.group.ranks, ranks)
+                self._processes.regroup(ranks, failure=False)
             return
         wanted = self.desired - self._registry.closing(self.desired)
         self._processes.dismiss(self._processes.newcomers, abort=False)

@@ -126,6 +126,11 @@ class ProgressTracker:
         self._code_note = ""
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether its processes hold different parts of its state, as far as they have reported."""
+        return self.latest is not None and self.latest.sharded_bytes > 0
+
+    @property
     def in_place(self) -> bool:
         """Whether its group can change in place, as far as is known."""
         return self.latest is None or self.latest.in_place
