@@ -89,7 +89,7 @@ ROOMS = {
         "extensions/pages",
     },
     "extensions/resources": {"cli", "planning", "report"},
-    "extensions/sharding": {"protocol", "storage", "training"},
+    "extensions/sharding": {"planning", "protocol", "storage", "training"},
     "extensions/simulate": {
         "cli",
         "planning",

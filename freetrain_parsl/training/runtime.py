@@ -288,7 +288,7 @@ class Runtime:
             self._load_again(self._restored, tell=True)
             if not self.state.cursor.is_inside:
                 self._restored = None
-        self.members.extension = self.extension
+        self.members.mover = self.extension if self.extension.spreads else None
         self.members.state = lambda: self.extension.sent(self.state.whole())
         self.members.adopt = self._adopt
         self.members.meet_replicas = self.replicas.meet

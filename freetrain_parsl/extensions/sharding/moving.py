@@ -73,7 +73,7 @@ class Layout:
         return self.rows * self.dtype.itemsize
 
 
-class Slice(NamedTuple):
+class ShardSlice(NamedTuple):
     """A range of columns that one old and one new owner share."""
 
     tensor: int
@@ -115,7 +115,7 @@ class Traffic:
     staging: int = 0
 
 
-def slices(layouts: Sequence[Layout], old: int, new: int, largest: int) -> Iterator[Slice]:
+def slices(layouts: Sequence[Layout], old: int, new: int, largest: int) -> Iterator[ShardSlice]:
     """Yield the overlaps of the shards of `old` and `new` owners, none of more than `largest` bytes if it can be.
 
     All slices of a tensor follow each other.
@@ -133,7 +133,7 @@ def slices(layouts: Sequence[Layout], old: int, new: int, largest: int) -> Itera
                 while ends[source] <= start:
                     source += 1
                 stop = min(start + most, last, ends[source])
-                yield Slice(number, source, target, start, stop, (stop - start) * layout.column_bytes)
+                yield ShardSlice(number, source, target, start, stop, (stop - start) * layout.column_bytes)
                 start = stop
 
 
@@ -141,11 +141,11 @@ def slices(layouts: Sequence[Layout], old: int, new: int, largest: int) -> Itera
 class _Round:
     """The slices of one round, and how many bytes each host sends and receives in it."""
 
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[ShardSlice] = field(default_factory=list)
     out: dict[int, int] = field(default_factory=dict)
     into: dict[int, int] = field(default_factory=dict)
 
-    def add(self, piece: Slice, source: int, target: int, budget: int) -> bool:
+    def add(self, piece: ShardSlice, source: int, target: int, budget: int) -> bool:
         """Add a slice if it fits, or is the first; return whether it does."""
         # A copy within a host counts as received: that bounds the memory of the new shards of a round.
         out = self.out.get(source, 0) + (piece.size if source != target else 0)
@@ -215,11 +215,11 @@ class _Mover:
         self._shards, self._group = shards, group
         self._targets: dict[tuple[int, int], torch.Tensor] = {}
 
-    def exchange(self, batch: Sequence[Slice]) -> None:
+    def exchange(self, batch: Sequence[ShardSlice]) -> None:
         """Carry out one round."""
         me = self._group.rank
-        out: dict[tuple[str, int], list[Slice]] = {}
-        into: dict[tuple[str, int], list[Slice]] = {}
+        out: dict[tuple[str, int], list[ShardSlice]] = {}
+        into: dict[tuple[str, int], list[ShardSlice]] = {}
         for piece in batch:
             source, target = self._old_hosts[piece.source], self._new_hosts[piece.target]
             device = self._layouts[piece.tensor].device
@@ -251,29 +251,29 @@ class _Mover:
                 if host == self._group.rank and (tensor, owner) not in self._targets:
                     self._shards.allocate(tensor, owner)
 
-    def _source(self, piece: Slice) -> torch.Tensor:
+    def _source(self, piece: ShardSlice) -> torch.Tensor:
         shard = self._shards.read(piece.tensor, piece.source)
         return self._columns(shard, piece, piece.source, len(self._old_hosts))
 
-    def _target(self, piece: Slice) -> torch.Tensor:
+    def _target(self, piece: ShardSlice) -> torch.Tensor:
         key = piece.tensor, piece.target
         if key not in self._targets:
             self._targets[key] = self._shards.allocate(*key)
         return self._columns(self._targets[key], piece, piece.target, len(self._new_hosts))
 
-    def _columns(self, shard: torch.Tensor, piece: Slice, owner: int, owners: int) -> torch.Tensor:
+    def _columns(self, shard: torch.Tensor, piece: ShardSlice, owner: int, owners: int) -> torch.Tensor:
         layout = self._layouts[piece.tensor]
         first = layout.span(owner, owners)[0] * layout.columns_per_index
         return shard.reshape(layout.rows, -1).narrow(1, piece.start - first, piece.stop - piece.start)
 
-    def _pack(self, pieces: Sequence[Slice]) -> torch.Tensor:
+    def _pack(self, pieces: Sequence[ShardSlice]) -> torch.Tensor:
         return torch.cat([self._source(piece).contiguous().view(-1).view(torch.uint8) for piece in pieces])
 
-    def _landing(self, pieces: Sequence[Slice]) -> torch.Tensor:
+    def _landing(self, pieces: Sequence[ShardSlice]) -> torch.Tensor:
         device = self._target(pieces[0]).device
         return torch.empty(sum(piece.size for piece in pieces), dtype=torch.uint8, device=device)
 
-    def _unpack(self, packed: torch.Tensor, pieces: Sequence[Slice]) -> None:
+    def _unpack(self, packed: torch.Tensor, pieces: Sequence[ShardSlice]) -> None:
         begin = 0
         for piece in pieces:
             target, raw = self._target(piece), packed[begin : begin + piece.size]

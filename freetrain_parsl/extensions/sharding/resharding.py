@@ -78,7 +78,7 @@ class Moved:
     traffic: Traffic
 
 
-class Entry(NamedTuple):
+class SpreadTensor(NamedTuple):
     """One sharded tensor: its place, the same on all members, what is global about it, and whether it is trained."""
 
     path: tuple[Any, ...]
@@ -156,7 +156,7 @@ class Resharding:
                 for index, parameter in enumerate(parameters):
                     yield name, index, parameter, thing.state.get(parameter, {})
 
-    def entries(self, tensors: Mapping[tuple[Any, ...], Any]) -> list[Entry]:
+    def entries(self, tensors: Mapping[tuple[Any, ...], Any]) -> list[SpreadTensor]:
         """Describe tensors.
 
         Raises
@@ -165,7 +165,7 @@ class Resharding:
             One has other placements than ``Shard`` over a mesh of one dimension.
         """
         return [
-            Entry(
+            SpreadTensor(
                 path,
                 Layout(
                     tuple(tensor.shape),
@@ -322,7 +322,7 @@ class Resharding:
 
     def _agree_on_entries(
         self, group: Group, source: int, *, has_state: bool
-    ) -> tuple[dict[tuple[Any, ...], Any], list[Entry]]:
+    ) -> tuple[dict[tuple[Any, ...], Any], list[SpreadTensor]]:
         """Return the tensors and what describes them; a newcomer takes the others' description."""
         tensors = self.tensors()
         if group.size == 1 or all(group.gather_objects(has_state)):
@@ -344,7 +344,7 @@ class Resharding:
         return self._conformed(tensors, entries), entries
 
     @staticmethod
-    def _difference(tensors: Mapping[tuple[Any, ...], Any], entries: Sequence[Entry]) -> str:
+    def _difference(tensors: Mapping[tuple[Any, ...], Any], entries: Sequence[SpreadTensor]) -> str:
         """Return how a newcomer's parameters differ from the others'; empty if they do not."""
         parameters = {path: tensor for path, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
         for path, layout, trained in entries:
@@ -359,7 +359,7 @@ class Resharding:
         return f"{_name(next(iter(parameters)))} is only there" if parameters else ""
 
     @staticmethod
-    def _conformed(tensors: dict[tuple[Any, ...], Any], entries: Sequence[Entry]) -> dict[tuple[Any, ...], Any]:
+    def _conformed(tensors: dict[tuple[Any, ...], Any], entries: Sequence[SpreadTensor]) -> dict[tuple[Any, ...], Any]:
         """Return a newcomer's tensors in the others' order, with the others' shapes and types."""
         found: dict[tuple[Any, ...], Any] = {}
         for path, layout, _ in entries:
@@ -377,7 +377,7 @@ class Resharding:
         self,
         mine: Holding,
         tensors: Mapping[tuple[Any, ...], Any],
-        entries: Sequence[Entry],
+        entries: Sequence[SpreadTensor],
         mesh: DeviceMesh,
     ) -> None:
         """Let this member's objects refer to the shards of a holding and to a mesh."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from freetrain_parsl.errors import PeerFailed, StateLost
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
-from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.state_transfer import pass_on
 from freetrain_parsl.training.replicas.check import Standing
@@ -25,6 +24,19 @@ if TYPE_CHECKING:
 _USUAL_SIZE = 2  # of the group that a newcomer joins, if nobody knows
 _BEGUN = 0  # index in a place: whether the member has a state
 _STANDING = len(Standing._fields)  # numbers at the end of a place that are not part of a member's progress
+
+
+class PartMover(Protocol):
+    """Moves the parts of a state that is spread over the members; see `SessionExtension` for its methods."""
+
+    def is_pending(self) -> bool:
+        """Return whether a change has to wait."""
+
+    def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
+        """Move the parts of those that leave, before they do."""
+
+    def take_over(self, group: Group) -> None:
+        """Give each member of a new group its part."""
 
 
 class GroupMember:
@@ -56,8 +68,8 @@ class GroupMember:
         self._mailbox = mailbox
         self._report = report
         self.group = Group(rehearsal=next_size or _USUAL_SIZE) if membership is None else Group()
-        self.extension = SessionExtension()
-        """Set by the runtime: moves the parts of a state that is spread over the members."""
+        self.mover: PartMover | None = None
+        """Set by the runtime if the members hold different parts of the state."""
         self.is_newcomer = membership is None
         """Whether this member waits for a state."""
         self.state: Callable[[], dict[str, Any]] = dict
@@ -100,7 +112,7 @@ class GroupMember:
         command = self._mailbox.pending
         if command is not None and command.abort and self.group.size > 1:
             raise PeerFailed("a member has failed")
-        return command is not None and not self.extension.is_pending()
+        return command is not None and not (self.mover is not None and self.mover.is_pending())
 
     @property
     def next_size(self) -> int | None:
@@ -243,7 +255,7 @@ class GroupMember:
         ]
         if not receivers:
             return None
-        if self.extension.spreads and any(progress[rank][_BEGUN] for rank in receivers):
+        if self.mover is not None and any(progress[rank][_BEGUN] for rank in receivers):
             raise StateLost(
                 "the processes of a sharded model have come to different steps: it resumes from its checkpoint"
             )
@@ -254,13 +266,13 @@ class GroupMember:
     def _follow(self, state: dict[str, Any] | None, *, moved: bool = False) -> None:
         if state is not None:
             self.adopt(state)
-        if moved and self.extension.spreads:
-            self.extension.take_over(self.group)
+        if moved and self.mover is not None:
+            self.mover.take_over(self.group)
         self.is_newcomer = False
 
     def _hand_over(self, membership: Membership | None) -> float:
         """Let the extension move what members have that leave; return the seconds that this took."""
-        if not self.extension.spreads or self.group.size == 1:
+        if self.mover is None or self.group.size == 1:
             return 0.0
         began = time.monotonic()
         next_place = (-1, -1) if membership is None else (membership.rank, membership.generation)
@@ -268,5 +280,5 @@ class GroupMember:
         staying = sorted((place, rank) for rank, (place, _) in enumerate(places) if place >= 0)
         if len(staying) < self.group.size:
             generation = max(generation for _, generation in places)
-            self.extension.hand_over(self.group, [rank for _, rank in staying], generation)
+            self.mover.hand_over(self.group, [rank for _, rank in staying], generation)
         return time.monotonic() - began
