@@ -94,7 +94,7 @@ class Sharding(SessionExtension):
     def _refuse(self, problem: str) -> None:
         self.in_place = False
         if self._members.group.is_first:
-            logger.info("a sharded model is saved and resumed instead of changed in place: %s", problem)
+            logger.warning("a sharded model is saved and resumed instead of changed in place: %s", problem)
 
     def boundary(self) -> None:
         """Free whole parameters, which a validation leaves: they are other objects than the optimizers'."""
