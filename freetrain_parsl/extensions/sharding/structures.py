@@ -369,6 +369,8 @@ def forget_meshes() -> None:
         from torch.distributed.tensor import _redistribute
 
         _redistribute._gen_transform_infos.cache_clear()
+        for planner in _redistribute._planner_cache.values():
+            vars(planner).clear()  # it refers to itself, and so would keep its mesh until a garbage collection
         _redistribute.clear_redistribute_planner_cache()
     with suppress(AttributeError, ImportError):
         from torch.distributed.tensor._collective_utils import MeshTopoInfo

@@ -1,0 +1,40 @@
+"""Changes in place leave nothing behind: no descriptors, threads or memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from sharded_trainings import classify_sharded
+
+from freetrain_parsl.training.fragment import Finished
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from crew import Crew
+
+pytestmark = pytest.mark.slow
+
+CHANGES = 24
+SETTLED = 6  # changes after which a process has all that it keeps: torch's caches, its pools of threads
+
+
+def test_a_process_that_stays_through_many_changes_does_not_grow(crew: Crew, tmp_path: Path) -> None:
+    gates = {step: tmp_path / f"gate-{step}" for step in range(2, 2 + CHANGES)}
+    run = crew.start(2, tmp_path / "net", classify_sharded, gates=gates, epochs=5)
+    first = psutil.Process(run.members[0].process.pid)
+    grown = []
+    for number, gate in enumerate(gates.values()):
+        run.until(lambda gate=gate: run.ended or gate.with_suffix(".reached").exists())
+        assert not run.ended, [member.outcome for member in run.members]
+        run.regroup(3 if number % 2 == 0 else 2, release=gate.touch)
+        grown.append((first.num_fds(), first.num_threads(), first.memory_info().rss >> 20))
+    ends = [outcome.end for outcome in run.outcomes() if outcome is not None]
+    assert ends
+    assert all(isinstance(end, Finished) and end.progress.resumed_from is None for end in ends)
+    settled, last = grown[SETTLED - 1], grown[-1]
+    assert last[0] <= settled[0] + 4, grown
+    assert last[1] <= settled[1] + 2, grown
+    assert last[2] <= settled[2] + 30, grown

@@ -1,0 +1,107 @@
+"""What cannot follow a change of the processes is named, before anything moves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from freetrain_parsl.extensions.sharding.resharding import Resharding
+from freetrain_parsl.training.group.process_group import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    group = Group()
+    yield group.mesh(torch.device("cpu"))
+    group.leave()
+
+
+def sharded(mesh: DeviceMesh) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class _OwnGather:
+    """Stands for communication that a user has written."""
+
+
+def compiled(model: Any) -> None:
+    model.compile()
+
+
+def compiled_inside(model: Any) -> None:
+    model[0].compile()
+
+
+def with_communication_of_its_own(model: Any) -> None:
+    model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = _OwnGather()
+
+
+def with_a_separate_reduce_scatter_group(model: Any) -> None:
+    model._get_fsdp_state()._fsdp_param_groups[0].mesh_info.reduce_scatter_process_group = object()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # by torch itself
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (compiled, "torch.compile"),
+        (compiled_inside, "torch.compile"),
+        (with_communication_of_its_own, "its own communication (_OwnGather)"),
+        (with_a_separate_reduce_scatter_group, "set_separate_reduce_scatter_group"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_what_does_not_follow_is_named(mesh: DeviceMesh, change: Any, named: str) -> None:
+    model = sharded(mesh)
+    assert Resharding({"model": model}).problem(mesh) is None
+    change(model)
+    assert Resharding({"model": model}).problem(mesh) == named
+
+
+def test_another_mesh_is_named(mesh: DeviceMesh) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    assert Resharding({"model": sharded(other)}).problem(mesh) == "a mesh of its own for some parameters"
+
+
+def test_optimizer_states_with_other_placements_are_named(mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    model = sharded(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = next(model.parameters())
+    resharding = Resharding({"model": model, "optimizer": optimizer})
+    assert resharding.obstacle(2) is None
+    optimizer.state[first]["whole"] = DTensor.from_local(torch.zeros(4, 4), mesh, [Replicate()], run_check=False)
+    assert "Replicate" in str(resharding.obstacle(2))
+
+
+def test_too_little_memory_for_both_parts_is_named(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("freetrain_parsl.extensions.sharding.resharding.free_memory", lambda _device: 20 << 20)
+    resharding = Resharding({"model": sharded(mesh)})
+    assert resharding.obstacle(2) == "the new shards need 32 MiB beside the old ones, and 20 MiB are free"
+
+
+def test_gradients_that_are_not_reduced_postpone_the_change(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    resharding = Resharding({"model": model})
+    assert not resharding.is_pending
+    model.set_requires_gradient_sync(False)
+    model(torch.randn(3, 4)).sum().backward()
+    assert resharding.is_pending
+    model.set_requires_gradient_sync(True)
+    model(torch.randn(3, 4)).sum().backward()
+    assert not resharding.is_pending
