@@ -32,6 +32,8 @@ from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerS
 from freetrain_parsl.executor.journal import read_kinds
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.protocol.journal import SlotJoined
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' slow file system
 from tests.support.slowfs import SlowTrees, missing_for_slowfs
 
 INSIDE = "--inside"

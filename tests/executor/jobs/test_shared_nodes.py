@@ -45,8 +45,9 @@ def test_a_job_that_is_killed_on_a_shared_node_leaves_its_neighbours_alone(
 
     (victim,) = _pids(calls["t1"])
     pool = _pool_of(victim)
-    watched = _watched(pool)
-    assert set(watched) == {f"training job {name!r}" for name in calls}, "each watches its share of the memory"
+    # Each watches its share of the memory, and says so every few seconds: on a loaded machine not all by now.
+    jobs = {f"training job {name!r}" for name in calls}
+    watched = site.until(lambda _run: watched if (watched := _watched(pool)).keys() == jobs else None)
     os.kill(victim, signal.SIGKILL)
     site.until(lambda _: len(_pids(calls["t1"])) == 2)
     step = _step(site.run, "t1")
