@@ -44,8 +44,8 @@ def test_a_job_that_is_killed_on_a_shared_node_leaves_its_neighbours_alone(
     assert sorted(places) == [(f"{node_of(places[0][0])}/{lane}",) for lane in range(4)]
 
     (victim,) = _pids(calls["t1"])
-    pool = _pool_of(victim)
-    # Each watches its share of the memory, and says so every few seconds: on a loaded machine not all by now.
+    # Each watches its share of the memory, and says so every few seconds: not all by now.
+    pool = site.until(lambda _run: _pool_of(victim))
     jobs = {f"training job {name!r}" for name in calls}
     watched = site.until(lambda _run: watched if (watched := _watched(pool)).keys() == jobs else None)
     os.kill(victim, signal.SIGKILL)
@@ -103,11 +103,11 @@ def _step(run: Any, name: str) -> int:
     return run.trainings[name].progress.get("step", 0)
 
 
-def _pool_of(pid: int) -> Path:
-    """Return the directory of the worker pool in which a training job's process runs."""
+def _pool_of(pid: int) -> Path | None:
+    """Return the directory of the worker pool in which a training job's process runs, once that is told."""
     place = psutil.Process(pid).ppid()
     pools = Path(tempfile.gettempdir()).glob("ft-pool-*")
-    return next(pool for pool in pools if place in _watched(pool).values())
+    return next((pool for pool in pools if place in _watched(pool).values()), None)
 
 
 def _watched(pool: Path) -> dict[str, int]:
