@@ -14,7 +14,7 @@ from tests.support.slowfs import missing_for_slowfs
 pytestmark = pytest.mark.cluster
 
 STARTS = Path(__file__).parents[3] / "benchmarks" / "starts.py"
-MOST = 200
+MOST = 300  # of 40,000; a checkout that is installed in place needs twice the calls of one on PYTHONPATH
 """Calls; 109 to 125 were seen. On a busy machine a start takes longer, and the kernel asks for names again."""
 
 
