@@ -1,6 +1,6 @@
 """A language model that does not have to fit on one device: a Llama, sharded with FSDP2.
 
-The model is that of ``transformers``, with random weights; the texts are synthetic, packed into windows of one length.
+The model is a Llama of ``transformers``, untrained; the texts are synthetic, packed into windows of one length.
 ``python apps/llm.py`` is ordinary PyTorch in one process. `train` is the same training job for FreeTrain, sharded over
 its processes. Needs transformers (``pip install freetrain-parsl[huggingface]``).
 """

@@ -184,8 +184,8 @@ RECORDS = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), RECORDS), max_size=30))
-def test_causes_add_up_to_the_time_held_whatever_the_journal_holds(steps):
+def account_of_all_held(steps):
+    """Account for records, each with the seconds since the one before; the causes add up to the time held."""
     now, held, since = 0.0, 0.0, None
     timed = []
     for pause, written in steps:
@@ -199,6 +199,12 @@ def test_causes_add_up_to_the_time_held_whatever_the_journal_holds(steps):
     found = account(*timed)
     assert found.held == pytest.approx(held)
     assert all(seconds >= 0 for seconds in found.phases.values())
+    return found
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), RECORDS), max_size=30))
+def test_causes_add_up_to_the_time_held_whatever_the_journal_holds(steps):
+    account_of_all_held(steps)
 
 
 @pytest.mark.parametrize(
@@ -345,17 +351,6 @@ def test_the_phases_of_all_slots_add_up_to_the_time_that_their_nodes_are_held(sl
         ),
         st.builds(fragment_end, st.sampled_from("tu"), st.integers(0, 2)),
     )
-    now, held, since = 0.0, 0.0, None
-    timed = [(0.0, sharing(slots))]
-    for pause, written in data.draw(st.lists(st.tuples(st.floats(0, 100), records), max_size=30)):
-        now += pause
-        timed.append((now, written))
-        if isinstance(written, record.BlockStarted):
-            since = now if since is None else since
-        elif isinstance(written, record.BlockEnded) and since is not None:
-            held, since = held + len(NODES) * (now - since), None
-    held += 0.0 if since is None else len(NODES) * (now - since)
-    found = account(*timed)
-    assert found.held == pytest.approx(held)
-    assert all(seconds >= 0 for seconds in found.phases.values())
+    steps = data.draw(st.lists(st.tuples(st.floats(0, 100), records), max_size=30))
+    found = account_of_all_held([(0.0, sharing(slots)), *steps])
     assert found.slot_seconds == pytest.approx(slots * found.phases[NodePhase.TRAINING])

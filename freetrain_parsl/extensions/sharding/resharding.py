@@ -196,9 +196,6 @@ class Resharding:
 
         They are let follow their present mesh as a trial.
         """
-        compiled = next((type(m).__name__ for model in self.models for m in model.modules() if is_compiled(m)), None)
-        if compiled is not None:
-            return "torch.compile"
         return structures.find_problem(self.models, mesh)
 
     def obstacle(self, size: int) -> str | None:
@@ -478,11 +475,6 @@ def free_memory(device: str) -> int:
         cache = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
         free = min(free, limit - used + (int(cache[1]) if cache else 0))
     return int(free)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"  # noqa: SLF001 - no public API
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -268,7 +268,7 @@ def _rebind_parameter(param: Any, info: Any, after: Any) -> None:
             param._init_sharded_post_forward_param_metadata(whole)
         _check_sizes(param, local_of(kept), data)
         spec = param.sharded_param._spec
-    except BaseException:
+    except BaseException:  # whatever it is, the parameter is as it was before it is raised again
         vars(param).clear()
         vars(param).update(before)
         param._setattr_on_modules(kept)
@@ -333,6 +333,11 @@ def _post_forward(group: Any, info: Any, smaller: dict[int, Any]) -> Any:
 # ── whether it works ──────────────────────────────────────────────────────────────────────────────────
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether a module was compiled, by ``module.compile()`` or ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
 def find_problem(models: Iterable[nn.Module], mesh: DeviceMesh) -> str | None:
     """Try to rebind models to their present mesh; return why that fails, or ``None``; nothing changes then.
 
@@ -341,6 +346,8 @@ def find_problem(models: Iterable[nn.Module], mesh: DeviceMesh) -> str | None:
     """
     models = list(models)
     try:
+        if any(_is_compiled(module) for model in models for module in model.modules()):
+            return "torch.compile"
         if (reason := reason_against(models, mesh)) is not None:
             return reason
         is_pending(models)

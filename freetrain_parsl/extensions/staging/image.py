@@ -377,7 +377,7 @@ def write_image(image: Image, directory: Path) -> dict[str, Any]:
             with open(out.name, "rb") as file:
                 name = f"image-{_sha256(file)}.tar.gz"
             os.replace(out.name, directory / name)
-        except BaseException:
+        except BaseException:  # also an interruption leaves no half file
             os.unlink(out.name)
             raise
     traced = sorted(image.traced)
