@@ -11,7 +11,6 @@ repeated.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
-
-
-logger = logging.getLogger(__name__)
 
 
 class Unwind(BaseException):
@@ -116,7 +112,7 @@ class Runtime:
         self.checkpoint_manager = manager = CheckpointManager(options, lambda: members.group)
         self.state = SessionState(options.seed, lambda: manager.newest.path if manager.newest else manager.path)
         self.reporter = ProgressReporter(self.state, manager, members, report, clock, self.extension)
-        self.replicas = ReplicaCheck(options.name, self.state)
+        self.replicas = ReplicaCheck(options.name, self.state, members.note)
         self.replicas.loop = self.state.loop.shared
         self._shared_calls = SharedCalls(self.state, members, self.reporter, self._interrupt, self._recover)
         self._decisions = Decisions(
@@ -604,8 +600,8 @@ class Runtime:
         size = self.members.next_size
         obstacles = group.gather_objects(None if size is None else self.extension.obstacle(size))
         reason = next(filter(None, obstacles), None)
-        if reason is not None and group.is_first:
-            logger.warning("job %s: saved and resumed instead of changed in place: %s", self.options.name, reason)
+        if reason is not None:
+            self.members.note(f"saved and resumed instead of changed in place: {reason}")
         return reason is not None
 
     def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:

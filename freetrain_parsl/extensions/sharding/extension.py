@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UsageError
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.node_memory import NodeMemory
 
 __all__ = ["Sharding"]
-
-logger = logging.getLogger(__name__)
-
 
 class Sharding(SessionExtension):
     """The members hold different parts of the state: FSDP2 averages the gradients, and all write the checkpoints."""
@@ -93,8 +89,7 @@ class Sharding(SessionExtension):
 
     def _refuse(self, problem: str) -> None:
         self.in_place = False
-        if self._members.group.is_first:
-            logger.warning("a sharded model is saved and resumed instead of changed in place: %s", problem)
+        self._members.note(f"saved and resumed instead of changed in place: {problem}")
 
     def boundary(self) -> None:
         """Free whole parameters, which a validation leaves: they are other objects than the optimizers'."""
@@ -120,6 +115,8 @@ class Sharding(SessionExtension):
         except OtherModel as error:
             self._refuse(str(error))
             raise
+        if self.resharding.moved is not None:
+            self.received_bytes = self.resharding.moved.traffic.received
         if self._saver is not None:
             self._saver.forget()  # a write of the group before has no members any more
 

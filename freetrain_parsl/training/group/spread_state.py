@@ -17,6 +17,8 @@ class SpreadState:
 
     spreads: bool = False
     """Whether the members hold different parts of the state, which the extension moves when the group changes."""
+    received_bytes: int = 0
+    """What this member got of them from others in the last change."""
 
     def is_pending(self) -> bool:
         """Return whether a change of the group has to wait for a later boundary."""
