@@ -597,9 +597,7 @@ class Runtime:
         """Return whether the group cannot change in place now, and say why; all members call this."""
         if not self.extension.spreads:
             return False
-        size = self.members.next_size
-        obstacles = group.gather_objects(None if size is None else self.extension.obstacle(size))
-        reason = next(filter(None, obstacles), None)
+        reason = self.extension.obstacle(group, self.members.next_size)
         if reason is not None:
             self.members.note(f"saved and resumed instead of changed in place: {reason}")
         return reason is not None

@@ -100,9 +100,9 @@ class Sharding(SessionExtension):
         """Return whether gradients are not reduced yet."""
         return self.resharding.is_pending
 
-    def obstacle(self, size: int) -> str | None:
-        """Return what cannot be moved, or what there is no memory for."""
-        return self.resharding.obstacle(size)
+    def obstacle(self, group: Group, size: int | None) -> str | None:
+        """Return what cannot be moved, or what there is no memory for; see `Resharding.obstacle`."""
+        return self.resharding.obstacle(group, size)
 
     def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
         """Move the shards of those that leave; see `Resharding.hand_over`."""
@@ -134,6 +134,9 @@ class Sharding(SessionExtension):
         """Refuse what needs whole gradients, or a whole model."""
         self.resharding.loop = state.loop.shared
         self._modules = structures.sharded_modules(self.resharding.models)
+        if self._device.type == "cpu":
+            for module in self._modules:  # gloo of torch 2.8 adds up what it should average
+                module.set_force_sum_reduction_for_comms(True)
         self.boundary()
         if state.order is not None and state.order.shards is not None:
             raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")

@@ -8,7 +8,9 @@ dropped. After a failure in between, the members of the next group find a set of
 from __future__ import annotations
 
 import re
+import socket
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from math import gcd, lcm, prod
@@ -87,6 +89,7 @@ class ShardEntry(NamedTuple):
     trained: bool
 
 
+_Needs = list[tuple[tuple[str, int | str], int, int]]  # a memory, and the bytes of it that are needed and free
 _Set = list[torch.Tensor]  # the shards of one holding, each with its padding, by the number of the tensor
 
 
@@ -198,24 +201,42 @@ class Resharding:
         """
         return structures.find_problem(self.models, mesh)
 
-    def obstacle(self, size: int) -> str | None:
-        """Return why this member cannot take part in a change to `size` members now; ``None`` if it can.
+    def obstacle(self, group: Group, size: int | None) -> str | None:
+        """Return why the members cannot change in place now; ``None`` if they can; see `SpreadState.obstacle`.
 
-        The old shards are kept until all have their new ones, so that both have to fit into memory.
+        The old shards are kept until all have their new ones, so that those of all members on a node, old and new, have
+        to fit into its memory together.
         """
         structures.reshard(self.models)
         try:
             layouts = [entry.layout for entry in self.entries(self.tensors())]
+            mine: _Needs | str = [] if size is None else self._needs(layouts, size, group.rank)
         except structures.NotFollowed as error:
-            return str(error)
-        for device in {layout.device for layout in layouts}:
-            bytes_of = (
-                prod(each.local_shape(0, size)) * each.dtype.itemsize for each in layouts if each.device == device
-            )
-            needed, free = sum(bytes_of) + 2 * self._budget, free_memory(device)
-            if needed > free:
-                return f"the new shards need {needed >> 20} MiB beside the old ones, and {free >> 20} MiB are free"
+            mine = str(error)
+        needed: Counter[tuple[str, int | str]] = Counter()
+        free: dict[tuple[str, int | str], int] = {}
+        for theirs in group.gather_objects(mine):
+            if isinstance(theirs, str):
+                return theirs
+            for memory, bytes_needed, bytes_free in theirs:
+                needed[memory] += bytes_needed
+                free[memory] = min(free.get(memory, bytes_free), bytes_free)
+        for memory, total in needed.items():
+            if total > free[memory]:
+                return f"the new shards need {total >> 20} MiB beside the old ones, and {free[memory] >> 20} MiB are free"
         return None
+
+    def _needs(self, layouts: Sequence[Layout], size: int, rank: int) -> _Needs:
+        """Return this member's need of each memory: a device of its own, or that of the host, which others share."""
+        return [
+            (
+                (device, host_of_this_process() if device == "cpu" else rank),
+                sum(prod(each.local_shape(0, size)) * each.dtype.itemsize for each in layouts if each.device == device)
+                + 2 * self._budget,
+                free_memory(device),
+            )
+            for device in {layout.device for layout in layouts}
+        ]
 
     @property
     def is_pending(self) -> bool:
@@ -461,6 +482,14 @@ def _joined(before: Moved, began: float, traffic: Traffic) -> Moved:
         max(before.traffic.staging, traffic.staging),
     )
     return Moved(before.seconds + time.monotonic() - began, both)
+
+
+def host_of_this_process() -> str:
+    """Return what identifies the host whose memory this process uses; containers on it have names of their own."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:  # not on Linux
+        return socket.gethostname()
 
 
 def free_memory(device: str) -> int:

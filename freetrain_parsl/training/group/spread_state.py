@@ -24,8 +24,21 @@ class SpreadState:
         """Return whether a change of the group has to wait for a later boundary."""
         return False
 
-    def obstacle(self, size: int) -> str | None:  # noqa: ARG002
-        """Return why this member cannot take part in a change to `size` members in place; ``None`` if it can."""
+    def obstacle(self, group: Group, size: int | None) -> str | None:  # noqa: ARG002
+        """Return why the members of a group cannot change in place; ``None`` if they can; all members call this.
+
+        Parameters
+        ----------
+        group
+            The present group.
+        size
+            Number of members of the next one; ``None``: this member leaves.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
         return None
 
     def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharded_cases import Case, train_case
+from sharded_cases import EXACT, Case, train_case
 from training_crew import equal, run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
@@ -87,12 +87,12 @@ def test_a_model_that_changes_in_place_has_the_bits_of_one_that_is_made_anew(
             train_case, {"case": case, "shard": False}, root=tmp_path / "alone", membership=Membership("net")
         )
         assert isinstance(alone.end, Finished), alone.error
-        assert difference(ends[0].value["model"], alone.end.value["model"]) < 1e-12
+        assert difference(ends[0].value["model"], alone.end.value["model"]) < EXACT
         assert_close(ends[0].value["history"], alone.end.value["history"])
 
 
 def assert_close(history: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    assert [row["loss"] for row in history] == pytest.approx([row["loss"] for row in other], abs=1e-12)
+    assert [row["loss"] for row in history] == pytest.approx([row["loss"] for row in other], abs=EXACT)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:

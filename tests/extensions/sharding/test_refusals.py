@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from freetrain_parsl.extensions.sharding import structures
 from freetrain_parsl.extensions.sharding.resharding import Resharding
 from freetrain_parsl.training.group.process_group import Group
 
@@ -45,11 +46,11 @@ def compiled_inside(model: Any) -> None:
 
 
 def with_communication_of_its_own(model: Any) -> None:
-    model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = _OwnGather()
+    structures._groups([model])[0]._all_gather_comm = _OwnGather()
 
 
 def with_a_separate_reduce_scatter_group(model: Any) -> None:
-    model._get_fsdp_state()._fsdp_param_groups[0].mesh_info.reduce_scatter_process_group = object()
+    structures._groups([model])[0].mesh_info.reduce_scatter_process_group = object()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # by torch itself
@@ -84,15 +85,42 @@ def test_optimizer_states_with_other_placements_are_named(mesh: DeviceMesh) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = next(model.parameters())
     resharding = Resharding({"model": model, "optimizer": optimizer})
-    assert resharding.obstacle(2) is None
+    assert resharding.obstacle(Group(), 2) is None
     optimizer.state[first]["whole"] = DTensor.from_local(torch.zeros(4, 4), mesh, [Replicate()], run_check=False)
-    assert "Replicate" in str(resharding.obstacle(2))
+    assert "Replicate" in str(resharding.obstacle(Group(), 2))
 
 
 def test_too_little_memory_for_both_parts_is_named(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("freetrain_parsl.extensions.sharding.resharding.free_memory", lambda _device: 20 << 20)
     resharding = Resharding({"model": sharded(mesh)})
-    assert resharding.obstacle(2) == "the new shards need 32 MiB beside the old ones, and 20 MiB are free"
+    reason = "the new shards need 32 MiB beside the old ones, and 20 MiB are free"
+    assert resharding.obstacle(Group(), 2) == reason
+
+
+def test_the_members_on_a_node_share_its_memory(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 MiB are enough for each of two processes alone, and on two nodes, but not for both on one node."""
+    monkeypatch.setattr(f"{PLACE}.free_memory", lambda _device: 40 << 20)
+    resharding = Resharding({"model": sharded(mesh)})
+    layouts = [entry.layout for entry in resharding.entries(resharding.tensors())]
+    needs = resharding._needs(layouts, 2, 0)
+    assert resharding.obstacle(Members(needs, []), 2) is None, "the second one leaves"
+    assert "need 64 MiB" in str(resharding.obstacle(Members(needs, resharding._needs(layouts, 2, 1)), 2))
+    monkeypatch.setattr(f"{PLACE}.host_of_this_process", lambda: "other")
+    assert resharding.obstacle(Members(needs, resharding._needs(layouts, 2, 1)), 2) is None
+
+
+PLACE = "freetrain_parsl.extensions.sharding.resharding"
+
+
+class Members(Group):
+    """A group whose members give these answers."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__(size=len(answers))
+        self._answers = list(answers)
+
+    def gather_objects(self, value: Any) -> list[Any]:  # noqa: ARG002
+        return self._answers
 
 
 def test_gradients_that_are_not_reduced_postpone_the_change(mesh: DeviceMesh) -> None:
