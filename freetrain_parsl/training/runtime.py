@@ -255,7 +255,8 @@ class Runtime:
             raise UsageError("call session.state before `for epoch in session.epochs(…)`, and assign its values inside")
         state = self.state.loop.declare(values, per_process=per_process, device=self.device)
         if self._restored is not None:
-            self.state.loop.load(self._restored.state["loop"], rank=self.members.group.rank, names=set(values))
+            kept = self._restored.loop(self.state.loop, values)
+            self.state.loop.load(kept, rank=self.members.group.rank, names=set(values))
         return state
 
     def start(self, total_epochs: int) -> None:
@@ -375,7 +376,7 @@ class Runtime:
         """Load what user code has changed since it was restored; see `Restoration.load_again`."""
         restored.load_again(self.state.objects, tell=tell)
         self.state.trainable.load(restored.state["trainable"])
-        self.state.loop.load(restored.state["loop"], rank=self.members.group.rank)
+        self.state.loop.load(restored.loop(self.state.loop), rank=self.members.group.rank)
 
     def backward(
         self,

@@ -14,6 +14,7 @@ from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
+from freetrain_parsl.training.loop_state import LoopValue
 from freetrain_parsl.training.preparation import size_of
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.node_memory import NodeMemory
 
 __all__ = ["Sharding"]
+
 
 class Sharding(SessionExtension):
     """The members hold different parts of the state: FSDP2 averages the gradients, and all write the checkpoints."""
@@ -102,6 +104,7 @@ class Sharding(SessionExtension):
 
     def obstacle(self, group: Group, size: int | None) -> str | None:
         """Return what cannot be moved, or what there is no memory for; see `Resharding.obstacle`."""
+        self.resharding.check_loop()
         return self.resharding.obstacle(group, size)
 
     def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
@@ -128,11 +131,13 @@ class Sharding(SessionExtension):
     def received(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with this member's own shards, as they are, instead of the placeholders."""
         objects = {name: sharded.joined(state["objects"][name], target) for name, target in self._objects.items()}
-        return {**state, "objects": objects}
+        loop = state["loop"]["shared"]
+        shared = {name: sharded.joined(loop[name], LoopValue(value)) for name, value in self.resharding.loop()}
+        return {**state, "objects": objects, "loop": {**state["loop"], "shared": shared}}
 
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model."""
-        self.resharding.loop = state.loop.shared
+        self.resharding.follow_loop(state.loop.shared)
         self._modules = structures.sharded_modules(self.resharding.models)
         if self._device.type == "cpu":
             for module in self._modules:  # gloo of torch 2.8 adds up what it should average
@@ -164,6 +169,7 @@ class Sharding(SessionExtension):
     def copy(self, state: Mapping[str, Any]) -> None:
         """See `Copies.begin`."""
         assert self.copies is not None, "a copy was due"
+        self.resharding.check_loop()
         self.copies.begin(state)
 
     def copied(self) -> None:

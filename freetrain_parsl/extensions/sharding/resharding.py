@@ -7,17 +7,11 @@ dropped. After a failure in between, the members of the next group find a set of
 
 from __future__ import annotations
 
-import re
-import socket
 import time
-from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass
-from math import gcd, lcm, prod
-from pathlib import Path
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,17 +19,21 @@ from torch.optim import Optimizer
 
 from freetrain_parsl.errors import PeerFailed, StateLost, UsageError
 from freetrain_parsl.extensions.sharding import structures
+from freetrain_parsl.extensions.sharding.memory import needs, shortage
 from freetrain_parsl.extensions.sharding.moving import BUDGET, Traffic, move
 from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.extensions.sharding.state import leaves_by_path
 from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.training.checkpoints.format import is_spread
+from freetrain_parsl.training.loop_state import content_of
+from freetrain_parsl.training.undo import has_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from freetrain_parsl.extensions.sharding.memory import Need
     from freetrain_parsl.training.group.process_group import Group
 
 __all__ = ["Holding", "Moved", "Resharding"]
@@ -89,7 +87,6 @@ class ShardEntry(NamedTuple):
     trained: bool
 
 
-_Needs = list[tuple[tuple[str, int | str], int, int]]  # a memory, and the bytes of it that are needed and free
 _Set = list[torch.Tensor]  # the shards of one holding, each with its padding, by the number of the tensor
 
 
@@ -105,8 +102,9 @@ class Resharding:
     """
 
     def __init__(self, objects: Mapping[str, Any], *, budget: int = BUDGET) -> None:
-        self.loop: Callable[[], Iterable[tuple[str, object]]] = tuple
+        self.loop: Callable[[], Iterable[tuple[str, Any]]] = tuple
         """Returns the names and values of the loop's state."""
+        self._first_of_loop: frozenset[tuple[Any, ...]] = frozenset()
         self._objects = objects
         self._budget = budget
         self._live: Holding | None = None
@@ -147,8 +145,7 @@ class Resharding:
                 for inner, buffer in thing.named_buffers():
                     yield (name, inner), buffer
             elif not isinstance(thing, Optimizer):
-                content = thing.state_dict() if hasattr(thing, "state_dict") else thing
-                for path, leaf in leaves_by_path(content):
+                for path, leaf in leaves_by_path(content_of(thing)):
                     yield (name, *path), leaf
         for rest in states.values():
             yield from rest
@@ -208,35 +205,16 @@ class Resharding:
         to fit into its memory together.
         """
         structures.reshard(self.models)
+        mine: list[Need] | str
         try:
             layouts = [entry.layout for entry in self.entries(self.tensors())]
-            mine: _Needs | str = [] if size is None else self._needs(layouts, size, group.rank)
+            mine = [] if size is None else needs(layouts, size, group.rank, self._budget)
         except structures.NotFollowed as error:
             mine = str(error)
-        needed: Counter[tuple[str, int | str]] = Counter()
-        free: dict[tuple[str, int | str], int] = {}
-        for theirs in group.gather_objects(mine):
-            if isinstance(theirs, str):
-                return theirs
-            for memory, bytes_needed, bytes_free in theirs:
-                needed[memory] += bytes_needed
-                free[memory] = min(free.get(memory, bytes_free), bytes_free)
-        for memory, total in needed.items():
-            if total > free[memory]:
-                return f"the new shards need {total >> 20} MiB beside the old ones, and {free[memory] >> 20} MiB are free"
-        return None
-
-    def _needs(self, layouts: Sequence[Layout], size: int, rank: int) -> _Needs:
-        """Return this member's need of each memory: a device of its own, or that of the host, which others share."""
-        return [
-            (
-                (device, host_of_this_process() if device == "cpu" else rank),
-                sum(prod(each.local_shape(0, size)) * each.dtype.itemsize for each in layouts if each.device == device)
-                + 2 * self._budget,
-                free_memory(device),
-            )
-            for device in {layout.device for layout in layouts}
-        ]
+        theirs = group.gather_objects(mine)
+        return next((each for each in theirs if isinstance(each, str)), None) or shortage(
+            each for each in theirs if not isinstance(each, str)
+        )
 
     @property
     def is_pending(self) -> bool:
@@ -244,6 +222,32 @@ class Resharding:
         return structures.is_pending(self.models)
 
     # ── changes ───────────────────────────────────────────────────────────────────────────────────
+
+    def follow_loop(self, loop: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        """Move the sharded tensors in the loop's state, too; `loop` returns its names and values."""
+        self.loop = loop
+        self._first_of_loop = frozenset(self._spread_in_loop())
+
+    def check_loop(self) -> None:
+        """Check that another process, which runs the function up to its loop, has all sharded tensors of the loop.
+
+        Raises
+        ------
+        UsageError
+            It would not have one.
+        """
+        for name, *path in self._spread_in_loop():
+            if (name, *path) not in self._first_of_loop:
+                raise UsageError(
+                    f"session.state: {name} has got a sharded tensor{' at ' if path else ''}{_name(path)} that its "
+                    "first value has not, so that it could not be restored: declare it with one like it, such as "
+                    "p.detach().clone() of a parameter, and change this one"
+                )
+
+    def _spread_in_loop(self) -> Iterator[tuple[Any, ...]]:
+        for name, value in self.loop():
+            if not isinstance(value, nn.Module):
+                yield from ((name, *path) for path, leaf in leaves_by_path(content_of(value)) if is_spread(leaf))
 
     def begin(self, group: Group) -> None:
         """Note that this member has its part of the state in its first group."""
@@ -414,8 +418,8 @@ class Resharding:
         for tensor in tensors.values():
             if id(tensor) not in managed:
                 structures.move_to_mesh(tensor, mesh)
-        for thing in self._objects.values():
-            if not isinstance(thing, (nn.Module, Optimizer)):
+        for thing in (*self._objects.values(), *(value for _, value in self.loop())):
+            if has_state(thing) and not isinstance(thing, (nn.Module, Optimizer)):
                 content = thing.state_dict()
                 if any(is_spread(leaf) for _, leaf in leaves_by_path(content)):
                     thing.load_state_dict(content)  # its tensors may be copies of these
@@ -482,28 +486,6 @@ def _joined(before: Moved, began: float, traffic: Traffic) -> Moved:
         max(before.traffic.staging, traffic.staging),
     )
     return Moved(before.seconds + time.monotonic() - began, both)
-
-
-def host_of_this_process() -> str:
-    """Return what identifies the host whose memory this process uses; containers on it have names of their own."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:  # not on Linux
-        return socket.gethostname()
-
-
-def free_memory(device: str) -> int:
-    """Return the bytes that this process can still allocate on a type of device, as far as it can tell."""
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # not in a control group, or without a limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        cache = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, limit - used + (int(cache[1]) if cache else 0))
-    return int(free)
 
 
 def _name(path: Sequence[Any]) -> str:
