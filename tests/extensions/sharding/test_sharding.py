@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.report.projection.run import RunState, TrainingState
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # by torch 2.8 itself
+]
 
 
 def make_app() -> TrainingApp:
