@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 496
+MOST_FILES: Final = 500
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -57,9 +57,9 @@ BUDGET: Final = {
     "planning": 7_600,
     "protocol": 1_970,
     "report": 3_060,
-    "storage": 2_090,
+    "storage": 2_220,
     "testing": 1_680,
-    "training": 13_120,
+    "training": 13_400,
     "windows": 3_350,
 }
 

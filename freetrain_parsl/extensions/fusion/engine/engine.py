@@ -20,7 +20,7 @@ from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, o
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
-from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, Shared
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
@@ -490,7 +490,7 @@ def _verify(*call: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _kept(stacks: Collection[torch.Tensor | Shared]) -> Iterator[None]:
+def _kept(stacks: Collection[torch.Tensor | SharedTensor]) -> Iterator[None]:
     """Restore stacks of buffers after an error."""
     buffers = [stack for stack in stacks if isinstance(stack, torch.Tensor)]
     before = [buffer.clone() for buffer in buffers]
