@@ -447,10 +447,13 @@ class FusionEngine:
         now = self._clock()
         if self._last_step is not None and len(self._participants) == sizing.size:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
+            shared = 0 if self._array is None else self._array.shared_bytes
             before = (sizing.size, sizing.fused, sizing.decided)
-            if sizing.count(now - self._last_step, memory) and not sizing.fused:
+            if sizing.count(now - self._last_step, memory, shared) and not sizing.fused:
                 self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
+                if torch.cuda.is_available():  # what loading took is not what a step takes
+                    torch.cuda.reset_peak_memory_stats()
                 if not sizing.fused:
                     self._dissolve()  # or their optimizers would still step fused
                 self._resized()
