@@ -20,6 +20,7 @@ from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, o
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
@@ -115,6 +116,7 @@ class FusionEngine:
         self._attributes = AttributeWatch()
         self._graph = CallGraph()
         self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
+        self._shares = {"share_parameters": True, "share_buffers": True}  # until a model writes to such in its forward
 
     @property
     def current_strand(self) -> Strand | None:
@@ -258,7 +260,7 @@ class FusionEngine:
             return False
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
-        self._array = Array(self._members)
+        self._array = Array(self._members, **self._shares)
         self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
         return True
 
@@ -356,7 +358,10 @@ class FusionEngine:
                     models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
                 )
         except CannotFuse as error:
-            self._refuse(error)
+            if self._stacks_more(error):
+                self._fused_forward(strands)
+            else:
+                self._refuse(error)
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
             self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
@@ -372,6 +377,23 @@ class FusionEngine:
         ]
         for row, strand in enumerate(strands):
             (strand.result,) = _whole([each[row] for each in rows], shape)
+
+    def _stacks_more(self, error: CannotFuse) -> bool:
+        """Stack what was the same for all members, since the model may write to it; return whether that is another try.
+
+        Buffers are small, and written to by many models. Parameters are stacked only if they were written to.
+        """
+        assert self._array is not None
+        if self._open:
+            return False
+        if self._array.shares_buffers:
+            self._shares["share_buffers"] = False
+        elif self._array.shares_parameters and isinstance(error, ChangesShared):
+            self._shares["share_parameters"] = False
+        else:
+            return False
+        self._dissolve()
+        return True
 
     def _stacked(self, values: tuple[Any, ...]) -> Any:
         """Return an argument of all members: tensors stacked, unless all have the same one."""
@@ -425,10 +447,13 @@ class FusionEngine:
         now = self._clock()
         if self._last_step is not None and len(self._participants) == sizing.size:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
+            shared = 0 if self._array is None else self._array.shared_bytes
             before = (sizing.size, sizing.fused, sizing.decided)
-            if sizing.count(now - self._last_step, memory) and not sizing.fused:
+            if sizing.count(now - self._last_step, memory, shared) and not sizing.fused:
                 self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
+                if torch.cuda.is_available():  # what loading took is not what a step takes
+                    torch.cuda.reset_peak_memory_stats()
                 if not sizing.fused:
                     self._dissolve()  # or their optimizers would still step fused
                 self._resized()
@@ -468,8 +493,9 @@ def _verify(*call: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _kept(buffers: Collection[torch.Tensor]) -> Iterator[None]:
-    """Restore buffers after an error."""
+def _kept(stacks: Collection[torch.Tensor | SharedTensor]) -> Iterator[None]:
+    """Restore stacks of buffers after an error."""
+    buffers = [stack for stack in stacks if isinstance(stack, torch.Tensor)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
