@@ -274,7 +274,7 @@ def _difference(fused: _Step, serial: _Step) -> str | None:
         for name, value in expected.items():
             error = _error(found[name], value)
             limit = max(serial.tolerance, _TOLERANCES.get(value.dtype, 0.0))
-            if error > limit * max(magnitudes[name], _PART_OF_LARGEST * largest):
+            if not error <= limit * max(magnitudes[name], _PART_OF_LARGEST * largest):  # the error may be NaN
                 what = f"the gradient of {name}" if kind == "gradients" else name
                 return f"{what} differs by {error:.1e} from that of the training job alone"
     return None
