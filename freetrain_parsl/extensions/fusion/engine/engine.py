@@ -20,6 +20,7 @@ from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, o
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
@@ -364,14 +365,14 @@ class FusionEngine:
         streams.close()
         self._calls[kind] += 1
         self._open = set(self._members)
-        leaves, shape = _flat((output,))
+        leaves, structure = opened(output)
         inputs = [argument.tensor for argument in stacked if isinstance(argument, Stacked)]
         rows = [
             self._graph.rows(leaf, inputs) if isinstance(leaf, torch.Tensor) else [leaf] * len(strands)
             for leaf in leaves
         ]
         for row, strand in enumerate(strands):
-            (strand.result,) = _whole([each[row] for each in rows], shape)
+            strand.result = whole([each[row] for each in rows], structure)
 
     def _stacked(self, values: tuple[Any, ...]) -> Any:
         """Return an argument of all members: tensors stacked, unless all have the same one."""

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.forward.operators import fused_operators
+from freetrain_parsl.extensions.fusion.forward.operators.functions import functions_as_operators
+from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 from freetrain_parsl.extensions.fusion.forward.vmap_level import new_level
 from freetrain_parsl.training.data import random_streams
 
@@ -29,7 +31,6 @@ Place = dict[str, Any]
 _COLLECTIONS = {list, dict, set}
 _OF_MODULES = {"_parameters", "_modules", "_non_persistent_buffers_set"}
 _ABOUT_VMAP = ("vmap", "functorch", "batching rule", "Batching rule", "BatchedTensor")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
 
 
 class _Layout:
@@ -214,7 +215,7 @@ def fused_call(
     Returns
     -------
     Any
-        What `function` returns, with the stack [B, …] in place of each tensor.
+        What `function` returns, with the stack [B, …] in place of each tensor; see `opened`.
 
     Raises
     ------
@@ -232,7 +233,7 @@ def fused_call(
         given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
         tensors = {name: level.wrap(stack) for name, stack in stacks.items()}
         with swapped(template, tensors, differing or {}) as current_buffers:
-            with fused_operators(level, streams):
+            with fused_operators(level, streams), functions_as_operators():
                 output = function(*given, **named)
             for name, buffer in current_buffers().items():
                 if buffer is not tensors[name]:
@@ -244,17 +245,11 @@ def fused_call(
             output = level.run(call)
         except RuntimeError as error:
             if any(word in str(error) for word in _ABOUT_VMAP):
-                raise CannotFuse(_reason(error)) from error
+                raise CannotFuse(str(error).strip().partition("\n")[0]) from error
             raise
     if any(tensor._version != version for tensor, version in versions):
         raise CannotFuse("the model changes its input in place")
     return output
-
-
-def _reason(error: RuntimeError) -> str:
-    if "setup_context staticmethod" in str(error):
-        return "an autograd.Function without setup_context(), as in activation checkpointing, inside the model"
-    return str(error).strip().partition("\n")[0]
 
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
@@ -269,13 +264,8 @@ def _argument(leaf: Any, level: VmapLevel) -> Any:
 def _outputs(output: Any, level: VmapLevel) -> Any:
     if isinstance(output, torch.Tensor):
         return level.rows(output)
-    leaves, structure = tree_flatten(output)
-    for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            raise CannotFuse(
-                f"the model returns a {type(leaf).__name__}; only tensors, lists, tuples and dicts are known"
-            )
-    return tree_unflatten([level.rows(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+    leaves, structure = opened(output)
+    return whole([level.rows(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
 
 def _keep(name: str, new: torch.Tensor | None, stack: torch.Tensor, level: VmapLevel) -> None:

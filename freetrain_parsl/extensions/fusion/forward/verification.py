@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.outputs import opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -212,7 +213,7 @@ def _cloned(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, .
 
 
 def _named(output: Any) -> dict[str, Any]:
-    return {f"output {position}": leaf for position, leaf in enumerate(tree_flatten(output)[0])}
+    return {f"output {position}": leaf for position, leaf in enumerate(opened(output)[0])}
 
 
 def _arguments(given: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, torch.Tensor]:
