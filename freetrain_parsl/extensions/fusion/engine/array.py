@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from freetrain_parsl.extensions.fusion.engine.memory import MemoryLayout
+from freetrain_parsl.extensions.fusion.forward.differences import traits
 from freetrain_parsl.protocol.options import digest_of
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class MemberObjects:
         return [(place, parameter) for parameter, place in found.items()]
 
     def structure(self, batch_size: int) -> str:
-        """Return a digest of what all members of an array have in common: classes, shapes, optimizers, batch size."""
-        modules = [[(path, type(each).__qualname__) for path, each in model.named_modules()] for model in self.models]
+        """Return a digest of what all members of an array have in common: traits, shapes, optimizers, batch size."""
+        modules = [traits(model) for model in self.models]
         parameters = [
             (place, tuple(each.shape), str(each.dtype), each.requires_grad) for place, each in self.parameters()
         ]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.ambient import MemberStreams, autocast_state
+from freetrain_parsl.extensions.fusion.engine.apart import CallsApart, difference
 from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
 from freetrain_parsl.extensions.fusion.engine.call_graph import CallGraph
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
@@ -46,6 +47,16 @@ UNFUSED: Final = object()
 
 _VERIFIED_CALLS = (0, 4)  # of each kind: at first training jobs with one seed have equal parameters
 
+_PARTS_OF_A_KIND = (
+    "the kinds",
+    "the models",
+    "the modes (training or evaluation)",
+    "the autocast modes",
+    "the arguments",
+)
+
+_SMALL_SHARE = 0.2  # of the calls with differing arguments: the last batch of an epoch may be another one
+
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
 
 
@@ -57,6 +68,7 @@ class _Call(NamedTuple):
     leaves: list[Any]
     spec: Any
     has_kwargs: bool
+    kind: tuple[Any, ...]
 
 
 class _Loss(NamedTuple):
@@ -115,6 +127,7 @@ class FusionEngine:
         self._sources: list[tuple[DataSource, SharedBatches]] = []
         self._attributes = AttributeWatch()
         self._graph = CallGraph()
+        self._apart = CallsApart()
         self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
 
     @property
@@ -154,6 +167,7 @@ class FusionEngine:
         """Take part no longer; its models and optimizers are ordinary again, after this step of the others."""
         self._last_step = None
         self._open.discard(participant)
+        self._apart.forget(participant)
         if participant in self._participants:
             self._participants.remove(participant)
             too_slow = self._sizing is not None and self._sizing.decided and not self._sizing.fused
@@ -176,7 +190,7 @@ class FusionEngine:
             return UNFUSED
         leaves, spec = _flat((args, kwargs)) if kwargs else _flat(args)
         kind = ("forward", number, model.training, autocast_state(), spec, tuple(map(_kind_of, leaves)))
-        call = _Call(participant, number, leaves, spec, bool(kwargs))
+        call = _Call(participant, number, leaves, spec, bool(kwargs), kind)
         return self._lockstep.meet(Meeting(_FORWARD, kind, self._forward, call))
 
     def backward(self, participant: MemberObjects, loss: torch.Tensor) -> None:
@@ -310,11 +324,13 @@ class FusionEngine:
             for row, member in enumerate(self._members)
         )
 
-    def _refuse(self, error: CannotFuse) -> None:
+    def _refuse(self, error: CannotFuse, *, of_kinds: bool = False) -> None:
+        """Go on one by one; if there are several kinds of participants, until those of other kinds have left."""
         self._dissolve()
         self.reason = str(error)
         logger.warning("%d training jobs go on one by one: %s", len(self._participants), error)
-        self._refused(self.reason)
+        if not of_kinds:
+            self._refused(self.reason)
 
     def _is_everyone(self, strands: Sequence[Strand]) -> bool:
         return self._array is not None and {strand.item.participant for strand in strands} == set(self._members)
@@ -329,9 +345,13 @@ class FusionEngine:
     def _fused_forward(self, strands: Sequence[Strand]) -> None:
         for strand in strands:
             strand.result = UNFUSED
-        if self._is_alone() or not self._pays():  # the others may have left
+        if self._is_alone():  # the others may have left
             return
-        if {strand.item.participant for strand in strands} != set(self._participants) or not self._form():
+        if {strand.item.participant for strand in strands} != set(self._participants):
+            self._note_apart()
+            return
+        self._apart.met()
+        if not self._pays() or not self._form():
             return
         meeting = strands[0].meeting
         assert self._array is not None
@@ -344,8 +364,7 @@ class FusionEngine:
         models = [member.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
         stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
-        arguments = _whole(stacked, calls[0].spec)
-        args, kwargs = arguments if calls[0].has_kwargs else (arguments, {})
+        args, kwargs = _arguments(calls[0]._replace(leaves=stacked))
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
@@ -373,6 +392,24 @@ class FusionEngine:
         ]
         for row, strand in enumerate(strands):
             strand.result = whole([each[row] for each in rows], structure)
+
+    def _note_apart(self) -> None:
+        """Go on one by one if all have called a model, and that not for the first time, with different arguments."""
+        meetings = [each.meeting for each in self._lockstep.strands if each.meeting and each.meeting.order == _FORWARD]
+        calls = [(meeting.item.participant, meeting.kind) for meeting in meetings]
+        if len(calls) < len(self._participants) or not self._apart.note(calls):
+            return
+        one = meetings[0]
+        other = next(meeting for meeting in meetings if meeting.kind != one.kind)
+        arguments = [_arguments(each.item) for each in (one, other)]
+        what = difference(_PARTS_OF_A_KIND, [each.item.kind for each in (one, other)], arguments)
+        error = CannotFuse(f"{what}; calls with equal shapes are fused: use one batch size, and pad to one length")
+        self._refuse(error, of_kinds=True)
+
+    def facts_of(self, participant: MemberObjects) -> tuple[str, str]:
+        """Return what a participant's calls are like, if they differ from others', and why it is not fused now."""
+        kind = self._apart.kinds.get(participant, "")
+        return kind, self.reason if kind else ""
 
     def _stacked(self, values: tuple[Any, ...]) -> Any:
         """Return an argument of all members: tensors stacked, unless all have the same one."""
@@ -428,7 +465,9 @@ class FusionEngine:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
             before = (sizing.size, sizing.fused, sizing.decided)
             if sizing.count(now - self._last_step, memory) and not sizing.fused:
-                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
+                apart = self._apart.share
+                some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
+                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one{some}"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
                 if not sizing.fused:
                     self._dissolve()  # or their optimizers would still step fused
@@ -459,6 +498,12 @@ class FusionEngine:
             self._array.collect(reached)
         else:
             self._array.collect_rows(numbers, reached)
+
+
+def _arguments(call: _Call) -> tuple[Any, Any]:
+    """Return the positional and the named arguments of a call."""
+    arguments = _whole(call.leaves, call.spec)
+    return arguments if call.has_kwargs else (arguments, {})
 
 
 def _verify(*call: Any, **options: Any) -> None:

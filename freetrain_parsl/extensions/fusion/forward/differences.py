@@ -29,6 +29,7 @@ _TENSORS = ("_parameters", "_buffers", "_modules")  # compared as tensors and mo
 _HOOKS_WITHOUT_EFFECT = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # numbered over all modules
 _DETAILS_OF_CLASSES = {
     *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"),
     *("__abstractmethods__", "_abc_impl", "__annotations__", "__annotate__", "__annotate_func__"),
@@ -88,6 +89,40 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[
     return differing
 
 
+def traits(model: nn.Module) -> list[object]:
+    """Return what must be equal in all models of an array, as far as it has a text that is the same in all processes.
+
+    Models whose traits differ are refused by `compare`. What has no such text, as an object of an unknown class, has
+    the same trait as any other.
+    """
+    return [(path, _trait(type(part)), _traits_of(part)) for path, part in model.named_modules()]
+
+
+def _traits_of(module: nn.Module) -> list[tuple[str, object]]:
+    names = sorted(name for name in _attributes(module, ()) if not _may_differ(module, name))
+    return [(name, _trait(vars(module)[name])) for name in names if not name.endswith(_OF_HOOKS)]
+
+
+def _trait(value: Any, within: tuple[int, ...] = ()) -> object:
+    if isinstance(value, _BY_VALUE):
+        return repr(value)
+    if id(value) in within:
+        return "…"
+    within = (*within, id(value))
+    if isinstance(value, (type, types.FunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return [_trait(item, within) for item in value]
+    if isinstance(value, dict):
+        return sorted((repr(_trait(key)), repr(_trait(item, within))) for key, item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(_trait(item, within)) for item in value)
+    opened = _in_python(value) and not isinstance(value, nn.Module)
+    return [_trait(type(value)), _trait(vars(value), within) if opened else ""]
+
+
 def _equal(what: str, values: Sequence[list[Any]]) -> None:
     for value in values[1:]:
         if value != values[0]:
@@ -120,7 +155,7 @@ def _attributes(module: nn.Module, ignored: Collection[str]) -> dict[str, Any]:
         left_out |= {"_flat_weights", "_flat_weight_refs"}
     attributes = {name: value for name, value in vars(module).items() if name not in left_out}
     for name, value in attributes.items():  # hooks are numbered over all modules: only their order counts
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and hasattr(value, "values"):
+        if name.endswith(_OF_HOOKS) and hasattr(value, "values"):
             attributes[name] = list(value.values())
     return attributes
 
@@ -272,9 +307,7 @@ class _Comparison:
         if isinstance(one, property):
             parts = [(value.fget, value.fset, value.fdel) for value in (one, other)]
             return self.equal(*parts)
-        kinds = type(one).__mro__[:-1]
-        in_python = all(kind.__flags__ & _HEAP_TYPE and "__slots__" not in vars(kind) for kind in kinds)
-        if not hasattr(one, "__dict__") or not (in_python or isinstance(one, types.SimpleNamespace)):
+        if not _in_python(one):
             if one is other:
                 return True
             raise _Incomparable(f"it is a {type(one).__name__}")
@@ -282,6 +315,13 @@ class _Comparison:
 
 
 _HEAP_TYPE = 1 << 9  # flag of classes that are not defined in C, with few exceptions
+
+
+def _in_python(value: Any) -> bool:
+    """Return whether an object is nothing but its attributes."""
+    kinds = type(value).__mro__[:-1]
+    in_python = all(kind.__flags__ & _HEAP_TYPE and "__slots__" not in vars(kind) for kind in kinds)
+    return hasattr(value, "__dict__") and (in_python or isinstance(value, types.SimpleNamespace))
 
 
 def _paths(model: nn.Module) -> dict[int, str]:

@@ -78,7 +78,7 @@ def _whole(leaves: list[Any], structure: Structure) -> tuple[Any, list[Any]]:
             continue
         kind, inner = known
         attributes, leaves = _whole(leaves, inner)
-        part = object.__new__(kind)
+        part: Any = object.__new__(kind)
         vars(part).update(attributes)
         parts.append(part)
     return tree_unflatten(parts, structure.spec), leaves
