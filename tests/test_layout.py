@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 494
+MOST_FILES: Final = 496
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -40,7 +40,7 @@ BUDGET: Final = {
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 7_590,
+    "extensions/fusion": 7_900,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -59,7 +59,7 @@ BUDGET: Final = {
     "report": 3_060,
     "storage": 2_090,
     "testing": 1_680,
-    "training": 13_060,
+    "training": 13_120,
     "windows": 3_350,
 }
 

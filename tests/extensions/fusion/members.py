@@ -25,6 +25,9 @@ class Streams:
         with torch.random.fork_rng():
             self.states = [self._seeded(seed) for seed in seeds]
 
+    def __len__(self) -> int:
+        return len(self.states)
+
     @property
     def agree(self) -> bool:
         return all(torch.equal(state, self.states[0]) for state in self.states)

@@ -14,7 +14,9 @@ import torch
 
 from freetrain_parsl.extensions.fusion.engine.memory import MemoryLayout
 from freetrain_parsl.extensions.fusion.forward.differences import traits
+from freetrain_parsl.extensions.fusion.forward.shared_base import Shared, is_shared
 from freetrain_parsl.protocol.options import digest_of
+from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone_of, places_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -212,17 +214,50 @@ class Segment:
         return self.layouts[number].shaped(row[self.columns[number]])
 
 
+class SharedSegment(Segment):
+    """Frozen parameters that are the same in all members: not stacked; each member has copy-on-write clones of them.
+
+    Its rows have no elements; its leaves are clones of the parameters themselves.
+    """
+
+    def __post_init__(self) -> None:
+        self.trainable_at_first = False
+        first = self.members[0]
+        self.shapes = [parameter.shape for parameter in first]
+        self.layouts = [MemoryLayout(parameter) for parameter in first]
+        self.strides = [parameter.stride() for parameter in first]
+        self.leaves = [clone_of(parameter) for parameter in first]
+        self._places = places_of(self.leaves)
+
+    def is_in_place(self) -> bool:
+        """See `Segment`: whoever has written to a clone has memory of its own."""
+        return all(
+            places_of(member) == self._places
+            and [parameter.shape for parameter in member] == self.shapes
+            and [parameter.stride() for parameter in member] == self.strides
+            and not any(parameter.requires_grad for parameter in member)
+            for member in self.members
+        )
+
+
 class Array:
     """The stacked state of several members whose models have the same structure.
 
     Parameters
     ----------
     members
-        Their objects. Their parameters and buffers become views; the tensor objects stay the same.
+        Their objects. Their parameters and buffers become views, unless they are shared ones; the tensor objects stay
+        the same.
+    share_parameters, share_buffers
+        Whether to leave frozen ones that are the same in all members unstacked.
     """
 
-    def __init__(self, members: Sequence[MemberObjects]) -> None:
+    def __init__(
+        self, members: Sequence[MemberObjects], *, share_parameters: bool = True, share_buffers: bool = True
+    ) -> None:
         self.members = list(members)
+        self._share_parameters = share_parameters
+        self._share_buffers = share_buffers
         self.segments = self._segments()
         self.kind = tuple(
             (s.trainable, s.rows.dtype, *(tuple(each.order) for each in s.layouts)) for s in self.segments
@@ -233,21 +268,41 @@ class Array:
             for segment in self.segments
             for parameter, leaf in zip(segment.members[0], segment.leaves, strict=True)
         }
-        self._stacks: dict[int, torch.Tensor] = {}  # id of the first member's buffer -> stack
+        self._shared = {id(leaf) for s in self.segments if isinstance(s, SharedSegment) for leaf in s.leaves}
+        self._stacks: dict[int, torch.Tensor | Shared] = {}  # id of the first member's buffer -> stack
         self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # module, name, buffer, its row
+        self._shared_buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # …, the shared tensor
         with torch.no_grad():
             self._stack_buffers()
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether some parameters are not stacked."""
+        return bool(self._shared)
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether some buffers are not stacked."""
+        return bool(self._shared_buffers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of what is not stacked."""
+        leaves = [leaf for s in self.segments if isinstance(s, SharedSegment) for leaf in s.leaves]
+        buffers = [stack.tensor for stack in self._stacks.values() if isinstance(stack, Shared)]
+        return sum(tensor.nbytes for tensor in leaves + buffers)
+
+    def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor | Shared]:
         """Return the stacked parameters of a model of the first member, by all their names, tied ones included."""
-        return {
+        leaves = {
             name: self._leaf_of[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
         }
+        return {name: Shared(leaf) if id(leaf) in self._shared else leaf for name, leaf in leaves.items()}
 
-    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor | Shared]:
         """Return the stacked buffers of a model of the first member, by all their names."""
         return {name: self._stacks[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
 
@@ -277,12 +332,19 @@ class Array:
         Returns
         -------
         valid
-            Whether the array still fits its members: false if they have frozen or unfrozen parameters, or have assigned
-            tensors of another shape, type or layout.
+            Whether the array still fits its members: false if they have frozen or unfrozen parameters, have written to
+            shared ones, or have assigned tensors of another shape, type or layout.
         """
+        fits = all(
+            module._buffers.get(name) is buffer and is_clone_of(buffer, shared)
+            for module, name, buffer, shared in self._shared_buffers
+        )
         for segment in self.segments:
             trainable = segment.trainable_at_first
             if segment.is_in_place():
+                continue
+            if isinstance(segment, SharedSegment):
+                fits = False
                 continue
             for row, member in enumerate(segment.members):
                 for number, parameter in enumerate(member):
@@ -296,7 +358,7 @@ class Array:
                         own = segment.of(segment.rows, row, number)
                         own.copy_(parameter.detach().clone())  # it may be another view of the same memory
                         parameter.data = own
-        return True
+        return fits
 
     def collect(self, reached: Mapping[int, Collection[int]] | None = None) -> None:
         """Move the gradients of a backward pass into the rows' gradients.
@@ -361,6 +423,8 @@ class Array:
         with torch.no_grad():
             self.take_assigned_buffers()
             for segment in self.segments:
+                if isinstance(segment, SharedSegment):  # the clones are the members' own
+                    continue
                 for row, member in enumerate(segment.members):
                     own = segment.rows[row].clone()
                     for number, parameter in enumerate(member):
@@ -374,14 +438,21 @@ class Array:
     def _segments(self) -> list[Segment]:
         def kind(item: tuple[tuple[int, int], nn.Parameter]) -> tuple[object, ...]:
             place, parameter = item
-            return place, parameter.dtype, parameter.device, parameter.requires_grad
+            return place, parameter.dtype, parameter.device, parameter.requires_grad, id(parameter) in shared
 
         members = [member.parameters() for member in self.members]
-        segments = []
+        alike = [[parameter for _, parameter in each] for each in zip(*members, strict=True)]
+        shared = {id(each[0]) for each in alike if self._share_parameters and is_shared(each)}
+        segments: list[Segment] = []
         begin = 0
         for _, run in groupby(members[0], kind):
             end = begin + len(list(run))
             parameters = [[parameter for _, parameter in member[begin:end]] for member in members]
+            first = parameters[0][0]
+            if id(first) in shared:
+                segments.append(SharedSegment(members[0][begin][0], parameters, first.detach().new_empty(0)))
+                begin = end
+                continue
             rows = torch.stack([torch.cat([MemoryLayout(p).flat(p.detach()) for p in member]) for member in parameters])
             segment = Segment(members[0][begin][0], parameters, rows)
             for row, member in enumerate(parameters):
@@ -397,11 +468,18 @@ class Array:
         for place, (_, _, first) in enumerate(each[0]):
             if id(first) in self._stacks:
                 continue
+            if self._share_buffers and is_shared([buffers[place][2] for buffers in each]):
+                self._stacks[id(first)] = Shared(clone_of(first))
+                continue
             stack = torch.stack([buffers[place][2].detach() for buffers in each])
             self._stacks[id(first)] = stack
         for row, buffers in enumerate(each):
             for place, (module, name, buffer) in enumerate(buffers):
-                view = self._stacks[id(each[0][place][2])][row]
+                stacked = self._stacks[id(each[0][place][2])]
+                if isinstance(stacked, Shared):
+                    self._shared_buffers.append((module, name, buffer, stacked.tensor))
+                    continue
+                view = stacked[row]
                 buffer.data = view
                 self._buffers.append((module, name, buffer, view))
 

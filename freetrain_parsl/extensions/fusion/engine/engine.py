@@ -22,6 +22,7 @@ from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, Shared
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
@@ -129,6 +130,7 @@ class FusionEngine:
         self._graph = CallGraph()
         self._apart = CallsApart()
         self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
+        self._shares = {"share_parameters": True, "share_buffers": True}  # until a model writes to such in its forward
 
     @property
     def current_strand(self) -> Strand | None:
@@ -273,7 +275,7 @@ class FusionEngine:
             return False
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
-        self._array = Array(self._members)
+        self._array = Array(self._members, **self._shares)
         self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
         return True
 
@@ -376,7 +378,10 @@ class FusionEngine:
                     models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
                 )
         except CannotFuse as error:
-            self._refuse(error)
+            if self._stacks_more(error):
+                self._fused_forward(strands)
+            else:
+                self._refuse(error)
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
             self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
@@ -410,6 +415,23 @@ class FusionEngine:
         """Return what a participant's calls are like, if they differ from others', and why it is not fused now."""
         kind = self._apart.kinds.get(participant, "")
         return kind, self.reason if kind else ""
+
+    def _stacks_more(self, error: CannotFuse) -> bool:
+        """Stack what was the same for all members, since the model may write to it; return whether that is another try.
+
+        Buffers are small, and written to by many models. Parameters are stacked only if they were written to.
+        """
+        assert self._array is not None
+        if self._open:
+            return False
+        if self._array.shares_buffers:
+            self._shares["share_buffers"] = False
+        elif self._array.shares_parameters and isinstance(error, ChangesShared):
+            self._shares["share_parameters"] = False
+        else:
+            return False
+        self._dissolve()
+        return True
 
     def _stacked(self, values: tuple[Any, ...]) -> Any:
         """Return an argument of all members: tensors stacked, unless all have the same one."""
@@ -514,8 +536,9 @@ def _verify(*call: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _kept(buffers: Collection[torch.Tensor]) -> Iterator[None]:
-    """Restore buffers after an error."""
+def _kept(stacks: Collection[torch.Tensor | Shared]) -> Iterator[None]:
+    """Restore stacks of buffers after an error."""
+    buffers = [stack for stack in stacks if isinstance(stack, torch.Tensor)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

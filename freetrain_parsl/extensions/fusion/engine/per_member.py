@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 class RandomStreams(Protocol):
     """The random number generators of the members."""
 
+    def __len__(self) -> int:
+        """Return the number of members."""
+
     @property
     def agree(self) -> bool:
         """Whether the generators of all members are in the same state."""

@@ -16,6 +16,7 @@ from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.forward.operators import fused_operators
 from freetrain_parsl.extensions.fusion.forward.operators.functions import functions_as_operators
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, Shared
 from freetrain_parsl.extensions.fusion.forward.vmap_level import new_level
 from freetrain_parsl.training.data import random_streams
 
@@ -183,8 +184,8 @@ class Stacked:
 def fused_call(
     template: nn.Module,
     function: Callable[..., Any],
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor | Shared],
+    buffers: Mapping[str, torch.Tensor | Shared],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
@@ -203,8 +204,8 @@ def fused_call(
     function
         Called with `args` and `kwargs`, such as ``template.__call__``.
     parameters, buffers
-        Name, as in ``named_parameters`` and ``named_buffers``, -> stack of all members' values, [B, …]. Buffers are
-        updated in place.
+        Name, as in ``named_parameters`` and ``named_buffers``, -> stack of all members' values, [B, …], or the one
+        value that all have. Stacks of buffers are updated in place.
     args, kwargs
         Lists, tuples and dicts of anything; what differs between the members is `Stacked`.
     streams
@@ -219,25 +220,33 @@ def fused_call(
 
     Raises
     ------
+    ChangesShared
+        If the model writes to a parameter or buffer that was given as the one value of all members.
     CannotFuse
         If the results could differ from those that each member has alone.
     """
     stacks = {**parameters, **buffers}
     if not stacks:
         raise CannotFuse("the model has no parameters")
-    level = new_level(len(next(iter(stacks.values()))))
+    level = new_level(len(streams))
     leaves, structure = tree_flatten((args, dict(kwargs)))
     versions = [(tensor, tensor._version) for tensor in _tensors(leaves)]
+    shared = [(name, each.tensor, each.tensor._version) for name, each in stacks.items() if isinstance(each, Shared)]
 
     def call() -> Any:
         given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
-        tensors = {name: level.wrap(stack) for name, stack in stacks.items()}
+        tensors = {
+            name: stack.tensor if isinstance(stack, Shared) else level.wrap(stack) for name, stack in stacks.items()
+        }
         with swapped(template, tensors, differing or {}) as current_buffers:
             with fused_operators(level, streams), functions_as_operators():
                 output = function(*given, **named)
             for name, buffer in current_buffers().items():
                 if buffer is not tensors[name]:
-                    _keep(name, buffer, buffers[name], level)
+                    stack = buffers[name]
+                    if isinstance(stack, Shared):
+                        raise ChangesShared(f"the model assigns another tensor to its buffer {name}")
+                    _keep(name, buffer, stack, level)
         return _outputs(output, level)
 
     with _no_other_random_numbers():
@@ -247,6 +256,8 @@ def fused_call(
             if any(word in str(error) for word in _ABOUT_VMAP):
                 raise CannotFuse(str(error).strip().partition("\n")[0]) from error
             raise
+    if changed := [name for name, tensor, version in shared if tensor._version != version]:
+        raise ChangesShared(f"the model changes {changed[0]}, which is the same for all training jobs")
     if any(tensor._version != version for tensor, version in versions):
         raise CannotFuse("the model changes its input in place")
     return output
