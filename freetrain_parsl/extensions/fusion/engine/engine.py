@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from freetrain_parsl.extensions.fusion.engine.lockstep import Strand
-    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+    from freetrain_parsl.extensions.fusion.engine.per_member import Differing
     from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
     from freetrain_parsl.training.extension import DataSource
     from freetrain_parsl.training.mailbox import Clock
@@ -123,7 +123,7 @@ class FusionEngine:
         self._members: list[MemberObjects] = []  # of the array, in the order of its rows
         self._array: Array | None = None
         self._optimizers: list[RowOptimizer] = []
-        self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
+        self._differing: list[Differing] = []  # of each model: attributes that differ between the members
         self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
         self._sources: list[tuple[DataSource, SharedBatches]] = []
         self._attributes = AttributeWatch()
@@ -270,17 +270,25 @@ class FusionEngine:
             self._differing = [
                 compare(models) for models in zip(*(each.models for each in self._participants), strict=True)
             ]
+            _check_parameters(self._participants)
         except CannotFuse as error:
             self._refuse(error)
             return False
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
         self._array = Array(self._members, **self._shares)
-        self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
+        try:
+            self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
+        except CannotFuse as error:
+            self._refuse(error)
+            return False
         return True
 
     def _row_optimizer(self, number: int) -> RowOptimizer:
         assert self._array is not None
+        groups = [group for member in self._members for group in member.optimizers[number].param_groups]
+        if self._array.is_padded and any(group.get("eps") == 0 for group in groups):
+            raise CannotFuse("an optimizer has eps=0, by which padding of different ranks would become 0/0")
         return row_optimizer(
             [member.optimizers[number] for member in self._members],
             [segment for segment in self._array.segments if segment.place[0] == number and segment.trainable],
@@ -567,8 +575,8 @@ def _kind_of(leaf: Any) -> object:
     return leaf if leaf.__hash__ else type(leaf)
 
 
-def _values(differing: Sequence[dict[str, PerMember]]) -> list[dict[str, list[float]]]:
-    return [{path: list(each.values) for path, each in model.items()} for model in differing]
+def _values(differing: Sequence[Differing]) -> list[dict[str, str]]:
+    return [{path: repr(each) for path, each in model.items()} for model in differing]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -603,11 +611,19 @@ def _check_optimizers(members: Sequence[MemberObjects]) -> None:
         if [type(optimizer) for optimizer in other.optimizers] != [type(optimizer) for optimizer in first.optimizers]:
             names = [" and ".join(type(o).__name__ for o in member.optimizers) for member in (first, other)]
             raise CannotFuse(f"the training jobs have different optimizers: {names[0]}, {names[1]}")
-        shapes = [[(place, p.shape, p.dtype, p.requires_grad) for place, p in m.parameters()] for m in (first, other)]
-        if shapes[0] != shapes[1]:
-            raise CannotFuse(
-                "the training jobs have different parameters, or other parameter groups in their optimizers"
-            )
+
+
+def _check_parameters(members: Sequence[MemberObjects]) -> None:
+    """Check that the members' optimizers have the same parameters in the same groups, now that the models are alike.
+
+    Raises
+    ------
+    CannotFuse
+        They have not.
+    """
+    kinds = [member.parameter_kinds() for member in members]
+    if any(each != kinds[0] for each in kinds):
+        raise CannotFuse("the training jobs have different parameters, or other parameter groups in their optimizers")
 
 
 def _own_states(optimizers: Sequence[Optimizer]) -> None:

@@ -23,7 +23,7 @@ from freetrain_parsl.training.data import random_streams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember, RandomStreams
+    from freetrain_parsl.extensions.fusion.engine.per_member import Differing, RandomStreams
     from freetrain_parsl.extensions.fusion.forward.vmap_level import VmapLevel
 
 
@@ -94,7 +94,7 @@ def _leave_apart() -> None:
 
 @contextlib.contextmanager
 def swapped(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], numbers: Differing
 ) -> Iterator[Callable[[], dict[str, torch.Tensor | None]]]:
     """Replace a model's parameters, buffers and attributes, and restore them afterwards.
 
@@ -190,7 +190,7 @@ def fused_call(
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
     *,
-    differing: Mapping[str, PerMember] | None = None,
+    differing: Differing | None = None,
 ) -> Any:
     """Call a function of a model once for all members.
 

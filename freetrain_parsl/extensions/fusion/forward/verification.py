@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.forward.adapters import common_shape, padded
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.outputs import opened
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, Shared
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember, RandomStreams
+    from freetrain_parsl.extensions.fusion.engine.per_member import Differing, RandomStreams
 
 # Largest difference, relative to the largest magnitude: of the same sums in another order.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -49,7 +50,7 @@ def verify(
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
     *,
-    differing: Mapping[str, PerMember] | None = None,
+    differing: Differing | None = None,
 ) -> str | None:
     """Compute a step fused and one by one, and compare outputs, gradients and buffers.
 
@@ -107,7 +108,7 @@ def _fused(
     buffers: Mapping[str, torch.Tensor | Shared],
     given: tuple[tuple[Any, ...], dict[str, Any]],
     streams: RandomStreams,
-    differing: Mapping[str, PerMember],
+    differing: Differing,
 ) -> _Step | str:
     """Compute the step of all members as one, or return why it cannot be."""
     args, kwargs = _cloned(given)
@@ -168,11 +169,16 @@ def _serial(
         {
             name: torch.stack(rows).sum(0) if name in arguments else torch.stack(rows)
             for name in gradients[0]
-            if (rows := [each[name] for each in gradients])
+            if (rows := _padded([each[name] for each in gradients]))
         },
         {name: torch.stack([each[name] for each in buffers]) for name in buffers[0]},
         precision.tolerance,
     )
+
+
+def _padded(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    shape = common_shape(row.shape for row in rows)
+    return [padded(row, shape) for row in rows]
 
 
 def _detached(leaf: Any) -> Any:
