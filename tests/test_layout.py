@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 495
+MOST_FILES: Final = 501
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -40,7 +40,7 @@ BUDGET: Final = {
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 7_590,
+    "extensions/fusion": 7_900,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -57,9 +57,9 @@ BUDGET: Final = {
     "planning": 7_600,
     "protocol": 1_970,
     "report": 3_060,
-    "storage": 2_090,
+    "storage": 2_220,
     "testing": 1_680,
-    "training": 13_060,
+    "training": 13_400,
     "windows": 3_350,
 }
 

@@ -164,8 +164,11 @@ class TrainingState:
             Seconds since the epoch, to state the time to the next attempt; ``None``: omit it.
         """
         if self.state not in ("waiting", "running"):
-            is_old = self.state == "finished" and not self.trained
-            return "result of an earlier run: nothing was trained" if is_old else self.code_note
+            if self.state != "finished":
+                return self.code_note
+            if not self.trained:
+                return "result of an earlier run: nothing was trained"
+            return self.code_note or self._fusion_remark()
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
             doing = (self._on_kind(), self.batch_remark(), self._fusion_remark(), self.note)
@@ -208,8 +211,15 @@ class TrainingState:
     def _fusion_remark(self) -> str:
         if self.state == "running" and self.array:
             others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
-            return f"in {self.array} {others}, fused" if self.fused_with else f"in {self.array}, alone"
+            if self.fused_with:
+                return f"in {self.array} {others}, fused"
+            return f"in {self.array}, alone" + (f": {self.alone_because}" if self.alone_because else "")
         return f"not fused: {self.alone_because}" if self.alone_because else ""
+
+    @property
+    def not_fused(self) -> str:
+        """Why it is not fused with others, although it may be; empty if it is, or if nothing is known against it."""
+        return "" if self.array and self.fused_with else self.alone_because
 
     @property
     def share_done(self) -> float | None:
@@ -306,8 +316,10 @@ class RunState:
         for training in self.trainings.values():
             if training.state == "running":
                 training.state = "waiting"
+            if training.state == "waiting":
+                training.alone_because = ""
             training.nodes, training.array = (), ""
-            training.waits_for = training.stalled = training.waits_with_cohort = training.alone_because = ""
+            training.waits_for = training.stalled = training.waits_with_cohort = ""
             training.nodes_come, training.nodes_used = "", False
             index = self.last_fragment(training.name)
             if index is not None and self.fragments[index].end is None:

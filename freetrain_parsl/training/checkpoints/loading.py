@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import CheckpointMismatch
+from freetrain_parsl.training.checkpoints.copy_on_write import address_of
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.checkpoints.parameters import add_missing_groups, load_outside
 from freetrain_parsl.training.extension import filled
@@ -166,7 +167,7 @@ class Restoration:
 def _marks(value: Any) -> Any:
     """Return what differs once a state has changed: where its tensors are and their versions, and its plain values."""
     if isinstance(value, torch.Tensor):
-        place = value.data_ptr() if value.layout is torch.strided and not is_spread(value) else 0
+        place = address_of(value) if value.layout is torch.strided and not is_spread(value) else 0
         return place, 0 if value.is_inference() else value._version  # noqa: SLF001 - torch has no public counter
     if isinstance(value, dict):
         return {key: _marks(item) for key, item in value.items()}
