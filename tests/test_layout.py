@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 501
+MOST_FILES: Final = 503
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -34,13 +34,13 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 BUDGET: Final = {
     "": 2_200,
     "campaign": 5_360,
-    "cli": 2_560,
+    "cli": 2_580,
     "cluster": 3_200,
     "executor": 14_700,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 7_900,
+    "extensions/fusion": 8_550,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -56,7 +56,7 @@ BUDGET: Final = {
     "extensions/trackers": 397,
     "planning": 7_600,
     "protocol": 1_970,
-    "report": 3_060,
+    "report": 3_090,
     "storage": 2_220,
     "testing": 1_680,
     "training": 13_400,
