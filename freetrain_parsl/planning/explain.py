@@ -357,8 +357,8 @@ class _Reasons:
             nearest = min(growing, key=lambda each: (self._next(each) - self._counts[each.name], each.name))
             has = self._counts[nearest.name]
             return (
-                f"training job {nearest.name!r} has {self._amount(has)}, the next number that its model or the sizes on "
-                f"a node allow is {self._next(nearest)}, and {_are(left)} left"
+                f"training job {nearest.name!r} has {self._amount(has)}, the next number that its model or the sizes "
+                f"on a node allow is {self._next(nearest)}, and {_are(left)} left"
             )
         most = sum(self._counts[trainer.name] for trainer in usable)
         return f"no training job can use more {self._unit}s: at most {most} together"
