@@ -54,7 +54,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_600,
+    "planning": 7_700,
     "protocol": 1_970,
     "report": 3_090,
     "storage": 2_220,
