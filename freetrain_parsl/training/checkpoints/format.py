@@ -181,10 +181,6 @@ class Checkpoints:
         }
         entry, manifest = self._directory.complete(draft, fields_of_manifest)
         self._write_seconds.append(manifest["write_seconds"])
-        logger.info(
-            "training job %s: checkpoint %s (%s), %d bytes in %.3f s",
-            self._trainer, entry.path, facts.reason, manifest["bytes"], manifest["write_seconds"],
-        )  # fmt: skip
         try:
             self._directory.prune(entry, self._keep, self._damaged)
         except CheckpointError as error:  # the new one is durable; the next save retries

@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.forward.adapters import common_shape, padded
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.outputs import opened
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone, is_clone_of
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember, RandomStreams
+    from freetrain_parsl.extensions.fusion.engine.per_member import Differing, RandomStreams
 
 # Largest difference, relative to the largest magnitude: of the same sums in another order.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -48,7 +50,7 @@ def verify(
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
     *,
-    differing: Mapping[str, PerMember] | None = None,
+    differing: Differing | None = None,
 ) -> str | None:
     """Compute a step fused and one by one, and compare outputs, gradients and buffers.
 
@@ -106,7 +108,7 @@ def _fused(
     buffers: Mapping[str, torch.Tensor | SharedTensor],
     given: tuple[tuple[Any, ...], dict[str, Any]],
     streams: RandomStreams,
-    differing: Mapping[str, PerMember],
+    differing: Differing,
 ) -> _Step | str:
     """Compute the step of all members as one, or return why it cannot be."""
     args, kwargs = _cloned(given)
@@ -167,11 +169,16 @@ def _serial(
         {
             name: torch.stack(rows).sum(0) if name in arguments else torch.stack(rows)
             for name in gradients[0]
-            if (rows := [each[name] for each in gradients])
+            if (rows := _padded([each[name] for each in gradients]))
         },
         {name: torch.stack([each[name] for each in buffers]) for name in buffers[0]},
         precision.tolerance,
     )
+
+
+def _padded(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    shape = common_shape(row.shape for row in rows)
+    return [padded(row, shape) for row in rows]
 
 
 def _detached(leaf: Any) -> Any:
@@ -232,7 +239,7 @@ def _cloned(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, .
 
 
 def _named(output: Any) -> dict[str, Any]:
-    return {f"output {position}": leaf for position, leaf in enumerate(tree_flatten(output)[0])}
+    return {f"output {position}": leaf for position, leaf in enumerate(opened(output)[0])}
 
 
 def _arguments(given: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -296,7 +303,7 @@ def _difference(fused: _Step, serial: _Step) -> str | None:
         for name, value in expected.items():
             error = _error(found[name], value)
             limit = max(serial.tolerance, _TOLERANCES.get(value.dtype, 0.0))
-            if error > limit * max(magnitudes[name], _PART_OF_LARGEST * largest):
+            if not error <= limit * max(magnitudes[name], _PART_OF_LARGEST * largest):  # the error may be NaN
                 what = f"the gradient of {name}" if kind == "gradients" else name
                 return f"{what} differs by {error:.1e} from that of the training job alone"
     return None

@@ -125,7 +125,9 @@ class MemberExtension(SessionExtension):
 
     def facts(self) -> dict[str, str]:
         """Return which training jobs it may be fused with, and why it is not."""
-        return {"structure": self._structure, "not_fused": self._not_fused}
+        kind, reason = ("", "") if self._participant is None else self._engine.facts_of(self._participant)
+        structure = f"{self._structure}/{kind}" if kind else self._structure
+        return {"structure": structure, "not_fused": self._not_fused or reason}
 
     def _train_alone(self, reason: str) -> None:
         logger.warning("training job %s is not fused: %s", self._name, reason)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.fusion.forward.operators.mode import FusedOperators, Rule
@@ -340,7 +341,25 @@ def _row_by_row(fused: FusedOperators, func: Any, given: dict[str, Any]) -> Any:
     return fused.row_by_row(func, [given[name] for name in names], given["options"])
 
 
+_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which torch takes a number of Python
+
+
+def scaled(fused: FusedOperators, func: Any, input: Any, other: Any, **options: Any) -> Any:
+    """Multiply with a number that each member has for itself, as the scale of LoRA."""
+    if not isinstance(other, PerMember) or options or not isinstance(input, torch.Tensor):
+        return NotImplemented
+    if not input.is_floating_point():
+        return fused.row_by_row(func, (input, other), {})
+    rows = fused.rows(input)
+    with fused.level.suspended():
+        kind = _PRECISION.get(rows.dtype, rows.dtype)
+        column = torch.tensor(other.values, dtype=kind, device=rows.device).view(-1, *[1] * (rows.dim() - 1))
+        output = func(rows, column).to(rows.dtype)
+    return fused.wrap(output)
+
+
 RULES: dict[Any, Rule] = {
+    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), scaled),
     F.linear: linear,
     torch.addmm: addmm,
     F.cross_entropy: cross_entropy,

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.per_member import PerMember, of_member
+from freetrain_parsl.extensions.fusion.forward.operators.functions import FunctionCall
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared
 
 if TYPE_CHECKING:
@@ -121,6 +122,9 @@ class FusedOperators(TorchFunctionMode):
             raise CannotFuse("activation checkpointing, or other hooks on saved tensors, inside the model")
         if not self.level.is_innermost():
             raise CannotFuse("torch.vmap, or another transform of torch.func, inside the model")
+        if isinstance(func, FunctionCall):
+            func.check()
+            return self.row_by_row(func, args, kwargs)
         rule = self._rules.get(func)
         if rule is not None:
             try:
