@@ -124,6 +124,7 @@ def is_shared(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has ordinary memory, unlike sparse and quantised ones."""
-    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_inference()
-    return dense and type(tensor.data) is torch.Tensor and tensor.device.type != "meta" and tensor.numel() > 0
+    """Return whether a tensor has ordinary memory, unlike sparse and quantised ones, and those of other classes."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_quantized or tensor.is_inference() or tensor.device.type == "meta") and tensor.numel() > 0
