@@ -189,6 +189,32 @@ def test_a_checkpoint_has_the_true_shapes(tmp_path: Path) -> None:
         assert distance(resumed["optimizer"], whole["optimizer"]) < NEAR
 
 
+CHECKPOINTING = {"use_reentrant": False}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activation_checkpointing_is_exact(tmp_path: Path, dropout: float) -> None:
+    """Dropout draws the same numbers again, of each member; ranks differ."""
+    pytest.importorskip("peft")
+    points = [{**point, "checkpointing": CHECKPOINTING} for point in adapters(dropout=dropout)]
+    assert_as_alone(tmp_path, points, loop, NEAR)
+
+
+@pytest.mark.parametrize("function", [by_trainer, by_trl])
+def test_trainers_with_activation_checkpointing(tmp_path: Path, function: Callable[..., Any]) -> None:
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": CHECKPOINTING}
+    assert_as_alone(tmp_path, [{**point, **options} for point in RATES], function, NEAR)
+
+
+def test_reentrant_checkpointing_is_refused_with_what_to_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    points = [{**point, "checkpointing": {"use_reentrant": True}} for point in RATES]
+    outcome = together(tmp_path, points, loop)
+    assert outcome.engine.fused_steps == 0
+    assert "reentrant activation checkpointing inside the model: write use_reentrant=False" in caplog.text
+
+
 @pytest.fixture
 def padding(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the largest number in what pads rows and gradients, for each step."""
