@@ -46,6 +46,7 @@ _KINDS_WITH_REASONS = (
     record.TrainingCancelled,
     record.TrainsAlone,
     record.CodeChanged,
+    record.TrainingNoted,
     record.BatchChanged,
     record.CohortJoined,
     record.CohortStalled,
@@ -118,6 +119,8 @@ class TrainingState:
     """Whether a step was made in this run; otherwise its result is from an earlier run."""
     code_note: str = ""
     """Remark for the user on a change of its code."""
+    note: str = ""
+    """What else its user should know, as its processes have said last."""
     array: str = ""
     """The array in which it trains now, fused with others."""
     fused_with: int = 0
@@ -148,7 +151,7 @@ class TrainingState:
         self.min_nodes, self.max_nodes = min_nodes, max_nodes
         self.state, self.ended, self.trained, self.error = "waiting", None, True, ""
         self.nodes, self.array, self.cohort = (), "", ""
-        self.waits_for = self.stalled = self.code_note = self.alone_because = ""
+        self.waits_for = self.stalled = self.code_note = self.note = self.alone_because = ""
 
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
@@ -168,7 +171,7 @@ class TrainingState:
             return self.code_note or self._fusion_remark()
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            doing = (self._on_kind(), self.batch_remark(), self._fusion_remark())
+            doing = (self._on_kind(), self.batch_remark(), self._fusion_remark(), self.note)
             waiting = self.waiting_reason()
             return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
@@ -441,7 +444,7 @@ class RunState:
                 if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
                     self.gains[cohort] = (entry.members, entry.gain)
 
-    def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
+    def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:  # noqa: C901 - one case for each kind
         match entry:
             case record.TrainingSubmitted():
                 training.submit_again(entry.min_nodes, entry.max_nodes)
@@ -451,6 +454,8 @@ class RunState:
                 training.batch_changes += 1
             case record.CodeChanged():
                 training.code_note = entry.note
+            case record.TrainingNoted():
+                training.note = entry.note
             case record.TrainsAlone():
                 training.alone_because = entry.reason
             case record.TrainingWaits():

@@ -10,10 +10,12 @@ torch has this in private functions, which only this module uses. ``data_ptr()``
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,6 +25,7 @@ __all__ = ["address_of", "are_same", "can_clone", "clone_of", "is_clone", "is_cl
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> type with as many
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)  # other classes may have no memory of their own, as DTensors
 _lazy_clone: Any = getattr(torch, "_lazy_clone", None)
 _address: Any = getattr(torch._C, "_data_address", None)  # noqa: SLF001
 _is_cow: Any = getattr(torch._C, "_is_cow_tensor", None)  # noqa: SLF001
@@ -35,19 +38,21 @@ def can_clone() -> bool:
 
 def is_clone(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a copy-on-write clone, or has such."""
-    return can_clone() and tensor.layout is torch.strided and bool(_is_cow(tensor))
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return False
+    return can_clone() and bool(_is_cow(tensor))
 
 
 def clone_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy-on-write clone of a tensor.
+    """Return a copy-on-write clone of a tensor; of a copy of it, if its memory was not allocated by torch's allocator.
 
-    Raises
-    ------
-    RuntimeError
-        The tensor's memory is not torch's own, such as that of a mapped file or of an array of numpy.
+    Such is that of mapped files, of arrays of numpy, of tensors in shared memory, and what ``torch.load`` returns.
     """
-    clone: torch.Tensor = _lazy_clone(tensor.detach())
-    return clone
+    tensor = tensor.detach()
+    if tensor.untyped_storage().resizable():  # else a write to a clone, for which there is no allocator, would crash
+        with contextlib.suppress(RuntimeError):
+            return cast("torch.Tensor", _lazy_clone(tensor))
+    return cast("torch.Tensor", _lazy_clone(tensor.clone()))
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -61,6 +61,17 @@ def test_a_forward_that_was_assigned_to_a_model_is_intercepted() -> None:
     assert one(x) == 6
 
 
+@pytest.mark.slow  # the compiler's imports
+def test_what_is_called_instead_is_not_compiled() -> None:
+    """Otherwise all code that runs before it returns would be, that of other members included."""
+    model = Doubling()
+    model.compile(backend="eager")
+    release = intercept(model, lambda _args, _kwargs: torch.compiler.is_compiling())
+    assert model(torch.ones(1)) is False
+    release()
+    assert model(torch.ones(1)) == 2
+
+
 def test_a_class_is_restored_when_its_last_object_is_released() -> None:
     forward = nn.Sequential.forward
     models = [nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))]

@@ -249,15 +249,45 @@ def test_all_is_stacked_where_torch_has_no_clones(tmp_path: Path, monkeypatch: p
     assert PLACES[:12] == [3] * 12
 
 
-def test_tensors_of_mapped_files_are_shared(tmp_path: Path) -> None:
-    """Their memory is not torch's own, so that it cannot be cloned."""
-    torch.save(Adapted().state_dict(), tmp_path / "model.pt")
-    models = [Adapted() for _ in range(3)]
+def as_mapped(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    torch.save(tensor, path)
+    loaded: torch.Tensor = torch.load(path, mmap=True)
+    return loaded
+
+
+def as_loaded(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    torch.save(tensor, path)
+    loaded: torch.Tensor = torch.load(path)
+    return loaded
+
+
+MEMORY: dict[str, Callable[[torch.Tensor, Path], torch.Tensor]] = {
+    "mapped": as_mapped,
+    "loaded": as_loaded,
+    "numpy": lambda tensor, _: torch.from_numpy(tensor.numpy().copy()),
+    "shared": lambda tensor, _: tensor.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORY)
+def test_memory_that_torch_has_not_allocated_is_shared_and_written_to(tmp_path: Path, kind: str) -> None:
+    """A clone of what `torch.load` returns would end the process at the first write."""
+    models = [nn.Linear(3, 2).requires_grad_(False) for _ in range(3)]
     for model in models:
-        model.load_state_dict(torch.load(tmp_path / "model.pt", mmap=True), assign=True)
-        model.requires_grad_(False)
+        model.weight = nn.Parameter(MEMORY[kind](torch.arange(6.0).view(2, 3), tmp_path / "weight.pt"), False)
         FROZEN.share([model])
-    assert len({address_of(model.words.weight) for model in models}) == 1
+    assert len({address_of(model.weight) for model in models}) == 1
+    models[0].weight.data.zero_()
+    assert models[1].weight.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_checkpoints_have_one_base_in_common(tmp_path: Path) -> None:
+    points = [{"me": number, "lr": 0.01 * (number + 1)} for number in range(3)]
+    together(tmp_path, points, tune)
+    files = list(tmp_path.glob("[012]/step-*/frozen.pt"))
+    assert len(files) >= 3
+    assert len({file.stat().st_ino for file in files}) == 1
+    assert PLACES == [1] * 12
 
 
 def test_what_no_model_has_any_longer_is_forgotten() -> None:

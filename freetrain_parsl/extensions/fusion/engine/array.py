@@ -21,7 +21,7 @@ from freetrain_parsl.extensions.fusion.forward.adapters import (
     within,
 )
 from freetrain_parsl.extensions.fusion.forward.differences import traits
-from freetrain_parsl.extensions.fusion.forward.shared_base import Shared, is_shared
+from freetrain_parsl.extensions.fusion.forward.shared_base import SharedTensor, is_shared
 from freetrain_parsl.protocol.options import digest_of
 from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone_of, places_of
 
@@ -298,7 +298,7 @@ class Array:
             for parameter, leaf in zip(segment.members[0], segment.leaves, strict=True)
         }
         self._shared = {id(leaf) for s in self.segments if isinstance(s, SharedSegment) for leaf in s.leaves}
-        self._stacks: dict[int, torch.Tensor | Shared] = {}  # id of the first member's buffer -> stack
+        self._stacks: dict[int, torch.Tensor | SharedTensor] = {}  # id of the first member's buffer -> stack
         self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # module, name, buffer, its row
         self._shared_buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # …, the shared tensor
         with torch.no_grad():
@@ -326,17 +326,17 @@ class Array:
     def shared_bytes(self) -> int:
         """Size of what is not stacked."""
         leaves = [leaf for s in self.segments if isinstance(s, SharedSegment) for leaf in s.leaves]
-        buffers = [stack.tensor for stack in self._stacks.values() if isinstance(stack, Shared)]
+        buffers = [stack.tensor for stack in self._stacks.values() if isinstance(stack, SharedTensor)]
         return sum(tensor.nbytes for tensor in leaves + buffers)
 
-    def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor | Shared]:
+    def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor | SharedTensor]:
         """Return the stacked parameters of a model of the first member, by all their names, tied ones included."""
         leaves = {
             name: self._leaf_of[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
         }
-        return {name: Shared(leaf) if id(leaf) in self._shared else leaf for name, leaf in leaves.items()}
+        return {name: SharedTensor(leaf) if id(leaf) in self._shared else leaf for name, leaf in leaves.items()}
 
-    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor | Shared]:
+    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor | SharedTensor]:
         """Return the stacked buffers of a model of the first member, by all their names."""
         return {name: self._stacks[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
 
@@ -510,14 +510,14 @@ class Array:
             if id(first) in self._stacks:
                 continue
             if self._share_buffers and is_shared([buffers[place][2] for buffers in each]):
-                self._stacks[id(first)] = Shared(clone_of(first))
+                self._stacks[id(first)] = SharedTensor(clone_of(first))
                 continue
             stack = torch.stack([buffers[place][2].detach() for buffers in each])
             self._stacks[id(first)] = stack
         for row, buffers in enumerate(each):
             for place, (module, name, buffer) in enumerate(buffers):
                 stacked = self._stacks[id(each[0][place][2])]
-                if isinstance(stacked, Shared):
+                if isinstance(stacked, SharedTensor):
                     self._shared_buffers.append((module, name, buffer, stacked.tensor))
                     continue
                 view = stacked[row]

@@ -22,7 +22,7 @@ from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
-from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, Shared
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
@@ -493,12 +493,15 @@ class FusionEngine:
         now = self._clock()
         if self._last_step is not None and len(self._participants) == sizing.size:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
+            shared = 0 if self._array is None else self._array.shared_bytes
             before = (sizing.size, sizing.fused, sizing.decided)
-            if sizing.count(now - self._last_step, memory) and not sizing.fused:
+            if sizing.count(now - self._last_step, memory, shared) and not sizing.fused:
                 apart = self._apart.share
                 some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
                 self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one{some}"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
+                if torch.cuda.is_available():  # what loading took is not what a step takes
+                    torch.cuda.reset_peak_memory_stats()
                 if not sizing.fused:
                     self._dissolve()  # or their optimizers would still step fused
                 self._resized()
@@ -544,7 +547,7 @@ def _verify(*call: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _kept(stacks: Collection[torch.Tensor | Shared]) -> Iterator[None]:
+def _kept(stacks: Collection[torch.Tensor | SharedTensor]) -> Iterator[None]:
     """Restore stacks of buffers after an error."""
     buffers = [stack for stack in stacks if isinstance(stack, torch.Tensor)]
     before = [buffer.clone() for buffer in buffers]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
@@ -31,6 +32,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def intercept(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[[], None]:
     """Call ``handler(args, kwargs)`` instead of the model's `forward`.
 
+    It is not compiled in a compiled model: `torch.compile` would follow it into the array, and other members that run
+    before it returns would be compiled line by line.
+
     Returns
     -------
     release
@@ -42,7 +46,7 @@ def intercept(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, An
     if owner not in _originals:
         _originals[owner] = vars(owner)["forward"]
         owner.forward = _intercepted(_originals[owner])  # type: ignore[attr-defined]  # it is in vars(owner)
-    _handlers[model] = handler
+    _handlers[model] = torch.compiler.disable(handler)  # type: ignore[no-untyped-call]  # torch's own
 
     def release() -> None:
         _handlers.pop(model, None)

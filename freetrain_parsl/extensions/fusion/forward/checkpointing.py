@@ -42,11 +42,14 @@ class ReplayedStreams:
     def __init__(self, states: list[tuple[torch.Tensor, ...]]) -> None:
         self._states = states
 
+    def __len__(self) -> int:
+        return len(self._states)
+
     @classmethod
-    def beginning_at(cls, streams: RandomStreams, size: int) -> ReplayedStreams:
+    def beginning_at(cls, streams: RandomStreams) -> ReplayedStreams:
         """Return streams that begin where others are."""
         states = []
-        for member in range(size):
+        for member in range(len(streams)):
             with streams.of(member):
                 states.append(torch_generators())
         return cls(states)
@@ -109,7 +112,7 @@ def fused_checkpointing(
     ) -> Iterator[None]:
         if context is not torch_checkpoint.noop_context_fn or debug:
             raise CannotFuse("activation checkpointing with context_fn or debug inside the model")
-        begin = ReplayedStreams.beginning_at(fused.streams, fused.size)
+        begin = ReplayedStreams.beginning_at(fused.streams)
 
         def recompute() -> None:
             again(begin.again(), lambda: function(*args, **kwargs))

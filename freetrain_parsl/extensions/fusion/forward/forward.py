@@ -17,7 +17,7 @@ from freetrain_parsl.extensions.fusion.forward.checkpointing import fused_checkp
 from freetrain_parsl.extensions.fusion.forward.operators import fused_operators
 from freetrain_parsl.extensions.fusion.forward.operators.functions import functions_as_operators
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
-from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, Shared
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.vmap_level import new_level
 from freetrain_parsl.training.data import random_streams
 
@@ -185,8 +185,8 @@ class Stacked:
 def fused_call(
     template: nn.Module,
     function: Callable[..., Any],
-    parameters: Mapping[str, torch.Tensor | Shared],
-    buffers: Mapping[str, torch.Tensor | Shared],
+    parameters: Mapping[str, torch.Tensor | SharedTensor],
+    buffers: Mapping[str, torch.Tensor | SharedTensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
@@ -232,12 +232,15 @@ def fused_call(
     level = new_level(len(streams))
     leaves, structure = tree_flatten((args, dict(kwargs)))
     versions = [(tensor, tensor._version) for tensor in _tensors(leaves)]
-    shared = [(name, each.tensor, each.tensor._version) for name, each in stacks.items() if isinstance(each, Shared)]
+    shared = [
+        (name, each.tensor, each.tensor._version) for name, each in stacks.items() if isinstance(each, SharedTensor)
+    ]
 
     def within(inside: VmapLevel, numbers: RandomStreams, function: Callable[[], Any]) -> Any:
         """Call a function in a level, with the stacks in the template."""
         tensors = {
-            name: stack.tensor if isinstance(stack, Shared) else inside.wrap(stack) for name, stack in stacks.items()
+            name: stack.tensor if isinstance(stack, SharedTensor) else inside.wrap(stack)
+            for name, stack in stacks.items()
         }
         with swapped(template, tensors, differing or {}) as current_buffers:
             with (
@@ -249,7 +252,7 @@ def fused_call(
             for name, buffer in current_buffers().items():
                 if buffer is not tensors[name]:
                     stack = buffers[name]
-                    if isinstance(stack, Shared):
+                    if isinstance(stack, SharedTensor):
                         raise ChangesShared(f"the model assigns another tensor to its buffer {name}")
                     _keep(name, buffer, stack, inside)
         return result

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["FROZEN", "ChangesShared", "FrozenTensors", "Shared", "is_shared"]
+__all__ = ["FROZEN", "ChangesShared", "FrozenTensors", "SharedTensor", "is_shared"]
 
 _SAMPLES = 16  # elements that tell most tensors of one shape apart
 
 
-class Shared(NamedTuple):
+class SharedTensor(NamedTuple):
     """A tensor that is the same for all members, in the place of a stack."""
 
     tensor: torch.Tensor
@@ -98,10 +98,8 @@ class FrozenTensors:
                     tensor.data = clone_of(each.tensor)
                 each.users.append(weakref.ref(tensor))
                 return
-        try:
-            clone = clone_of(tensor)
-        except RuntimeError:  # its memory is a mapped file, for example
-            clone = clone_of(tensor.detach().clone())
+        clone = clone_of(tensor)
+        if not is_clone_of(tensor, clone):  # it was copied
             tensor.data = clone_of(clone)
         known.append(_Known(clone, [weakref.ref(tensor)]))
 

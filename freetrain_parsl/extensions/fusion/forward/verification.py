@@ -15,7 +15,7 @@ from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.forward.adapters import common_shape, padded
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.outputs import opened
-from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, Shared
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone, is_clone_of
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class _Step:
 def verify(
     models: Sequence[nn.Module],
     functions: Sequence[Callable[..., Any]],
-    parameters: Mapping[str, torch.Tensor | Shared],
-    buffers: Mapping[str, torch.Tensor | Shared],
+    parameters: Mapping[str, torch.Tensor | SharedTensor],
+    buffers: Mapping[str, torch.Tensor | SharedTensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
@@ -104,8 +104,8 @@ def _without_tf32() -> Iterator[None]:
 def _fused(
     template: nn.Module,
     function: Callable[..., Any],
-    parameters: Mapping[str, torch.Tensor | Shared],
-    buffers: Mapping[str, torch.Tensor | Shared],
+    parameters: Mapping[str, torch.Tensor | SharedTensor],
+    buffers: Mapping[str, torch.Tensor | SharedTensor],
     given: tuple[tuple[Any, ...], dict[str, Any]],
     streams: RandomStreams,
     differing: Differing,
@@ -123,7 +123,7 @@ def _fused(
     except (CannotFuse, RuntimeError) as error:  # an error of the model itself occurs without fusion, too
         return str(error).strip().partition("\n")[0]
     rows = {
-        name: each.tensor.expand(len(streams), *each.tensor.shape) if isinstance(each, Shared) else each
+        name: each.tensor.expand(len(streams), *each.tensor.shape) if isinstance(each, SharedTensor) else each
         for name, each in own.items()
     }
     return _Step(outputs, gradients, rows)
@@ -216,8 +216,8 @@ def _stack(rows: list[Any]) -> Any:
     return rows
 
 
-def _copied(tensor: torch.Tensor | Shared) -> torch.Tensor | Shared:
-    return Shared(clone_of(tensor.tensor)) if isinstance(tensor, Shared) else _copy(tensor)
+def _copied(tensor: torch.Tensor | SharedTensor) -> torch.Tensor | SharedTensor:
+    return SharedTensor(clone_of(tensor.tensor)) if isinstance(tensor, SharedTensor) else _copy(tensor)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,9 +248,11 @@ def _arguments(given: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, torch
     return {f"argument {at}": leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
 
-def _gradients(outputs: Mapping[str, Any], leaves: Mapping[str, torch.Tensor | Shared]) -> dict[str, torch.Tensor]:
+def _gradients(
+    outputs: Mapping[str, Any], leaves: Mapping[str, torch.Tensor | SharedTensor]
+) -> dict[str, torch.Tensor]:
     """Return the gradients of a sum with fixed weights of all outputs."""
-    sources = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, Shared) and leaf.requires_grad}
+    sources = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, SharedTensor) and leaf.requires_grad}
     total = [
         (output * torch.cos(torch.arange(output[0].numel(), device=output.device)).view(output[0].shape)).sum().double()
         for output in outputs.values()
