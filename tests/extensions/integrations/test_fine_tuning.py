@@ -170,6 +170,12 @@ def test_ranks_with_an_optimizer_that_divides_zero_by_zero_are_refused(
     assert "eps=0" in caplog.text
 
 
+@pytest.mark.parametrize("function", [by_trainer, by_trl])
+def test_trainers_that_accumulate_gradients_are_fused(tmp_path: Path, function: Callable[..., Any]) -> None:
+    points = [{**point, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2} for point in RATES]
+    assert_as_alone(tmp_path, points, function, NEAR)
+
+
 def test_a_checkpoint_has_the_true_shapes(tmp_path: Path) -> None:
     """A member of an array with others of higher ranks is resumed by itself, with the result of a whole run alone."""
     pytest.importorskip("peft")
