@@ -30,10 +30,7 @@ __all__ = ["fused_checkpointing"]
 _NAME = "_checkpoint_without_reentrant_generator"
 _generator: Any = getattr(torch_checkpoint, _NAME, None)
 _PARAMETERS = ["fn", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop", "args", "kwargs"]
-
-
-def _is_known() -> bool:
-    return _generator is not None and list(inspect.signature(_generator).parameters) == _PARAMETERS
+_is_known = _generator is not None and list(inspect.signature(_generator).parameters) == _PARAMETERS
 
 
 class ReplayedStreams:
@@ -96,7 +93,7 @@ def fused_checkpointing(
     again
         Called with random streams and a function: calls it in a new level, with the stacked parameters in the model.
     """
-    if not _is_known():
+    if not _is_known:
         yield
         return
 
