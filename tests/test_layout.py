@@ -34,7 +34,7 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 BUDGET: Final = {
     "": 2_200,
     "campaign": 5_360,
-    "cli": 2_560,
+    "cli": 2_580,
     "cluster": 3_200,
     "executor": 14_700,
     "extensions/checking": 3_210,
