@@ -49,7 +49,7 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_000,
+    "extensions/sharding": 3_060,
     "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
