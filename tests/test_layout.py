@@ -56,7 +56,7 @@ BUDGET: Final = {
     "extensions/trackers": 397,
     "planning": 7_700,
     "protocol": 1_970,
-    "report": 3_090,
+    "report": 3_120,
     "storage": 2_220,
     "testing": 1_680,
     "training": 13_400,
