@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import memory, structures
-from freetrain_parsl.extensions.sharding.resharding import Resharding
+from freetrain_parsl.extensions.sharding.resharding import OtherModel, Resharding
 from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.training.group.process_group import Group
 
@@ -142,3 +144,28 @@ def test_gradients_that_are_not_reduced_postpone_the_change(mesh: DeviceMesh) ->
     model.set_requires_gradient_sync(True)
     model(torch.randn(3, 4)).sum().backward()
     assert not resharding.is_pending
+
+
+def test_a_process_that_joins_with_another_model_is_refused_and_the_others_continue_without_it(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = Resharding({"model": sharded(mesh)}), Resharding({"model": sharded(mesh)[:1]})
+    described = other.entries(other.tensors()), structures.int_of_each_group(other.models)
+    monkeypatch.setattr(
+        torch.distributed, "broadcast_object_list", lambda values, **_: values.__setitem__(0, described)
+    )
+
+    def pair(rank: int, *said: int) -> Any:
+        answers = iter(said)
+        return SimpleNamespace(
+            size=2,
+            rank=rank,
+            sum=lambda values: values + next(answers),
+            gather_objects=lambda problem: ["", problem or "it differs"],
+            waits=nullcontext,
+        )
+
+    with pytest.raises(UsageError, match=r"has another model than the others: model\.1\.weight is only there"):
+        mine._agree_on_entries(pair(1, 1, 0), 0, has_state=False)
+    with pytest.raises(OtherModel, match="another model than the others: it differs"):
+        mine._agree_on_entries(pair(0, 0, 1), 0, has_state=True)
