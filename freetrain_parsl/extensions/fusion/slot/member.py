@@ -94,7 +94,7 @@ class MemberExtension(SessionExtension):
         for number, each in enumerate(models):
             self._releases.append(intercept(each, partial(self._forward, in_batch, number, each)))
         if state.order is not None:
-            self._structure = self._participant.structure(state.order.batch_size)
+            self._structure = self._participant.structure(state.order.batch_size, state.order.micro_batch)
 
     def boundary(self) -> None:
         """Join the array at the first boundary; end a batch at each."""
@@ -161,7 +161,6 @@ def _reason_against(state: SessionState) -> str:
     order = state.order
     if order is not None:
         for option, given in (
-            ("micro_batch", order.micro_batch is not None),
             ("deterministic", order.shards is not None),
             ("scaled", order.scaled),
             ("batch_range", order.batch_range is not None),
