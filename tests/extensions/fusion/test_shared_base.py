@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +20,6 @@ from tests.extensions.fusion.sweep_trainings import alone, distance, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from tests.extensions.fusion.sweep_trainings import Outcome
 
@@ -334,3 +336,46 @@ def test_a_clone_that_is_written_to_moves() -> None:
     tensor.data.zero_()
     assert clone.tolist() == read.tolist() == [3, 4, 5]
     assert not is_clone_of(clone, tensor[1])
+
+
+LARGE = """
+import sys
+from pathlib import Path
+
+import torch
+from tests.extensions.fusion.sweep_trainings import together
+
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":"))
+
+
+def tune(session, lr):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        base = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)]).requires_grad_(False)
+    model = torch.nn.Sequential(base, torch.nn.Linear(1024, 4))
+    model, optimizer = session.prepare(model, torch.optim.SGD(model[1].parameters(), lr))
+    data = session.loader(torch.utils.data.TensorDataset(torch.ones(8, 1024)), 4)
+    for _ in session.epochs(2):
+        for (x,) in data:
+            session.step(model(x).square().mean())
+
+
+torch.set_num_threads(1)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+outcome = together(Path(sys.argv[1]), [{"lr": 0.01 * number} for number in range(8)], tune)
+assert outcome.engine.fused_steps == 4, outcome.ends
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow  # a process of its own that imports torch
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="not Linux")
+def test_eight_members_never_have_eight_bases_in_memory(tmp_path: Path) -> None:
+    """Of 64 MiB: at most two while one is loaded, whatever is saved; the rest is what torch loads when it computes."""
+    command = [sys.executable, "-c", LARGE, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3])
+    assert float(found.stdout.splitlines()[-1]) < 4 * 64
