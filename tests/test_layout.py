@@ -34,7 +34,7 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 BUDGET: Final = {
     "": 2_200,
     "campaign": 5_360,
-    "cli": 2_560,
+    "cli": 2_580,
     "cluster": 3_200,
     "executor": 14_700,
     "extensions/checking": 3_210,
@@ -49,7 +49,7 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_000,
+    "extensions/sharding": 3_060,
     "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,

@@ -258,6 +258,7 @@ class TrainingMachine:
                 self.desired,
                 self._registry,
                 least=self.request.min_nodes,
+                allowed=self._tracker.allowed_counts,
                 now=self._response.now,
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
@@ -392,7 +393,13 @@ class TrainingMachine:
             reported = not isinstance(phase, Starting) and not (isinstance(phase, Pausing) and not phase.reported)
             ranks: tuple[str, ...] = ()
             if self._tracker.in_place and reported:
-                ranks = survivors(self.participants, group, self._processes.change, with_newcomers=with_newcomers)
+                ranks = survivors(
+                    self.participants,
+                    group,
+                    self._processes.change,
+                    with_newcomers=with_newcomers,
+                    allowed=self._tracker.allowed_counts,
+                )
             if ranks:
                 self._processes.regroup(ranks, failure=True)
                 return
