@@ -10,13 +10,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.extensions.fusion.engine.ambient import MemberStreams, autocast_state
-from freetrain_parsl.extensions.fusion.engine.apart import CallsApart, difference
+from freetrain_parsl.extensions.fusion.engine.ambient import MemberStreams
 from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
 from freetrain_parsl.extensions.fusion.engine.call_graph import CallGraph
+from freetrain_parsl.extensions.fusion.engine.calls import (
+    CallsApart,
+    ModelCall,
+    arguments_of,
+    call_of,
+    difference,
+    is_same,
+)
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
@@ -24,7 +30,13 @@ from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_cal
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.verification import verify
-from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
+from freetrain_parsl.extensions.fusion.optimizers.optimizers import (
+    OwnOptimizers,
+    RowOptimizer,
+    check_optimizers,
+    check_parameters,
+    row_optimizer,
+)
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
 
 if TYPE_CHECKING:
@@ -48,28 +60,9 @@ UNFUSED: Final = object()
 
 _VERIFIED_CALLS = (0, 4)  # of each kind: at first training jobs with one seed have equal parameters
 
-_PARTS_OF_A_KIND = (
-    "the kinds",
-    "the models",
-    "the modes (training or evaluation)",
-    "the autocast modes",
-    "the arguments",
-)
-
 _SMALL_SHARE = 0.2  # of the calls with differing arguments: the last batch of an epoch may be another one
 
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
-
-
-class _Call(NamedTuple):
-    """A call of a participant's model."""
-
-    participant: MemberObjects
-    number: int
-    leaves: list[Any]
-    spec: Any
-    has_kwargs: bool
-    kind: tuple[Any, ...]
 
 
 class _Loss(NamedTuple):
@@ -190,10 +183,8 @@ class FusionEngine:
         """Return the output of a participant's model for training, or `UNFUSED`."""
         if self._is_alone():
             return UNFUSED
-        leaves, spec = _flat((args, kwargs)) if kwargs else _flat(args)
-        kind = ("forward", number, model.training, autocast_state(), spec, tuple(map(_kind_of, leaves)))
-        call = _Call(participant, number, leaves, spec, bool(kwargs), kind)
-        return self._lockstep.meet(Meeting(_FORWARD, kind, self._forward, call))
+        call = call_of(participant, number, model, args, kwargs)
+        return self._lockstep.meet(Meeting(_FORWARD, call.kind, self._forward, call))
 
     def backward(self, participant: MemberObjects, loss: torch.Tensor) -> None:
         """Add the gradients of a loss to a participant's ``.grad``."""
@@ -266,11 +257,11 @@ class FusionEngine:
         if self.reason or self._array is not None:
             return False
         try:
-            _check_optimizers(self._participants)
+            check_optimizers(self._participants)
             self._differing = [
                 compare(models) for models in zip(*(each.models for each in self._participants), strict=True)
             ]
-            _check_parameters(self._participants)
+            check_parameters(self._participants)
         except CannotFuse as error:
             self._refuse(error)
             return False
@@ -369,14 +360,14 @@ class FusionEngine:
         assert self._array is not None
         assert meeting is not None
         strands = self._in_rows(strands)
-        calls: list[_Call] = [strand.item for strand in strands]
+        calls: list[ModelCall] = [strand.item for strand in strands]
         kind = meeting.kind, self._array.kind
         number = calls[0].number
         self._array.take_assigned_buffers()
         models = [member.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
         stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
-        args, kwargs = _arguments(calls[0]._replace(leaves=stacked))
+        args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
@@ -414,10 +405,8 @@ class FusionEngine:
         calls = [(meeting.item.participant, meeting.kind) for meeting in meetings]
         if len(calls) < len(self._participants) or not self._apart.note(calls):
             return
-        one = meetings[0]
-        other = next(meeting for meeting in meetings if meeting.kind != one.kind)
-        arguments = [_arguments(each.item) for each in (one, other)]
-        what = difference(_PARTS_OF_A_KIND, [each.item.kind for each in (one, other)], arguments)
+        one = meetings[0].item
+        what = difference(one, next(meeting.item for meeting in meetings if meeting.kind != one.kind))
         error = CannotFuse(f"{what}; calls with equal shapes are fused: use one batch size, and pad to one length")
         self._refuse(error, of_kinds=True)
 
@@ -446,7 +435,7 @@ class FusionEngine:
     def _stacked(self, values: tuple[Any, ...]) -> Any:
         """Return an argument of all members: tensors stacked, unless all have the same one."""
         first = values[0]
-        if not isinstance(first, torch.Tensor) or all(_is_same(value, first) for value in values):
+        if not isinstance(first, torch.Tensor) or all(is_same(value, first) for value in values):
             return first
         return Stacked(self._graph.stack(values))
 
@@ -535,12 +524,6 @@ class FusionEngine:
             self._array.collect_rows(numbers, reached)
 
 
-def _arguments(call: _Call) -> tuple[Any, Any]:
-    """Return the positional and the named arguments of a call."""
-    arguments = _whole(call.leaves, call.spec)
-    return arguments if call.has_kwargs else (arguments, {})
-
-
 def _verify(*call: Any, **options: Any) -> None:
     """Raise `CannotFuse` with what `verify` has found."""
     reason = verify(*call, **options)
@@ -562,73 +545,8 @@ def _kept(stacks: Collection[torch.Tensor | SharedTensor]) -> Iterator[None]:
         raise
 
 
-def _flat(tree: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Return leaves and structure of nested containers; at once for a tuple of tensors."""
-    if all(isinstance(item, torch.Tensor) for item in tree):
-        return list(tree), None
-    return pytree.tree_flatten(tree)
-
-
-def _whole(leaves: list[Any], spec: Any) -> Any:
-    """Return the nested containers of `_flat`."""
-    return tuple(leaves) if spec is None else pytree.tree_unflatten(leaves, spec)
-
-
-def _kind_of(leaf: Any) -> object:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf if leaf.__hash__ else type(leaf)
-
-
 def _values(differing: Sequence[Differing]) -> list[dict[str, str]]:
     return [{path: repr(each) for path, each in model.items()} for model in differing]
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same numbers in memory, as of a batch that training jobs share."""
-    if one is other:
-        return True
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-        and not (one.requires_grad or other.requires_grad)
-    )
-
-
-def _check_optimizers(members: Sequence[MemberObjects]) -> None:
-    """Check that the members have the same optimizers over the same parameters.
-
-    Raises
-    ------
-    CannotFuse
-        They have not, or a parameter is listed more than once: each time, it is stepped.
-    """
-    first = members[0]
-    for member in members:
-        listed = [id(p) for optimizer in member.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if len(set(listed)) < len(listed):
-            raise CannotFuse("a parameter is in two optimizers, or twice in one")
-    for other in members[1:]:
-        if len(other.models) != len(first.models):
-            raise CannotFuse(f"the training jobs have {len(first.models)} and {len(other.models)} models")
-        if [type(optimizer) for optimizer in other.optimizers] != [type(optimizer) for optimizer in first.optimizers]:
-            names = [" and ".join(type(o).__name__ for o in member.optimizers) for member in (first, other)]
-            raise CannotFuse(f"the training jobs have different optimizers: {names[0]}, {names[1]}")
-
-
-def _check_parameters(members: Sequence[MemberObjects]) -> None:
-    """Check that the members' optimizers have the same parameters in the same groups, now that the models are alike.
-
-    Raises
-    ------
-    CannotFuse
-        They have not.
-    """
-    kinds = [member.parameter_kinds() for member in members]
-    if any(each != kinds[0] for each in kinds):
-        raise CannotFuse("the training jobs have different parameters, or other parameter groups in their optimizers")
 
 
 def _own_states(optimizers: Sequence[Optimizer]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import optim
 
+from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.optimizers.formulas import (
     FORMULAS,
     AdamFormula,
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from freetrain_parsl.extensions.fusion.engine.array import Segment
+    from freetrain_parsl.extensions.fusion.engine.array import MemberObjects, Segment
 
-__all__ = ["RowOptimizer", "row_optimizer"]
+__all__ = ["RowOptimizer", "check_optimizers", "check_parameters", "row_optimizer"]
 
 _ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.Adadelta, optim.Adamax,
@@ -97,6 +98,40 @@ def row_optimizer(optimizers: Sequence[Optimizer], segments: Sequence[Segment]) 
     if any(group.get("differentiable") or group.get("capturable") for group in groups):
         return OwnOptimizers(optimizers)
     return HiddenOptimizers(optimizers, segments)
+
+
+def check_optimizers(members: Sequence[MemberObjects]) -> None:
+    """Check that the members have the same optimizers over the same parameters.
+
+    Raises
+    ------
+    CannotFuse
+        They have not, or a parameter is listed more than once: each time, it is stepped.
+    """
+    first = members[0]
+    for member in members:
+        listed = [id(p) for optimizer in member.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(set(listed)) < len(listed):
+            raise CannotFuse("a parameter is in two optimizers, or twice in one")
+    for other in members[1:]:
+        if len(other.models) != len(first.models):
+            raise CannotFuse(f"the training jobs have {len(first.models)} and {len(other.models)} models")
+        if [type(optimizer) for optimizer in other.optimizers] != [type(optimizer) for optimizer in first.optimizers]:
+            names = [" and ".join(type(o).__name__ for o in member.optimizers) for member in (first, other)]
+            raise CannotFuse(f"the training jobs have different optimizers: {names[0]}, {names[1]}")
+
+
+def check_parameters(members: Sequence[MemberObjects]) -> None:
+    """Check that the members' optimizers have the same parameters in the same groups, now that the models are alike.
+
+    Raises
+    ------
+    CannotFuse
+        They have not.
+    """
+    kinds = [member.parameter_kinds() for member in members]
+    if any(each != kinds[0] for each in kinds):
+        raise CannotFuse("the training jobs have different parameters, or other parameter groups in their optimizers")
 
 
 class OwnOptimizers:
