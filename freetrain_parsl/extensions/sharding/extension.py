@@ -107,7 +107,7 @@ class Sharding(SessionExtension):
 
     def obstacle(self, size: int) -> str | None:
         """Return what cannot be moved, or what there is no memory for."""
-        return self.resharding.obstacle(size)
+        return self.resharding.obstacle(size, self._members.next_replicas)
 
     def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
         """Move the shards of those that leave; see `Resharding.hand_over`."""
@@ -147,6 +147,11 @@ class Sharding(SessionExtension):
             )
         if KEEP in state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
+
+    def use_replicas(self, members: GroupMember) -> None:
+        """Sum the gradients over the replicas, once they are reduced within each."""
+        modules = structures.sharded_modules(self.resharding.models)
+        structures.sum_over_replicas(modules, lambda gradient: members.group.sum_gradient(gradient))
 
     def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
         """Keep copies of the members' parts."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase
     from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import BatchReport, Progress
 
 __all__ = [
@@ -322,6 +323,11 @@ class PlannerView:
         self._stated = self._trainer = request.trainer(costs, submitted=response.now)
         self._costs = self._trainer.costs
         self._response = response
+
+    @property
+    def allowed_counts(self) -> AllowedCounts:
+        """The numbers of units that it may have, as far as is known."""
+        return self._trainer.allowed_counts
 
     def submit(self) -> None:
         """Let the planner assign nodes to it."""
