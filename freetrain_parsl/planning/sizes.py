@@ -86,7 +86,7 @@ class AllowedCounts:
         return next((n for n in range(self._replicas_within(count), 1, -1) if count % n == 0), 1)
 
     def __and__(self, other: AllowedCounts) -> AllowedCounts:
-        """Return the counts that both allow; one of them may have replicas, and then the other is on the size of one."""
+        """Return the counts that both allow; if one has replicas, the other is on the size of one."""
         return AllowedCounts(
             math.lcm(self.multiple_of, other.multiple_of),
             math.gcd(self.divisor_of, other.divisor_of),

@@ -151,7 +151,8 @@ class Sharding(SessionExtension):
     def use_replicas(self, members: GroupMember) -> None:
         """Sum the gradients over the replicas, once they are reduced within each."""
         modules = structures.sharded_modules(self.resharding.models)
-        structures.sum_over_replicas(modules, lambda gradient: members.group.sum_gradient(gradient))
+        hook = lambda gradient: members.group.sum_gradient(gradient)  # noqa: E731, PLW0108 - the group changes
+        structures.sum_over_replicas(modules, hook)
 
     def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
         """Keep copies of the members' parts."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-
 from freetrain_parsl.extensions.sharding.state import INDEX
 from freetrain_parsl.storage.atomic_files import sync_directory
 from freetrain_parsl.storage.entry import SHARDS, checksum

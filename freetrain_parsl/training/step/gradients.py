@@ -205,8 +205,7 @@ class OverlappedSum:
 
     @staticmethod
     def _works(buckets: Iterable[_Bucket]) -> list[dist.Work | NotStarted]:
-        works = [bucket.work for bucket in buckets if bucket.work is not None]
-        return works  # all have been sent
+        return [bucket.work for bucket in buckets if bucket.work is not None]
 
 
 class OrderedSum:

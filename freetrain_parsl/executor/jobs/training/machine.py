@@ -21,8 +21,13 @@ from freetrain_parsl.executor.jobs import events as on
 from freetrain_parsl.executor.jobs.commands import Response
 from freetrain_parsl.executor.jobs.training.group import TrainingProcesses
 from freetrain_parsl.executor.jobs.training.progress import PlannerView, ProgressTracker, stall_reason
-from freetrain_parsl.executor.jobs.training.rank_order import least_moved
-from freetrain_parsl.executor.jobs.training.replicas import divided, fitting, in_order_of_place, intact_after
+from freetrain_parsl.executor.jobs.training.rank_order import (
+    divided,
+    fitting,
+    in_order_of_place,
+    intact_after,
+    least_moved,
+)
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,
     Ended,
