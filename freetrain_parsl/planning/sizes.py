@@ -38,9 +38,8 @@ class AllowedCounts:
 
     Groups of r processes need a multiple of r. A tensor of d rows that is divided evenly needs a divisor of d.
     Conditions of these kinds together, and the same conditions counted in nodes of several processes, are again of this
-    form. With replicas, the conditions are on the size of one, and the counts are those that are divided into as many
-    equal replicas as there is room for: of 4 and more, with 2 replicas of at least 2, the even ones; and 2 and 3, for
-    one replica.
+    form. With replicas, the conditions are on the size of one. The counts are those of fewer replicas of the least size,
+    and of all replicas of any equal size: with 2 replicas of at least 3, these are 3, 6, 8, 10 and so on.
 
     Parameters
     ----------
@@ -72,18 +71,17 @@ class AllowedCounts:
             )
 
     def __contains__(self, count: int) -> bool:
-        replicas = self._replicas_within(count)
-        if replicas == 0 or count % replicas:
+        replicas = min(self.replicas, count // self.replica_of)
+        if replicas < 1 or count % replicas:
             return False
         size = count // replicas
-        return size % self.multiple_of == 0 and self.divisor_of % size == 0
-
-    def _replicas_within(self, count: int) -> int:
-        return min(self.replicas, count // self.replica_of)
+        fits = replicas == self.replicas or size == self.replica_of
+        return fits and size % self.multiple_of == 0 and self.divisor_of % size == 0
 
     def replicas_in(self, count: int) -> int:
         """Return the number of equal replicas of so many processes; at least 1, also if the count is not allowed."""
-        return next((n for n in range(self._replicas_within(count), 1, -1) if count % n == 0), 1)
+        room = min(self.replicas, count // self.replica_of)
+        return next((n for n in range(room, 1, -1) if count % n == 0), 1)
 
     def __and__(self, other: AllowedCounts) -> AllowedCounts:
         """Return the counts that both allow; if one has replicas, the other is on the size of one."""
@@ -109,7 +107,7 @@ class AllowedCounts:
         replicas = np.minimum(self.replicas, counts // self.replica_of)
         some = np.maximum(replicas, 1)
         size = np.maximum(counts // some, 1)
-        divided = (replicas > 0) & (counts % some == 0)
+        divided = (replicas > 0) & (counts % some == 0) & ((replicas == self.replicas) | (size == self.replica_of))
         allowed: npt.NDArray[np.bool_] = divided & (size % self.multiple_of == 0) & (self.divisor_of % size == 0)
         return allowed
 

@@ -427,6 +427,9 @@ class TrainingMachine:
                 ranks = survivors(self.participants, group, change, with_newcomers=with_newcomers)
             if ranks:
                 self._processes.regroup(ranks, replicas, failure=True)
+                if self.request.options.replicas > 1:  # whatever the planner has chosen from the nodes that are left
+                    self.desired = frozenset(self.participants[slot].place for slot in ranks)
+                    self._planner.hold(self.desired)
                 return
             self._do(do.CountRestart())
             self._processes.abandon()

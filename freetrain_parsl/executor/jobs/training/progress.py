@@ -337,6 +337,10 @@ class PlannerView:
         """Let the planner assign it no nodes until it is submitted again."""
         self._response.inform(planner.TrainerWithheld(self._response.now, self._name))
 
+    def hold(self, nodes: frozenset[str]) -> None:
+        """Report that it continues on these units only."""
+        self._response.inform(planner.TrainerHolds(self._response.now, self._name, nodes))
+
     def describe_model(self, progress: Progress, processes_per_unit: int) -> None:
         """Report what limits the numbers of units, what a change in place has to move, and how long it saves.
 
