@@ -38,8 +38,8 @@ class AllowedCounts:
 
     Groups of r processes need a multiple of r. A tensor of d rows that is divided evenly needs a divisor of d.
     Conditions of these kinds together, and the same conditions counted in nodes of several processes, are again of this
-    form. With replicas, the conditions are on the size of one. The counts are those of fewer replicas of the least size,
-    and of all replicas of any equal size: with 2 replicas of at least 3, these are 3, 6, 8, 10 and so on.
+    form. With replicas, the conditions are on the size of one. The counts are those of fewer replicas of the least
+    size, and of all replicas of any equal size: with 2 replicas of at least 3, these are 3, 6, 8, 10 and so on.
 
     Parameters
     ----------
