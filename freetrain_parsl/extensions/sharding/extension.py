@@ -15,6 +15,7 @@ from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
+from freetrain_parsl.training.group.replica_groups import AN_INT_IS_REFUSED
 from freetrain_parsl.training.preparation import size_of
 
 if TYPE_CHECKING:
@@ -150,6 +151,9 @@ class Sharding(SessionExtension):
 
     def use_replicas(self, members: GroupMember) -> None:
         """Sum the gradients over the replicas, once they are reduced within each."""
+        _, ints = structures.group_sizes(self.resharding.models)
+        if ints:
+            raise UsageError(AN_INT_IS_REFUSED.format(min(ints)))
         modules = structures.sharded_modules(self.resharding.models)
         hook = lambda gradient: members.group.sum_gradient(gradient)  # noqa: E731, PLW0108 - the group changes
         structures.sum_over_replicas(modules, hook)

@@ -24,7 +24,7 @@ from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
 from freetrain_parsl.training.group.connections import GroupConnections
 from freetrain_parsl.training.group.reachability import check_reachable
-from freetrain_parsl.training.group.replica_groups import NotStarted, ReplicaGroups
+from freetrain_parsl.training.group.replica_groups import NotStarted, ReplicaGroups, refuse_groups_within_replicas
 
 if TYPE_CHECKING:  # torch.distributed does not export these
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -399,6 +399,7 @@ class Group:
                 self._joined = True
             name = f"{self._trainer}/{self.generation}" if self._rehearsal is None else "rehearsal"
             if self._of_replicas is not None:
+                refuse_groups_within_replicas()
                 self._mesh = DeviceMesh.from_group(self._of_replicas.own, device.type, mesh_dim_names=(name,))
             else:
                 self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(name,))

@@ -11,12 +11,12 @@ the whole group is followed by a small sum over the replica, in which its member
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from freetrain_parsl.errors import PeerFailed
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.group.connections import GroupConnections
 
 if TYPE_CHECKING:
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.group.admission import Admission
 
-__all__ = ["NotStarted", "ReplicaGroups"]
+__all__ = ["AN_INT_IS_REFUSED", "NotStarted", "ReplicaGroups", "refuse_groups_within_replicas"]
+
+AN_INT_IS_REFUSED = (
+    "fully_shard(reshard_after_forward={}) cannot be combined with replicas, in which torch forms no smaller groups; "
+    "give True or False"
+)
+"""With the int."""
 
 T = TypeVar("T")
 
@@ -136,6 +142,26 @@ class ReplicaGroups:
         self._connections.shut_down()
         if own:
             self._own_connections.shut_down()
+
+
+def refuse_groups_within_replicas() -> None:
+    """Let ``fully_shard`` refuse an int of ``reshard_after_forward`` on a mesh that has not all processes.
+
+    It would form smaller groups, of the same names in each replica, whose members would wait for ever.
+    """
+    from torch.distributed.fsdp._fully_shard import _fully_shard as module
+
+    form = getattr(module, "_get_post_forward_mesh_info", None)  # of torch 2.6 to 2.13; there is no public API
+
+    def checked(after_forward: int, mesh_info: Any) -> Any:
+        within = mesh_info.mesh.size()
+        is_int = not isinstance(after_forward, bool) and 1 < after_forward < within
+        if is_int and within < dist.get_world_size():
+            raise UsageError(AN_INT_IS_REFUSED.format(after_forward))
+        return form(after_forward, mesh_info)
+
+    if form is not None and form.__name__ != checked.__name__:  # once in a process
+        module._get_post_forward_mesh_info = checked  # noqa: SLF001 - the same
 
 
 def _group(ranks: Sequence[int], admission: Admission) -> tuple[dist.ProcessGroup, GroupConnections]:

@@ -117,3 +117,12 @@ def train_replicas(  # noqa: C901 - one option for each point of a kill
         if shard
         else 1.0,
     }
+
+
+def shard_with_an_int(session: Any) -> str:
+    """Shard with an integer ``reshard_after_forward``."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(Net().double(), mesh=session.mesh, reshard_after_forward=2)
+    session.prepare(model, torch.optim.SGD, lr=0.1)
+    return "made"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from replicated_trainings import train_replicas
+from replicated_trainings import shard_with_an_int, train_replicas
 from training_crew import run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership
@@ -134,3 +134,15 @@ def test_a_lost_replica_is_filled_from_the_other_and_survives_it(crew: Crew, tmp
     run.kill(0)
     second.touch()
     check_equal(run.outcomes(), undisturbed, members=2)
+
+
+def test_an_int_of_reshard_after_forward_is_refused(crew: Crew, tmp_path: Path) -> None:
+    """In torch, processes of different replicas would form groups of the same name, and wait for each other."""
+    errors = [outcome.error for outcome in crew.run(8, tmp_path, shard_with_an_int, **OPTIONS) if outcome]
+    assert len(errors) == 8
+    assert all(error.startswith("UsageError: fully_shard(reshard_after_forward=2) cannot be") for error in errors)
+
+
+def test_replicas_of_a_model_that_is_not_sharded_are_refused(crew: Crew, tmp_path: Path) -> None:
+    outcomes = crew.run(2, tmp_path, train_replicas, shard=False, **OPTIONS)
+    assert all(outcome and outcome.error.startswith("UsageError: replicas is for models") for outcome in outcomes)
