@@ -11,6 +11,7 @@ the whole group is followed by a small sum over the replica, in which its member
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -149,9 +150,8 @@ def refuse_groups_within_replicas() -> None:
 
     It would form smaller groups, of the same names in each replica, whose members would wait for ever.
     """
-    from torch.distributed.fsdp._fully_shard import _fully_shard as module
-
-    form = getattr(module, "_get_post_forward_mesh_info", None)  # of torch 2.6 to 2.13; there is no public API
+    module: Any = import_module("torch.distributed.fsdp._fully_shard._fully_shard")
+    form: Any = getattr(module, "_get_post_forward_mesh_info", None)  # of torch 2.6 to 2.13; there is no public API
 
     def checked(after_forward: int, mesh_info: Any) -> Any:
         within = mesh_info.mesh.size()
