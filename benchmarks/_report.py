@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +23,19 @@ if TYPE_CHECKING:
 def report(
     title: str, rows: Sequence[Mapping[str, Any]], packages: Sequence[str], json_file: Path | None = None
 ) -> None:
-    """Print rows as a table below machine, versions and command; write them as JSON if requested."""
+    """Print rows below machine, versions and command, a table for each kind; write them as JSON if requested."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(f"[bold]{title}[/bold]")
     console.print(f"machine   {_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     console.print(f"versions  Python {platform.python_version()}, {', '.join(map(_version, packages))}")
     console.print(f"command   {' '.join([Path(sys.executable).name, *sys.argv])}")
-    table = Table()
-    for key in rows[0]:
-        table.add_column(key.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    console.print(table)
+    for keys, alike in groupby(rows, key=tuple):
+        table = Table()
+        for key in keys:
+            table.add_column(key.replace("_", " "), justify="right")
+        for row in alike:
+            table.add_row(*(_cell(value) for value in row.values()))
+        console.print(table)
     if json_file is not None:
         write_output(json_file, json.dumps(list(rows), indent=2) + "\n")
 

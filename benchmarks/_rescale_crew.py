@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
+import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -133,6 +136,9 @@ class Crew:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for worker in self._all:  # otherwise each prints that the others have failed
+            with suppress(ProcessLookupError):
+                os.kill(worker.process.pid, signal.SIGSTOP)
         for worker in self._all:
             worker.process.kill()
             worker.process.join()

@@ -1,10 +1,15 @@
-"""The pause of a sharded training job that changes its processes, in place and otherwise.
+"""The pause of a sharded training job that changes or loses processes, in place and otherwise.
 
-Use ``--quick`` for a small model, ``--json FILE`` to save the figures. *In place*: from the boundary to the next
-batch, on the slowest process; newcomers have prepared before, as always. *Checkpoint*: `torch.distributed.checkpoint`
-saves and loads the same state in the processes that there are after the change, in the page cache, without checksums or
-``fsync``: less than a restart from a checkpoint is. *torchrun*: as many processes from nothing until they have a
-sharded model; nothing is loaded. Bytes are those of all processes together; the least is what has to move.
+Use ``--quick`` for a small model, ``--json FILE`` to save the figures, and ``--changes 2-3 3-2`` or ``--failures
+neighbour`` for a part of them.
+
+*In place*: from the boundary to the next batch, on the slowest process; newcomers have prepared before, as always.
+*Checkpoint*: `torch.distributed.checkpoint` saves and loads the same state in the processes that there are after the
+change, in the page cache, without checksums or ``fsync``: less than a restart from a checkpoint is. *torchrun*: as many
+processes from nothing until they have a sharded model; nothing is loaded. Bytes are those of all processes together;
+the least is what has to move.
+
+*Failures*: see `_lost_process`; the neighbour is a process that has a copy of the part of the lost one.
 """
 
 from __future__ import annotations
@@ -20,16 +25,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from _lost_process import failure
 from _report import report
 from _rescale_crew import Crew
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 WIDTH, INNER, BLOCKS, QUICK_BLOCKS = 512, 2048, 16, 2
-CHANGES = ((2, 3), (3, 2), (4, 8), (8, 4))
-ROUNDS = 2
+CHANGES = ("2-3", "3-2", "4-8", "8-4")
+FAILURES = ("neighbour", "checkpoint")
+ROUNDS = 3
+FAILURE_WIDTH, QUICK_WIDTH = 2048, 256  # 33.6 million parameters
 _PATIENCE = 120.0
 
 
@@ -113,10 +121,10 @@ def _kept(old: int, new: int) -> float:
     return best[new]
 
 
-def measure(blocks: int, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(changes: Sequence[str], blocks: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each change."""
     with tempfile.TemporaryDirectory() as scratch:
-        for old, new in CHANGES:
+        for old, new in (map(int, change.split("-")) for change in changes):
             root = Path(scratch) / f"{old}-{new}"
             root.mkdir()
             (root / "blocks").write_text(str(blocks))
@@ -189,14 +197,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--changes", nargs="*", choices=CHANGES, metavar="OLD-NEW")
+    parser.add_argument("--failures", nargs="*", choices=FAILURES)
     parser.add_argument("--cold", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cold is not None:
         cold(options.cold)
         return
-    blocks, rounds = (QUICK_BLOCKS, 1) if options.quick else (BLOCKS, ROUNDS)
-    rows = list(measure(blocks, rounds))
-    report("Sharded training jobs change their processes", rows, ["torch"], options.json)
+    if options.changes is None and options.failures is None:
+        options.changes, options.failures = CHANGES, FAILURES
+    blocks, rounds, width = (QUICK_BLOCKS, 1, QUICK_WIDTH) if options.quick else (BLOCKS, ROUNDS, FAILURE_WIDTH)
+    rows = list(measure(options.changes or (), blocks, rounds))
+    rows += [failure(width, copies=name == "neighbour") for name in options.failures or ()]
+    report("Sharded training jobs change and lose processes", rows, ["torch"], options.json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 495
+MOST_FILES: Final = 504
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -36,11 +36,11 @@ BUDGET: Final = {
     "campaign": 5_360,
     "cli": 2_560,
     "cluster": 3_200,
-    "executor": 14_700,
+    "executor": 14_800,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 7_590,
+    "extensions/fusion": 8_550,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -49,17 +49,17 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 2_800,
+    "extensions/sharding": 3_000,
     "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_600,
-    "protocol": 1_970,
-    "report": 3_060,
-    "storage": 2_090,
+    "planning": 7_640,
+    "protocol": 1_990,
+    "report": 3_090,
+    "storage": 2_220,
     "testing": 1_680,
-    "training": 13_060,
+    "training": 13_640,
     "windows": 3_350,
 }
 

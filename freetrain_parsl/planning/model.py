@@ -226,7 +226,7 @@ class CostsInSeconds:
         counts = np.arange(last + 1)
         seconds = np.where(counts > before, self.up, self.down)
         if self.sharded_bytes:
-            seconds += self.sharded_bytes / self.bandwidth * moved_shares(before, counts)
+            seconds = seconds + self.sharded_bytes / self.bandwidth * moved_shares(before, counts)
         return np.where(counts == before, 0.0, seconds)
 
 

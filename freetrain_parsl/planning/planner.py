@@ -454,7 +454,7 @@ class Planner:
         asking = (self._worth_growing(t, current.get(t.name, frozenset())) for t in considered)
         trainers = [trainer for trainer in asking if trainer is not None]
         decision = self._decide("demand", everything, trainers, current, now)
-        allocation = decision.allocation if decision is not None else self._assigned
+        allocation = decision.allocation if decision is not None else current
         return frozenset().union(*allocation.values())
 
     def _worth_growing(self, trainer: PlannedJob, lasting: frozenset[str]) -> PlannedJob | None:

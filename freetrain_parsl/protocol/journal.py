@@ -53,6 +53,7 @@ __all__ = [
     "TrainingCancelled",
     "TrainingFailed",
     "TrainingFinished",
+    "TrainingNoted",
     "TrainingStalled",
     "TrainingSubmitted",
     "TrainingTriesAgain",
@@ -327,6 +328,8 @@ class FragmentStarted(Record):
         Seconds without progress before that.
     array
         The array in which it trains, fused with others; empty: by itself.
+    moved
+        Bytes of a state divided among the processes that went from one to another.
     """
 
     generation: int
@@ -334,6 +337,7 @@ class FragmentStarted(Record):
     in_place: bool
     paused: float
     array: str = ""
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -437,6 +441,13 @@ class ValuesSampled(Record):
 @dataclass(frozen=True)
 class CodeChanged(Record):
     """The training job starts over, or resumes from a checkpoint of different code."""
+
+    note: str
+
+
+@dataclass(frozen=True)
+class TrainingNoted(Record):
+    """Something about the training job that its user should know, such as why it does not change in place."""
 
     note: str
 

@@ -15,6 +15,7 @@ __all__ = [
     "GroupFailed",
     "Joined",
     "Logged",
+    "Noted",
     "PauseReason",
     "PeersFailed",
     "Progress",
@@ -193,11 +194,21 @@ class Joined:
         Seconds without progress: from the boundary, or from the failure of a peer, to the next batch.
     transferred
         Seconds of `paused` that the transfer of the state took.
+    received
+        Bytes of a state that is divided among the members which this one got from others.
     """
 
     generation: Count
     paused: Duration
     transferred: Duration
+    received: Count = 0
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A fact about the training job that its user should know, such as why its group cannot change in place."""
+
+    note: Text
 
 
 @dataclass(frozen=True)
@@ -213,7 +224,7 @@ class Logged:
     rows: tuple[Text, ...]
 
 
-Report: TypeAlias = Progress | Ready | GroupFailed | Joined | Logged
+Report: TypeAlias = Progress | Ready | GroupFailed | Joined | Noted | Logged
 """A report of a run before its end."""
 
 

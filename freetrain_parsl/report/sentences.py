@@ -63,7 +63,7 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
             return IncidentLevel.FAILURE, f"cannot save: {entry.reason}"
         case record.SavingWorks():
             return IncidentLevel.REPAIR, "checkpoints are saved again"
-        case record.CodeChanged():
+        case record.CodeChanged() | record.TrainingNoted():
             return IncidentLevel.NOTICE, entry.note
         case record.ArrayEnded(failure=True):
             return IncidentLevel.FAILURE, f"the process of {entry.array} on {entry.node} failed"

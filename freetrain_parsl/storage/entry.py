@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 20
 STATE = "state.pt"
+FROZEN = "frozen.pt"
+"""Tensors of the state that several training jobs have in common, see `CommonFiles`."""
 MANIFEST = "manifest.json"
 SHARDS = "shards"
 """Folder for the files that the members of a sharded training job write; the manifest must list all of them."""

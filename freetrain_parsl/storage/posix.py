@@ -3,10 +3,12 @@
 One directory per trainer, one directory per checkpoint::
 
     <root>/<trainer>/step-0000000123/state.pt         the state, opaque to this module
+                                     frozen.pt        tensors that several training jobs have in common
                                      shards/          files written by the members of a sharded training job
                                      manifest.json    step, size and SHA-256 of every file, origin and time
     <root>/<trainer>/latest                           name of the newest checkpoint, for users and tools
     <root>/<trainer>/writer                           the current writer, for users
+    <root>/.common/                                   further names of files that are in several checkpoints
 
 A checkpoint is written in the writer's staging directory, synced to disk, and renamed, so that a directory named
 ``step-…`` is complete even if a process is killed at any point; then ``latest`` is replaced and old checkpoints are
@@ -37,6 +39,7 @@ from freetrain_parsl.storage.atomic_files import (
     sync_name,
     write_text,
 )
+from freetrain_parsl.storage.common_files import CommonFiles
 from freetrain_parsl.storage.entry import MANIFEST, STATE, Entry, HashingSink, Sink, sign_manifest
 from freetrain_parsl.storage.owned_files import check_owned, check_root, check_tree, make_private
 from freetrain_parsl.storage.problems import storage_error
@@ -102,6 +105,7 @@ class CheckpointDirectory:
         self._root = root
         self._clock = clock
         self._staging: Staging | None = None
+        self._common = CommonFiles(root)
 
     @property
     def is_open(self) -> bool:
@@ -214,6 +218,30 @@ class CheckpointDirectory:
             sync(file)
             draft.files[name] = {"bytes": sink.count, "sha256": sink.hexdigest()}
 
+    def write_common(self, draft: Draft, name: str, key: str, write: Callable[[Sink], object]) -> None:
+        """Add a file that checkpoints have in common: by a link to the one with this key, or see `write`.
+
+        Parameters
+        ----------
+        draft, name, write
+            As for `write`.
+        key
+            Letters and digits that identify the content.
+
+        Raises
+        ------
+        CheckpointError
+            See `write`.
+        """
+        with self._writing(f"write a checkpoint of step {draft.step}", draft):
+            facts = self._common.link(key, draft.path / name)
+            if facts is not None:
+                draft.files[name] = facts
+                return
+        self.write(draft, name, write)
+        with self._writing(f"write a checkpoint of step {draft.step}", draft):
+            self._common.add(key, draft.path / name, draft.files[name]["sha256"])
+
     def complete(self, draft: Draft, facts: Mapping[str, Any]) -> tuple[Entry, dict[str, Any]]:
         """Publish a checkpoint whose files are written; it is durable when this returns.
 
@@ -307,6 +335,7 @@ class CheckpointDirectory:
             for entry in entries:
                 if entry not in kept:
                     staging.remove(entry.path)
+            self._common.remove_unused()
             if not self._latest_is(newest):  # there was no disk space for it before
                 staging.note(_LATEST, newest.path.name + "\n")
 
@@ -364,6 +393,7 @@ class CheckpointDirectory:
             doomed = self.path / f"{TEMPORARY}gone-{entry.path.name}"
             entry.path.rename(doomed)  # so that a directory named step-… is never partially removed
             shutil.rmtree(doomed)
+            self._common.remove_unused()
         except OSError as error:
             raise storage_error(f"cannot remove {entry.path}", self._root, error) from error
 

@@ -9,7 +9,7 @@ follows the step. If a large one has changed before the step, the training job r
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.group.process_group import Group
 
-__all__ = ["LoopState", "LoopStates"]
+__all__ = ["LoopState", "LoopStates", "LoopValue", "content_of"]
 
 _ALLOWED = "numbers, strings, tensors, lists, tuples and dictionaries of these, or objects with state_dict"
 _TO_PREPARE = (Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -290,8 +290,22 @@ def _checked(name: str, value: Any, *, deep: bool = False, top: bool = True) -> 
     raise UsageError(f"session.state: {where} a {kind.__name__}{remedy}; it holds {_ALLOWED}")
 
 
-def _content(value: Any) -> Any:
-    """Return a value as tensors and plain values, without copying tensors."""
+class LoopValue(NamedTuple):
+    """One value of the loop, as `filled` needs it: its content as a state."""
+
+    value: Any
+
+    def state_dict(self) -> Any:
+        """Return the content."""
+        return content_of(self.value)
+
+    def load_state_dict(self, content: Any) -> NoReturn:
+        """Values are loaded by `LoopStates.load`."""
+        raise NotImplementedError
+
+
+def content_of(value: Any) -> Any:
+    """Return a value of the loop as tensors and plain values, without copying tensors."""
     if has_state(value):
         return value.state_dict()
     return list(value) if isinstance(value, deque) else value
@@ -299,7 +313,7 @@ def _content(value: Any) -> Any:
 
 def _to_save(value: Any) -> Any:
     """Return the content of a value, with numpy's numbers as Python's; tensors are detached, but not copied."""
-    content = _content(value)
+    content = content_of(value)
     if isinstance(content, np.generic):
         return content.item()
     if isinstance(content, torch.Tensor):

@@ -11,7 +11,6 @@ repeated. The same holds for replicas of several members, between which the stat
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
-
-
-logger = logging.getLogger(__name__)
 
 
 class Unwind(BaseException):
@@ -116,7 +112,7 @@ class Runtime:
         self.checkpoint_manager = manager = CheckpointManager(options, lambda: members.group)
         self.state = SessionState(options.seed, lambda: manager.newest.path if manager.newest else manager.path)
         self.reporter = ProgressReporter(self.state, manager, members, report, clock, self.extension)
-        self.replicas = ReplicaCheck(options.name, self.state)
+        self.replicas = ReplicaCheck(options.name, self.state, members.note)
         self.replicas.loop = self.state.loop.shared
         self._shared_calls = SharedCalls(self.state, members, self.reporter, self._interrupt, self._recover)
         self._decisions = Decisions(
@@ -259,7 +255,8 @@ class Runtime:
             raise UsageError("call session.state before `for epoch in session.epochs(…)`, and assign its values inside")
         state = self.state.loop.declare(values, per_process=per_process, device=self.device)
         if self._restored is not None:
-            self.state.loop.load(self._restored.state["loop"], rank=self.members.group.rank, names=set(values))
+            kept = self._restored.loop(self.state.loop, values)
+            self.state.loop.load(kept, rank=self.members.group.rank, names=set(values))
         return state
 
     def start(self, total_epochs: int) -> None:
@@ -381,7 +378,7 @@ class Runtime:
         """Load what user code has changed since it was restored; see `Restoration.load_again`."""
         restored.load_again(self.state.objects, tell=tell)
         self.state.trainable.load(restored.state["trainable"])
-        self.state.loop.load(restored.state["loop"], rank=self.members.group.rank)
+        self.state.loop.load(restored.loop(self.state.loop), rank=self.members.group.rank)
 
     def backward(
         self,
@@ -603,11 +600,9 @@ class Runtime:
         """Return whether the group cannot change in place now, and say why; all members call this."""
         if not self.extension.spreads:
             return False
-        size = self.members.next_size
-        obstacles = group.gather_objects(None if size is None else self.extension.obstacle(size))
-        reason = next(filter(None, obstacles), None)
-        if reason is not None and group.is_first:
-            logger.warning("job %s: saved and resumed instead of changed in place: %s", self.options.name, reason)
+        reason = self.extension.obstacle(group, self.members.next_size)
+        if reason is not None:
+            self.members.note(f"saved and resumed instead of changed in place: {reason}")
         return reason is not None
 
     def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:

@@ -128,10 +128,10 @@ class Stage:
         """Let the member of rank 0 report its progress."""
         self.reports(slot, self.report(**changes), run)
 
-    def joins(self, *slots: str, paused: float = 0.0, transferred: float = 0.0) -> None:
+    def joins(self, *slots: str, paused: float = 0.0, transferred: float = 0.0, received: int = 0) -> None:
         """Let slots join the group of their last command."""
         for slot in slots:
-            self.reports(slot, Joined(self.changes[slot].generation, paused, transferred))
+            self.reports(slot, Joined(self.changes[slot].generation, paused, transferred, received))
 
     def recover(self, *slots: str) -> None:
         """Let the survivors of a failure receive and carry out their command."""

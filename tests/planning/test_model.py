@@ -69,6 +69,8 @@ def test_a_change_of_shards_moves_what_does_not_overlap(before, after):
 def test_a_change_costs_more_the_more_it_moves():
     costs = CostsInSeconds(2.0, 1.0, 9.0, sharded_bytes=24e9, bandwidth=2e9)
     assert costs.changes(2, 4).tolist() == pytest.approx([1.0, 1.0 + 12 / 2, 0.0, 2.0 + 12 / 3, 2.0 + 12 / 4])
+    whole = CostsInSeconds(2, 1, 9, sharded_bytes=24e9, bandwidth=2e9)
+    assert whole.changes(2, 4).tolist() == costs.changes(2, 4).tolist()
     assert CostsInSeconds(2.0, 1.0, 9.0).changes(2, 4).tolist() == [1.0, 1.0, 0.0, 2.0, 2.0]
 
 

@@ -153,6 +153,16 @@ def test_a_policy_that_breaks_its_contract_is_refused_and_the_last_allocation_st
     assert "greedy" in caplog.text
 
 
+def test_a_policy_that_fails_while_a_node_closes_asks_for_nothing() -> None:
+    """The last allocation has a node that closes before others could be ready."""
+    planner = Planner(_Greedy(), SETTINGS)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=1)))
+    held(planner, "a", closes=100)
+    planner.advance(ev.TrainerSubmitted(1, trainer("u")))
+    assert planner.advance(ev.WindowsSeen(88, (window("b"),))) == []
+    assert planner.assigned == {"t": frozenset("a")}
+
+
 def test_ordinary_tasks_are_lent_free_nodes_first(planner: Planner) -> None:
     planner.advance(ev.TrainerSubmitted(0, trainer("t", most=1)), ev.TasksWaiting(0, 1))
     held(planner, "a", "b")

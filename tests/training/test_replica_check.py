@@ -17,9 +17,10 @@ from freetrain_parsl.errors import ReplicasDiffer
 from freetrain_parsl.training.checkpoints.parameters import TrainableFlags
 from freetrain_parsl.training.checkpoints.state import SessionState
 from freetrain_parsl.training.group import regrouping
+from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.replicas.accusation import Since, differences, sentence
-from freetrain_parsl.training.replicas.check import ReplicaCheck, all_equal
+from freetrain_parsl.training.replicas.check import ReplicaCheck, Standing, all_equal
 from freetrain_parsl.training.replicas.checksum import STEPS, Checksum, Rotation
 from freetrain_parsl.training.replicas.contents import Fact, plain
 from freetrain_parsl.training.step.buffers import persistent_buffers
@@ -186,7 +187,8 @@ class Replica:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.state = SessionState(0, lambda: None)  # type: ignore[arg-type,return-value]  # no checkpoint
         self.state.objects = {"model": self.model, "optimizer": self.optimizer}
-        self.check = ReplicaCheck("net", self.state)
+        self.notes: list[str] = []
+        self.check = ReplicaCheck("net", self.state, self.notes.append)
 
     def votes(self, step: int, *, whole: bool = False) -> int:
         self.state.training_metrics.step = step
@@ -329,6 +331,15 @@ def test_on_unlike_processors_replicas_with_other_bits_become_equal(monkeypatch:
     meeting = Meeting(monkeypatch, place(16), place(16, kind=2, fingerprint=8))
     meeting.agree()
     assert meeting.passed == ([0], [1])
+
+
+def test_the_user_is_told_once_that_bits_are_not_compared() -> None:
+    member = Replica()
+    group = Group(size=2)
+    for kinds in ((1, 1), (1, 2), (1, 2)):
+        member.check.meet(group, [Standing(0, kind, 0) for kind in kinds], [0, 1])
+    (note,) = member.notes
+    assert note.startswith("its processes run on processors of different kinds")
 
 
 def test_newcomers_alone_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

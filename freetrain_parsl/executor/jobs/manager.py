@@ -449,7 +449,7 @@ class JobManager:
                 logger.warning("%s %s", name, reason)
             case record.BatchChanged(size=size, before=before):
                 logger.info("training job %s has batches of %d samples, before %d", name, size, before)
-            case record.CodeChanged(note=note):
+            case record.CodeChanged(note=note) | record.TrainingNoted(note=note):
                 logger.warning("training job %s: %s", name, note)
             case record.TrainingWaits(reason=reason, until=until):
                 logger.warning("training job %s waits: %s, next attempt in %.0f s", name, reason, until - self.clock())

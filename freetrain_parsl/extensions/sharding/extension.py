@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UsageError
@@ -16,6 +15,7 @@ from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.group.replica_groups import AN_INT_IS_REFUSED
+from freetrain_parsl.training.loop_state import LoopValue
 from freetrain_parsl.training.preparation import size_of
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.node_memory import NodeMemory
 
 __all__ = ["Sharding"]
-
-logger = logging.getLogger(__name__)
 
 
 class Sharding(SessionExtension):
@@ -94,8 +92,7 @@ class Sharding(SessionExtension):
 
     def _refuse(self, problem: str) -> None:
         self.in_place = False
-        if self._members.group.is_first:
-            logger.warning("a sharded model is saved and resumed instead of changed in place: %s", problem)
+        self._members.note(f"saved and resumed instead of changed in place: {problem}")
 
     def boundary(self) -> None:
         """Free whole parameters, which a validation leaves: they are other objects than the optimizers'."""
@@ -106,9 +103,10 @@ class Sharding(SessionExtension):
         """Return whether gradients are not reduced yet."""
         return self.resharding.is_pending
 
-    def obstacle(self, size: int) -> str | None:
-        """Return what cannot be moved, or what there is no memory for."""
-        return self.resharding.obstacle(size, self._members.next_replicas)
+    def obstacle(self, group: Group, size: int | None) -> str | None:
+        """Return what cannot be moved, or what there is no memory for; see `Resharding.obstacle`."""
+        self.resharding.check_loop()
+        return self.resharding.obstacle(group, size, self._members.next_replicas)
 
     def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
         """Move the shards of those that leave; see `Resharding.hand_over`."""
@@ -121,6 +119,8 @@ class Sharding(SessionExtension):
         except OtherModel as error:
             self._refuse(str(error))
             raise
+        if self.resharding.moved is not None:
+            self.received_bytes = self.resharding.moved.traffic.received
         if self._saver is not None:
             self._saver.forget()  # a write of the group before has no members any more
 
@@ -132,12 +132,17 @@ class Sharding(SessionExtension):
     def received(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with this member's own shards, as they are, instead of the placeholders."""
         objects = {name: sharded.joined(state["objects"][name], target) for name, target in self._objects.items()}
-        return {**state, "objects": objects}
+        loop = state["loop"]["shared"]
+        shared = {name: sharded.joined(loop[name], LoopValue(value)) for name, value in self.resharding.loop()}
+        return {**state, "objects": objects, "loop": {**state["loop"], "shared": shared}}
 
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model."""
-        self.resharding.loop = state.loop.shared
+        self.resharding.follow_loop(state.loop.shared)
         self._modules = structures.sharded_modules(self.resharding.models)
+        if self._device.type == "cpu":
+            for module in self._modules:  # gloo of torch 2.8 adds up what it should average
+                module.set_force_sum_reduction_for_comms(True)
         self.boundary()
         if state.order is not None and state.order.shards is not None:
             raise UsageError("session.loader: deterministic=True cannot be combined with a sharded model")
@@ -174,6 +179,7 @@ class Sharding(SessionExtension):
     def copy(self, state: Mapping[str, Any]) -> None:
         """See `Copies.begin`."""
         assert self.copies is not None, "a copy was due"
+        self.resharding.check_loop()
         self.copies.begin(state)
 
     def copied(self) -> None:

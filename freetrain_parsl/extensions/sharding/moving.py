@@ -5,6 +5,7 @@ An *owner* is a position in a sharding, old or new; a *host* is a rank in the pr
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +24,9 @@ __all__ = ["BUDGET", "Shards", "Traffic", "move"]
 
 BUDGET = 16 << 20
 """Bytes that a host sends, and that it receives, in one round."""
+
+_MOST_ROUNDS = 4  # in progress, so that a host that is late does not stop the others
+_LARGE = 256 << 10  # bytes of a slice that is sent from, and received into, its place
 
 
 class Shards(Protocol):
@@ -46,7 +50,7 @@ class Traffic:
     rounds
         Number of rounds of the whole group.
     staging
-        Bytes of the largest send and receive buffers of a round together.
+        Most bytes of send and receive buffers at a time.
     """
 
     sent: int = 0
@@ -91,9 +95,31 @@ def move(
     """
     mover = _Mover(layouts, old_hosts, new_hosts, shards, group)
     for pieces in rounds_of(layouts, old_hosts, new_hosts, group.rank, budget):
-        mover.exchange(pieces)
-    mover.fill_up()
+        mover.begin(pieces, 2 * budget)
+    mover.end()
     return mover.traffic
+
+
+@dataclass
+class _Round:
+    """A round in progress.
+
+    Parameters
+    ----------
+    works
+        What it waits for.
+    operations
+        Keep what is sent.
+    landing
+        Buffers that are received, and the slices that they hold.
+    staging
+        Bytes of its buffers.
+    """
+
+    works: list[dist.Work]
+    operations: dict[str, list[dist.P2POp]]
+    landing: list[tuple[torch.Tensor, list[ColumnRange]]]
+    staging: int
 
 
 class _Mover:
@@ -111,13 +137,17 @@ class _Mover:
         self._layouts, self._old_hosts, self._new_hosts = layouts, old_hosts, new_hosts
         self._shards, self._group = shards, group
         self._targets: dict[tuple[int, int], torch.Tensor] = {}
+        self._underway: deque[_Round] = deque()
 
-    def exchange(self, batch: Sequence[ColumnRange]) -> None:
-        """Carry out one round."""
+    def begin(self, pieces: Sequence[ColumnRange], most: int) -> None:
+        """Begin a round; others may still be in progress, with at most this many bytes of staging together.
+
+        All hosts begin the rounds in the same order, and wait only for earlier ones: so the oldest one always ends.
+        """
         me = self._group.rank
         out: dict[tuple[str, int], list[ColumnRange]] = {}
         into: dict[tuple[str, int], list[ColumnRange]] = {}
-        for piece in batch:
+        for piece in pieces:
             source, target = self._old_hosts[piece.source], self._new_hosts[piece.target]
             device = self._layouts[piece.tensor].device
             if source == target == me:
@@ -126,27 +156,68 @@ class _Mover:
                 out.setdefault((device, target), []).append(piece)
             elif target == me:
                 into.setdefault((device, source), []).append(piece)
-        packed = {key: self._pack(pieces) for key, pieces in out.items()}
-        landing = {key: self._landing(pieces) for key, pieces in into.items()}
-        sent, received = (sum(buffer.numel() for buffer in buffers.values()) for buffers in (packed, landing))
+        staging = sum(
+            piece.size for pieces in (*out.values(), *into.values()) for piece in pieces if self._staged(piece)
+        )
+        while self._underway and (
+            len(self._underway) == _MOST_ROUNDS or staging + sum(one.staging for one in self._underway) > most
+        ):
+            self._finish()
+        landing: list[tuple[torch.Tensor, list[ColumnRange]]] = []
+        operations: dict[str, list[dist.P2POp]] = {}
+        for (device, target), pieces in out.items():
+            whole, small = self._divided(pieces)
+            tensors = [_bytes_of(self._source(piece)) for piece in whole]
+            if small:
+                tensors.append(torch.cat([_bytes_of(self._source(piece).contiguous()) for piece in small]))
+            operations.setdefault(device, []).extend(dist.P2POp(dist.isend, tensor, target) for tensor in tensors)
+        for (device, source), pieces in into.items():
+            whole, small = self._divided(pieces)
+            tensors = [_bytes_of(self._target(piece)) for piece in whole]
+            if small:
+                size = sum(piece.size for piece in small)
+                tensors.append(torch.empty(size, dtype=torch.uint8, device=self._target(small[0]).device))
+                landing.append((tensors[-1], small))
+            operations.setdefault(device, []).extend(dist.P2POp(dist.irecv, tensor, source) for tensor in tensors)
+        works: list[dist.Work] = []
+        with self._group.waits():
+            for device in sorted(operations):
+                works += dist.batch_isend_irecv(operations[device])
+        self._underway.append(_Round(works, operations, landing, staging))
         traffic = self.traffic
-        traffic.sent, traffic.received = traffic.sent + sent, traffic.received + received
-        traffic.rounds, traffic.staging = traffic.rounds + 1, max(traffic.staging, sent + received)
-        for device in sorted({device for device, _ in (*packed, *landing)}):
-            operations = [dist.P2POp(dist.isend, packed[key], key[1]) for key in packed if key[0] == device]
-            operations += [dist.P2POp(dist.irecv, landing[key], key[1]) for key in landing if key[0] == device]
-            with self._group.waits():
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
-        for key, pieces in into.items():
-            self._unpack(landing[key], pieces)
+        traffic.sent += sum(piece.size for pieces in out.values() for piece in pieces)
+        traffic.received += sum(piece.size for pieces in into.values() for piece in pieces)
+        traffic.rounds += 1
+        traffic.staging = max(traffic.staging, sum(one.staging for one in self._underway))
 
-    def fill_up(self) -> None:
-        """Allocate the shards that have no elements."""
+    def end(self) -> None:
+        """Wait for all rounds, and allocate the shards that have no elements."""
+        while self._underway:
+            self._finish()
         for tensor in range(len(self._layouts)):
             for owner, host in enumerate(self._new_hosts):
                 if host == self._group.rank and (tensor, owner) not in self._targets:
                     self._shards.allocate(tensor, owner)
+
+    def _finish(self) -> None:
+        """Wait for the oldest round."""
+        oldest = self._underway.popleft()
+        with self._group.waits():
+            for work in oldest.works:
+                work.wait()
+        for packed, pieces in oldest.landing:
+            self._unpack(packed, pieces)
+
+    def _staged(self, piece: ColumnRange) -> bool:
+        """Return whether a slice is sent together with others: it is small, or not in one place in memory."""
+        return piece.size < _LARGE or self._layouts[piece.tensor].rows > 1
+
+    def _divided(self, pieces: Sequence[ColumnRange]) -> tuple[list[ColumnRange], list[ColumnRange]]:
+        """Return the slices that are sent as they lie in memory, and the others."""
+        return (
+            [piece for piece in pieces if not self._staged(piece)],
+            [piece for piece in pieces if self._staged(piece)],
+        )
 
     def _source(self, piece: ColumnRange) -> torch.Tensor:
         shard = self._shards.read(piece.tensor, piece.source)
@@ -163,13 +234,6 @@ class _Mover:
         first = layout.span(owner, owners)[0] * layout.columns_per_index
         return shard.reshape(layout.rows, -1).narrow(1, piece.start - first, piece.stop - piece.start)
 
-    def _pack(self, pieces: Sequence[ColumnRange]) -> torch.Tensor:
-        return torch.cat([self._source(piece).contiguous().view(-1).view(torch.uint8) for piece in pieces])
-
-    def _landing(self, pieces: Sequence[ColumnRange]) -> torch.Tensor:
-        device = self._target(pieces[0]).device
-        return torch.empty(sum(piece.size for piece in pieces), dtype=torch.uint8, device=device)
-
     def _unpack(self, packed: torch.Tensor, pieces: Sequence[ColumnRange]) -> None:
         begin = 0
         for piece in pieces:
@@ -178,3 +242,8 @@ class _Mover:
                 raw = raw.clone()  # dtypes of several sizes are in one message
             target.copy_(raw.view(target.dtype).view(target.shape))
             begin += piece.size
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as bytes."""
+    return tensor.view(-1).view(torch.uint8)

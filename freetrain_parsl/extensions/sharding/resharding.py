@@ -7,15 +7,11 @@ dropped. After a failure in between, the members of the next group find a set of
 
 from __future__ import annotations
 
-import re
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from math import gcd, lcm, prod
-from pathlib import Path
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,17 +19,21 @@ from torch.optim import Optimizer
 
 from freetrain_parsl.errors import PeerFailed, StateLost, UsageError
 from freetrain_parsl.extensions.sharding import structures
+from freetrain_parsl.extensions.sharding.memory import needs, shortage
 from freetrain_parsl.extensions.sharding.moving import BUDGET, Traffic, move
 from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.extensions.sharding.state import leaves_by_path
 from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.training.checkpoints.format import is_spread
+from freetrain_parsl.training.loop_state import content_of
+from freetrain_parsl.training.undo import has_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from freetrain_parsl.extensions.sharding.memory import Need
     from freetrain_parsl.training.group.process_group import Group
 
 __all__ = ["Holding", "Moved", "Resharding"]
@@ -102,8 +102,9 @@ class Resharding:
     """
 
     def __init__(self, objects: Mapping[str, Any], *, budget: int = BUDGET) -> None:
-        self.loop: Callable[[], Iterable[tuple[str, object]]] = tuple
+        self.loop: Callable[[], Iterable[tuple[str, Any]]] = tuple
         """Returns the names and values of the loop's state."""
+        self._first_of_loop: frozenset[tuple[Any, ...]] = frozenset()
         self._objects = objects
         self._budget = budget
         self._live: Holding | None = None
@@ -144,8 +145,7 @@ class Resharding:
                 for inner, buffer in thing.named_buffers():
                     yield (name, inner), buffer
             elif not isinstance(thing, Optimizer):
-                content = thing.state_dict() if hasattr(thing, "state_dict") else thing
-                for path, leaf in leaves_by_path(content):
+                for path, leaf in leaves_by_path(content_of(thing)):
                     yield (name, *path), leaf
         for rest in states.values():
             yield from rest
@@ -198,26 +198,25 @@ class Resharding:
         """
         return structures.find_problem(self.models, mesh)
 
-    def obstacle(self, size: int, replicas: int = 1) -> str | None:
-        """Return why this member cannot take part in a change to replicas of `size` members; ``None`` if it can.
+    def obstacle(self, group: Group, size: int | None, replicas: int = 1) -> str | None:
+        """Return why the members cannot change in place now; ``None`` if they can; see `SpreadState.obstacle`.
 
-        The old shards are kept until all have their new ones, so that both have to fit into memory.
+        The old shards are kept until all have their new ones, so that those of all members on a node, old and new, have
+        to fit into its memory together.
         """
         structures.reshard(self.models)
+        mine: list[Need] | str
         try:
             layouts = [entry.layout for entry in self.entries(self.tensors())]
+            # As whole replicas join or leave, those that stay keep their shards.
+            keeps = replicas > 1 and self._live is not None and self._live.owners == size
+            mine = [] if size is None or keeps else needs(layouts, size, group.rank, self._budget)
         except structures.NotFollowed as error:
-            return str(error)
-        if replicas > 1 and self._live is not None and self._live.owners == size:
-            return None  # whole replicas join or leave: those that stay keep their shards
-        for device in {layout.device for layout in layouts}:
-            bytes_of = (
-                prod(each.local_shape(0, size)) * each.dtype.itemsize for each in layouts if each.device == device
-            )
-            needed, free = sum(bytes_of) + 2 * self._budget, free_memory(device)
-            if needed > free:
-                return f"the new shards need {needed >> 20} MiB beside the old ones, and {free >> 20} MiB are free"
-        return None
+            mine = str(error)
+        theirs = group.gather_objects(mine)
+        return next((each for each in theirs if isinstance(each, str)), None) or shortage(
+            each for each in theirs if not isinstance(each, str)
+        )
 
     @property
     def is_pending(self) -> bool:
@@ -225,6 +224,32 @@ class Resharding:
         return structures.is_pending(self.models)
 
     # ── changes ───────────────────────────────────────────────────────────────────────────────────
+
+    def follow_loop(self, loop: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        """Move the sharded tensors in the loop's state, too; `loop` returns its names and values."""
+        self.loop = loop
+        self._first_of_loop = frozenset(self._spread_in_loop())
+
+    def check_loop(self) -> None:
+        """Check that another process, which runs the function up to its loop, has all sharded tensors of the loop.
+
+        Raises
+        ------
+        UsageError
+            It would not have one.
+        """
+        for name, *path in self._spread_in_loop():
+            if (name, *path) not in self._first_of_loop:
+                raise UsageError(
+                    f"session.state: {name} has got a sharded tensor{' at ' if path else ''}{_name(path)} that its "
+                    "first value has not, so that it could not be restored: declare it with one like it, such as "
+                    "p.detach().clone() of a parameter, and change this one"
+                )
+
+    def _spread_in_loop(self) -> Iterator[tuple[Any, ...]]:
+        for name, value in self.loop():
+            if not isinstance(value, nn.Module):
+                yield from ((name, *path) for path, leaf in leaves_by_path(content_of(value)) if is_spread(leaf))
 
     def begin(self, group: Group) -> None:
         """Note that this member has its part of the state in its first group."""
@@ -411,8 +436,8 @@ class Resharding:
         for tensor in tensors.values():
             if id(tensor) not in managed:
                 structures.move_to_mesh(tensor, mesh)
-        for thing in self._objects.values():
-            if not isinstance(thing, (nn.Module, Optimizer)):
+        for thing in (*self._objects.values(), *(value for _, value in self.loop())):
+            if has_state(thing) and not isinstance(thing, (nn.Module, Optimizer)):
                 content = thing.state_dict()
                 if any(is_spread(leaf) for _, leaf in leaves_by_path(content)):
                     thing.load_state_dict(content)  # its tensors may be copies of these
@@ -473,20 +498,6 @@ class _NewShards:
 def _joined(before: Moved, began: float, traffic: Traffic) -> Moved:
     """Return a change that has handed over before it took over."""
     return Moved(before.seconds + time.monotonic() - began, before.traffic.followed_by(traffic))
-
-
-def free_memory(device: str) -> int:
-    """Return the bytes that this process can still allocate on a type of device, as far as it can tell."""
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # not in a control group, or without a limit
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        cache = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        free = min(free, limit - used + (int(cache[1]) if cache else 0))
-    return int(free)
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -46,6 +46,7 @@ _KINDS_WITH_REASONS = (
     record.TrainingCancelled,
     record.TrainsAlone,
     record.CodeChanged,
+    record.TrainingNoted,
     record.BatchChanged,
     record.CohortJoined,
     record.CohortStalled,
@@ -118,6 +119,8 @@ class TrainingState:
     """Whether a step was made in this run; otherwise its result is from an earlier run."""
     code_note: str = ""
     """Remark for the user on a change of its code."""
+    note: str = ""
+    """What else its user should know, as its processes have said last."""
     array: str = ""
     """The array in which it trains now, fused with others."""
     fused_with: int = 0
@@ -148,7 +151,7 @@ class TrainingState:
         self.min_nodes, self.max_nodes = min_nodes, max_nodes
         self.state, self.ended, self.trained, self.error = "waiting", None, True, ""
         self.nodes, self.array, self.cohort = (), "", ""
-        self.waits_for = self.stalled = self.code_note = self.alone_because = ""
+        self.waits_for = self.stalled = self.code_note = self.note = self.alone_because = ""
 
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
@@ -161,11 +164,14 @@ class TrainingState:
             Seconds since the epoch, to state the time to the next attempt; ``None``: omit it.
         """
         if self.state not in ("waiting", "running"):
-            is_old = self.state == "finished" and not self.trained
-            return "result of an earlier run: nothing was trained" if is_old else self.code_note
+            if self.state != "finished":
+                return self.code_note
+            if not self.trained:
+                return "result of an earlier run: nothing was trained"
+            return self.code_note or self._fusion_remark()
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            doing = (self._on_kind(), self.batch_remark(), self._fusion_remark())
+            doing = (self._on_kind(), self.batch_remark(), self._fusion_remark(), self.note)
             waiting = self.waiting_reason()
             return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
@@ -205,8 +211,15 @@ class TrainingState:
     def _fusion_remark(self) -> str:
         if self.state == "running" and self.array:
             others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
-            return f"in {self.array} {others}, fused" if self.fused_with else f"in {self.array}, alone"
+            if self.fused_with:
+                return f"in {self.array} {others}, fused"
+            return f"in {self.array}, alone" + (f": {self.alone_because}" if self.alone_because else "")
         return f"not fused: {self.alone_because}" if self.alone_because else ""
+
+    @property
+    def not_fused(self) -> str:
+        """Why it is not fused with others, although it may be; empty if it is, or if nothing is known against it."""
+        return "" if self.array and self.fused_with else self.alone_because
 
     @property
     def share_done(self) -> float | None:
@@ -303,8 +316,10 @@ class RunState:
         for training in self.trainings.values():
             if training.state == "running":
                 training.state = "waiting"
+            if training.state == "waiting":
+                training.alone_because = ""
             training.nodes, training.array = (), ""
-            training.waits_for = training.stalled = training.waits_with_cohort = training.alone_because = ""
+            training.waits_for = training.stalled = training.waits_with_cohort = ""
             training.nodes_come, training.nodes_used = "", False
             index = self.last_fragment(training.name)
             if index is not None and self.fragments[index].end is None:
@@ -429,7 +444,7 @@ class RunState:
                 if entry.gain > self.gains.get(cohort, (0, 0.0))[1]:
                     self.gains[cohort] = (entry.members, entry.gain)
 
-    def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:
+    def _on_training_record(self, training: TrainingState, time: float, entry: record.Record | None) -> None:  # noqa: C901 - one case for each kind
         match entry:
             case record.TrainingSubmitted():
                 training.submit_again(entry.min_nodes, entry.max_nodes)
@@ -439,6 +454,8 @@ class RunState:
                 training.batch_changes += 1
             case record.CodeChanged():
                 training.code_note = entry.note
+            case record.TrainingNoted():
+                training.note = entry.note
             case record.TrainsAlone():
                 training.alone_because = entry.reason
             case record.TrainingWaits():

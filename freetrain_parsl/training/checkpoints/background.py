@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -27,7 +29,8 @@ class HostBuffers:
     def copy(self, state: Any) -> Any:
         """Return a state with all its tensors in host memory; this overwrites the previous copy.
 
-        Tensors that share their memory, such as tied weights, share it in the copy.
+        Copy-on-write clones are cloned instead, wherever they are. Tensors that share their memory, such as tied
+        weights, share it in the copy.
 
         Parameters
         ----------
@@ -44,7 +47,7 @@ class HostBuffers:
 
 
 def in_host_memory(state: Any) -> Any:
-    """Return a state that a process without a GPU can load: tensors of devices are copied, all others are shared."""
+    """Return a state in host memory: tensors of devices are copied unless they are clones, all others are shared."""
     return _Copying({}, share=True).copy(state, ())
 
 
@@ -84,6 +87,8 @@ class _Copying:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> torch.Tensor:
+        if is_clone(tensor):
+            return clone_of(tensor)
         # A view would be written with all of the memory that it is a part of.
         if self._share and tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes:
             return tensor

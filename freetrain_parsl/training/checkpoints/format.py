@@ -18,14 +18,15 @@ import torch
 from freetrain_parsl._version import __version__
 from freetrain_parsl.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint
 from freetrain_parsl.protocol.options import Code
-from freetrain_parsl.storage.entry import FORMAT, STATE
+from freetrain_parsl.storage.entry import FORMAT, FROZEN, STATE
 from freetrain_parsl.storage.problems import is_unavailable, storage_error
+from freetrain_parsl.training.checkpoints.frozen import Content, as_saved, digest_of_all, fill, take_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
-    from freetrain_parsl.storage.entry import Entry
+    from freetrain_parsl.storage.entry import Entry, Sink
     from freetrain_parsl.storage.posix import CheckpointDirectory, Draft
 
 logger = logging.getLogger(__name__)
@@ -86,12 +87,15 @@ class Restored:
         Paths of newer, damaged checkpoints.
     manifest
         Its manifest.
+    frozen
+        What other training jobs of this process need not read again.
     """
 
     state: State
     entry: Entry
     refused: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(default_factory=dict)
+    frozen: Sequence[Content] = ()
 
     @property
     def code(self) -> Code | None:
@@ -131,6 +135,7 @@ class Checkpoints:
         self._write_seconds: deque[float] = deque(maxlen=5)
         self._assumed = _ASSUMED_OVERHEAD
         self._damaged: frozenset[Entry] = frozenset()  # found when the state was restored
+        self._frozen: Mapping[str, Content] = {}  # of the last state, whose digests the next save need not compute
 
     @property
     def write_seconds_estimate(self) -> float:
@@ -158,8 +163,13 @@ class Checkpoints:
         CheckpointError
             The file system operation failed, or another process is now the writer; earlier checkpoints are untouched.
         """
+        rest, self._frozen = take_out(state)
         draft = draft or self._directory.begin(facts.step)
-        self._directory.write(draft, STATE, lambda sink: torch.save(state, cast("IO[bytes]", sink)))
+        if frozen := self._frozen:
+            self._directory.write_common(
+                draft, FROZEN, digest_of_all(frozen), lambda sink: _save(as_saved(frozen), sink)
+            )
+        self._directory.write(draft, STATE, lambda sink: _save(rest, sink))
         fields_of_manifest = {
             "format": FORMAT,
             "trainer": self._trainer,
@@ -171,10 +181,6 @@ class Checkpoints:
         }
         entry, manifest = self._directory.complete(draft, fields_of_manifest)
         self._write_seconds.append(manifest["write_seconds"])
-        logger.info(
-            "training job %s: checkpoint %s (%s), %d bytes in %.3f s",
-            self._trainer, entry.path, facts.reason, manifest["bytes"], manifest["write_seconds"],
-        )  # fmt: skip
         try:
             self._directory.prune(entry, self._keep, self._damaged)
         except CheckpointError as error:  # the new one is durable; the next save retries
@@ -264,7 +270,8 @@ class Checkpoints:
                 "in another checkpoint directory"
             )
         self.learn()
-        return Restored(_read(path, entry), entry, manifest=manifest)
+        state, frozen = _read(path, entry)
+        return Restored(state, entry, manifest=manifest, frozen=frozen)
 
     def learn(self) -> None:
         """Read the durations of earlier writes from the manifests."""
@@ -306,16 +313,25 @@ def check_restorable(what: str, state: object) -> None:
         ) from error
 
 
-def _read(path: Path, entry: Entry) -> State:
+def _save(state: Mapping[str, Any], sink: Sink) -> None:
+    torch.save(state, cast("IO[bytes]", sink))
+
+
+def _read(path: Path, entry: Entry) -> tuple[State, Sequence[Content]]:
+    """Read a state, with the tensors that are in a file of their own."""
+
+    def load(path: Path) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True)
+
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        state = load(path)
+        if not isinstance(state, dict) or not isinstance(state.get("objects"), dict):
+            raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not contain a training job's state")
+        return state, fill(state, lambda: load(entry.path / FROZEN))
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         if is_unavailable(error):
             raise storage_error(f"cannot read {path}", entry.path.parent.parent, error) from error
         raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: {_first_line(error)}") from error
-    if not isinstance(state, dict) or not isinstance(state.get("objects"), dict):
-        raise DamagedCheckpoint(f"damaged checkpoint {entry.path}: it does not contain a training job's state")
-    return state
 
 
 def _first_line(error: BaseException) -> str:

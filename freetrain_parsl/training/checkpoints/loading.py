@@ -11,15 +11,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from freetrain_parsl.errors import CheckpointMismatch
+from freetrain_parsl.training.checkpoints.copy_on_write import address_of
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.checkpoints.parameters import add_missing_groups, load_outside
 from freetrain_parsl.training.extension import filled
+from freetrain_parsl.training.loop_state import LoopValue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from freetrain_parsl.training.checkpoints.format import Restored, State
     from freetrain_parsl.training.checkpoints.state import Stateful
+    from freetrain_parsl.training.loop_state import LoopStates
 
 __all__ = ["Restoration"]
 
@@ -64,6 +67,27 @@ class Restoration:
         for name in new:
             self._load(name, objects)
         self._load_outside(objects)
+
+    def loop(self, values: LoopStates, names: Collection[str] | None = None) -> dict[str, Any]:
+        """Return the state of the loop as `values` can load it; `names`: only of these.
+
+        Raises
+        ------
+        CheckpointMismatch
+            A sharded tensor in it has no counterpart in the first values.
+        """
+        saved = self._restored.state["loop"]
+        shared = {}
+        for name, value in values.shared():
+            if name in saved["shared"] and (names is None or name in names):
+                try:
+                    shared[name] = filled(saved["shared"][name], LoopValue(value), self._restored.entry.path)
+                except KeyError as error:
+                    self._mismatch(
+                        f"session.state's {name} has sharded tensors, which are restored into those of its first "
+                        "value: declare it with tensors like the parameters, as in p.detach().clone()", error
+                    )  # fmt: skip
+        return {**saved, "shared": shared}
 
     def check_complete(self, objects: Mapping[str, Stateful]) -> None:
         """Check that all objects of the checkpoint have been prepared.
@@ -143,7 +167,7 @@ class Restoration:
 def _marks(value: Any) -> Any:
     """Return what differs once a state has changed: where its tensors are and their versions, and its plain values."""
     if isinstance(value, torch.Tensor):
-        place = value.data_ptr() if value.layout is torch.strided and not is_spread(value) else 0
+        place = address_of(value) if value.layout is torch.strided and not is_spread(value) else 0
         return place, 0 if value.is_inference() else value._version  # noqa: SLF001 - torch has no public counter
     if isinstance(value, dict):
         return {key: _marks(item) for key, item in value.items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetrain_parsl.errors import PeerFailed, StateLost
-from freetrain_parsl.protocol.reports import GroupFailed, Joined, Ready, Report
+from freetrain_parsl.protocol.reports import GroupFailed, Joined, Noted, Ready, Report
 from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.spread_state import SpreadState
 from freetrain_parsl.training.group.state_transfer import pass_on
@@ -224,7 +224,12 @@ class GroupMember:
 
     def tell_regrouped(self, paused: float) -> None:
         """Report that this member continues in its new group after a pause in seconds."""
-        self._report(Joined(self.group.generation, paused, self._transferred))
+        self._report(Joined(self.group.generation, paused, self._transferred, self.parts.received_bytes))
+
+    def note(self, note: str) -> None:
+        """Let the user know of something that all members have found out; the first member reports it."""
+        if self.group.is_first:
+            self._report(Noted(note))
 
     def _enter(self, membership: Membership) -> None:
         self._generation = membership.generation

@@ -17,13 +17,28 @@ class SpreadState:
 
     spreads: bool = False
     """Whether the members hold different parts of the state, which the extension moves when the group changes."""
+    received_bytes: int = 0
+    """What this member got of them from others in the last change."""
 
     def is_pending(self) -> bool:
         """Return whether a change of the group has to wait for a later boundary."""
         return False
 
-    def obstacle(self, size: int) -> str | None:  # noqa: ARG002
-        """Return why this member cannot take part in a change to `size` members in place; ``None`` if it can."""
+    def obstacle(self, group: Group, size: int | None) -> str | None:  # noqa: ARG002
+        """Return why the members of a group cannot change in place; ``None`` if they can; all members call this.
+
+        Parameters
+        ----------
+        group
+            The present group.
+        size
+            Number of members of the next one; ``None``: this member leaves.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
         return None
 
     def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:

@@ -9,7 +9,6 @@ before a save and after the last batch it covers everything.
 from __future__ import annotations
 
 import hashlib
-import logging
 import platform
 import zlib
 from pathlib import Path
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.process_group import Group
 
 __all__ = ["ReplicaCheck", "Standing", "all_equal"]
-
-logger = logging.getLogger(__name__)
 
 _HASH_BITS = 20
 _FACTOR = 0x9E3779B97F4A7C15  # odd; the upper bits of a product depend on all bits
@@ -73,15 +70,18 @@ class ReplicaCheck:
         Name of the training job.
     state
         Its prepared objects, its position in the data and its number of steps.
+    note
+        Lets the user know of something that all members have found out.
     """
 
-    def __init__(self, job: str, state: SessionState) -> None:
+    def __init__(self, job: str, state: SessionState, note: Callable[[str], None]) -> None:
         self.loop: Callable[[], Iterable[tuple[str, object]]] = tuple
         """Returns the names and values of the loop's state."""
         self.turn = 0
         """See `Standing`."""
         self._job = job
         self._state = state
+        self._note = note
         self._by_bits = True  # whether all members compute on processors of one kind
         self._whole_due = True  # whether the next hash covers everything
         self._covered = _Covered(whole=True, part=None, step=0)
@@ -191,10 +191,10 @@ class ReplicaCheck:
         """
         alike = len({each.kind for each in standings}) == 1
         if not alike and self._by_bits:
-            logger.info(
-                "job %s: its processes run on processors of different kinds, which may round differently: their "
-                "hyperparameters are compared, their parameters are not", self._job,
-            )  # fmt: skip
+            self._note(
+                "its processes run on processors of different kinds, which may round differently: their "
+                "hyperparameters are compared, their parameters are not"
+            )
         self._by_bits, self._whole_due, self._queued = alike, True, None
         if alike and len({standings[rank].fingerprint for rank in peers}) > 1:
             self._accuse(group, peers)

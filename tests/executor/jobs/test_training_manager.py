@@ -13,6 +13,7 @@ from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 from freetrain_parsl.executor.jobs.training.states import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
+from freetrain_parsl.executor.training_logs import mark_of
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
@@ -21,6 +22,7 @@ from freetrain_parsl.protocol.messages import ChangeBatch, Place, RunEnded, Stor
 from freetrain_parsl.protocol.options import Code
 from freetrain_parsl.protocol.reports import (
     BatchReport,
+    Noted,
     PauseReason,
     PeersFailed,
     RunFailed,
@@ -28,6 +30,7 @@ from freetrain_parsl.protocol.reports import (
     RunPaused,
 )
 from freetrain_parsl.report.projection.run import RunState
+from freetrain_parsl.report.sentences import IncidentLevel, incident_of
 from tests.executor.stage import Stage, kinds
 
 if TYPE_CHECKING:
@@ -417,6 +420,31 @@ def test_a_change_of_code_is_told_once_and_kept_in_the_journal(stage: Stage, cap
     assert [entry.detail for _, entry in stage.history() if entry.kind == "code_changed"] == [
         {"note": "starting over: its code has changed"}
     ]
+
+
+def test_a_note_of_a_process_reaches_the_user_once(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log of the driver, the marks of the training job's own log, the live view and `freetrain explain`."""
+    stage.running("n0")
+    for _ in range(2):
+        stage.reports("s0", Noted("saved and resumed instead of changed in place: torch.compile"))
+    assert caplog.text.count("training job t: saved and resumed instead") == 1
+    (entry,) = [entry.record for _, entry in stage.history() if entry.kind == "training_noted"]
+    assert mark_of(entry) == "saved and resumed instead of changed in place: torch.compile"
+    assert incident_of(entry) == (IncidentLevel.NOTICE, mark_of(entry))
+    assert RunState(stage.journal.path).refresh().trainings["t"].remark() == mark_of(entry)
+
+
+def test_the_log_says_how_much_a_change_has_moved(stage: Stage) -> None:
+    stage.running("n0")
+    stage.on("n0", "n1", "n2")
+    for slot in ("s1", "s2"):
+        stage.ready(slot)
+    stage.turn()
+    stage.joins("s0", paused=0.25)
+    stage.joins("s1", "s2", paused=0.5, transferred=0.1, received=600_000_000)
+    assert mark_of(stage.fragments("started")[-1].record) == (
+        f"trains on n0, n1, n2 (fragment {stage.generation}, in place after 0.50 s, 1,200.0 MB moved)"
+    )
 
 
 def test_slots_are_told_the_code_that_they_should_find_in_checkpoints(stage: Stage) -> None:

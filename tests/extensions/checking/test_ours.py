@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from freetrain_parsl.extensions.checking.run import Checker, call_of
 from freetrain_parsl.extensions.demo.command import _CAMPAIGN
@@ -63,6 +64,8 @@ def test_the_demo_trains_these_apps() -> None:
 def test_a_habit_of_the_docs_holds(habit: str, tmp_path: Path) -> None:
     file = tmp_path / f"{habit}.py"
     file.write_text(f"{COMMON}\n\n{BLOCKS[habit]}")
+    if "backend=" in BLOCKS[habit]:  # the compiler's imports, once here, not in each of the forked processes
+        torch.compile(torch.neg, backend="aot_eager", dynamic=True)(torch.ones(2, requires_grad=True))
     assert_holds(load(habit, file).train)
 
 

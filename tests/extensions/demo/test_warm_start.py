@@ -214,8 +214,9 @@ def test_the_name_of_the_interpreter_in_its_environment_is_no_other_circumstance
         assert (node.report["forked"], node.errors) == (True, "")
 
 
-def test_what_scikit_learn_sets_in_the_environment_of_a_driver_is_no_other_circumstance(node: Node) -> None:
-    node.end(node.submit("exit", "0", KMP_DUPLICATE_LIB_OK="True", KMP_INIT_AT_FORK="FALSE"))
+def test_what_scikit_learn_and_lightning_set_for_a_drivers_children_is_no_other_circumstance(node: Node) -> None:
+    theirs = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    node.end(node.submit("exit", "0", **theirs))
     assert (node.report["forked"], node.errors) == (True, "")
     node.end(node.submit("exit", "0", KMP_BLOCKTIME="0"))
     assert node.errors.endswith(": different variables KMP_BLOCKTIME\n")

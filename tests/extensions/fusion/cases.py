@@ -19,7 +19,9 @@ from tests.extensions.fusion.models import (
     Doubled,
     NewDoubled,
     PositionalEmbedding,
+    Result,
     Tied,
+    TwoFactors,
     after_conv,
     after_linear,
     classes,
@@ -354,6 +356,10 @@ CASES: list[Case] = [
                 with_linear(lambda m, x: torch.utils.checkpoint.checkpoint(torch.tanh, m(x), use_reentrant=True)),
             ),
             ("autograd.Function", with_linear(lambda m, x: Doubled.apply(m(x)))),
+            (
+                "autograd.Function(setup_context)",
+                with_linear(lambda m, x: list(TwoFactors.apply(x, m.weight, 3))),
+            ),
             ("autograd.Function(generate_vmap_rule)", with_linear(lambda m, x: NewDoubled.apply(m(x)))),
             ("vmap", with_linear(lambda m, x: torch.vmap(m)(x))),
             ("func.grad", with_linear(lambda m, x: torch.func.grad(lambda value: m(value).sum())(x))),
@@ -362,6 +368,7 @@ CASES: list[Case] = [
                 "distributions.Normal.rsample",
                 with_linear(lambda m, x: torch.distributions.Normal(m(x), m(x).exp()).rsample()),
             ),
+            ("returns a dataclass", with_linear(lambda m, x: Result(m(x).sum(), [m(x), x]))),
             ("returns a distribution", with_linear(lambda m, x: torch.distributions.Normal(m(x), 1.0))),
         ]
     ),

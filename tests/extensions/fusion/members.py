@@ -11,6 +11,7 @@ import torch
 from freetrain_parsl.extensions.fusion.forward import forward
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 
 # Differences are relative to the largest magnitude, but of sums whose terms cancel out, such as the gradient of a bias
 # before BatchNorm, only rounding errors remain: those of numbers of this magnitude are accepted.
@@ -23,6 +24,9 @@ class Streams:
     def __init__(self, seeds) -> None:
         with torch.random.fork_rng():
             self.states = [self._seeded(seed) for seed in seeds]
+
+    def __len__(self) -> int:
+        return len(self.states)
 
     @property
     def agree(self) -> bool:
@@ -123,7 +127,7 @@ def made(make, seeds):
 
 
 def outputs_of(output):
-    return [leaf for leaf in torch.utils._pytree.tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in opened(output)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def objective(output):
@@ -133,7 +137,8 @@ def objective(output):
 
 
 def rows_of(output, member):
-    return torch.utils._pytree.tree_map(lambda leaf: leaf[member] if isinstance(leaf, torch.Tensor) else leaf, output)
+    leaves, structure = opened(output)
+    return whole([leaf[member] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
 
 def compared(models, inputs, *, shared, seeds, function=None, steps=1) -> Comparison:

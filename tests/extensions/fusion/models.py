@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 import torch.utils.checkpoint
@@ -87,6 +89,34 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * 2
+
+
+class TwoFactors(torch.autograd.Function):
+    """Two outputs, a saved tensor, an argument that is none, and no form for `torch.vmap`."""
+
+    @staticmethod
+    def forward(x, weight, power):
+        return x @ weight, (x @ weight) ** power
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2], output[0])
+        ctx.power = inputs[2]
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, weight, product = ctx.saved_tensors
+        gradient = first + second * ctx.power * product ** (ctx.power - 1)
+        return gradient @ weight.T, x.T @ gradient, None
+
+
+@dataclass
+class Result:
+    """What a network returns."""
+
+    loss: torch.Tensor
+    layers: list[torch.Tensor]
+    name: str = "result"
 
 
 class NewDoubled(torch.autograd.Function):

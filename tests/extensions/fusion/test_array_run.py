@@ -260,6 +260,21 @@ def test_an_array_that_is_too_large_for_the_memory_gives_its_members_back(
     assert {type(slot.end_of(str(number)).end) for number in range(4)} == {RunPaused}
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[enforce fail] DefaultCPUAllocator: can't")]
+)
+def test_members_that_load_more_than_the_memory_holds_are_given_back(tmp_path: Path, error: Exception) -> None:
+    """Before they are fused, all their models are in memory, too."""
+
+    def greedy(session: Any, **_: Any) -> None:
+        raise error
+
+    slot = Slot(tmp_path, POINTS[:2], greedy)
+    slot.perform()
+    assert {type(slot.end_of(str(number)).end) for number in range(2)} == {RunPaused}
+    assert [sized.size for sized in slot.sizes()] == [1]
+
+
 def test_a_member_that_needs_too_much_memory_by_itself_fails(tmp_path: Path) -> None:
     def greedy(session: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

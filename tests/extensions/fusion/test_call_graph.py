@@ -55,6 +55,34 @@ def uses_parameters(model: Any, x: torch.Tensor, y: torch.Tensor, kind: int) -> 
     return cross_entropy(head, y) if kind else model.first.weight.square().sum()
 
 
+class WithLoss(nn.Linear):
+    """A network that returns its loss, as those of transformers do."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(super().forward(x), y)
+
+
+def scales_its_loss(session: Any, *, lr: float) -> Any:
+    """Change the loss that the model has returned in place, as Hugging Face's Trainer does."""
+    net = WithLoss(24, 4).double()
+    model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+    batches = session.loader(data(), batch_size=16)
+    for _ in session.epochs(1):
+        for x, y in batches:
+            loss = model(x, y)
+            loss *= 3
+            session.step(loss)
+    return {"model": {name: parameter.clone() for name, parameter in model.state_dict().items()}}
+
+
+def test_a_loss_can_be_changed_in_place(tmp_path: Path) -> None:
+    outcome = together(tmp_path / "array", [{"lr": lr} for lr in RATES], scales_its_loss)
+    assert outcome.engine.fused_steps == 4
+    for number, lr in enumerate(RATES):
+        value = alone(tmp_path / "alone", str(number), {"lr": lr}, scales_its_loss)
+        assert distance(outcome.value(str(number)), value) < 1e-10
+
+
 def train(
     session: Any, *, lr: float, optimizer: str, loss: Callable[..., torch.Tensor], turns: bool, clip: bool
 ) -> Any:

@@ -302,6 +302,40 @@ def test_trainings_of_different_structures_are_fused_with_their_own(make) -> Non
     assert {len(names & {"t1", "t3", "t5"}) > 0 for names in together} == {True, False}
 
 
+def test_a_training_without_another_of_its_kind_says_how_it_differs(make) -> None:
+    """Those that have others of their kind, and are fused with them, say nothing."""
+    world = make(nodes=3)
+    world.steps = 60
+    submit(world, 4)
+    world.structures = {"t1": "wide"}
+    world.advance(1.0)
+    for _ in range(20):
+        world.assign_all()
+        world.settle()
+        world.advance(1.0)
+    assert records(world, record.TrainsAlone) == [record.TrainsAlone("t1", "they differ")]
+
+
+def test_a_kind_that_is_found_out_later_is_that_of_the_cohort(make) -> None:
+    """The calls of t1 and t3 have other lengths than those of t0 and t2: each pair is fused, on one node in turns."""
+    world = make(nodes=1)
+    world.steps = 40
+    submit(world, 4)
+    world.advance(1.0)
+    world.assign_all()
+    world.settle(2)
+    world.structures = {f"t{number}": f"common/{number % 2}" for number in range(4)}
+    together = set()
+    for _ in range(120):
+        world.assign_all()
+        world.settle()
+        world.advance(0.1)
+        together |= {frozenset(process.members) for process in world.processes.values() if len(process.members) > 1}
+    assert all(future.result(0) for future in world.futures.values())
+    assert {frozenset({"t0", "t2"}), frozenset({"t1", "t3"})} <= together
+    assert not records(world, record.TrainsAlone)
+
+
 def test_trainings_that_arrays_do_not_support_train_alone(make) -> None:
     world = make(nodes=1)
     world.structures = {"t0": "", "t1": "", "t2": "common"}

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.extensions.fusion.forward.differences import compare
+from freetrain_parsl.extensions.fusion.forward.differences import compare, traits
 
 
 class Block(nn.Module):
@@ -227,3 +227,15 @@ def test_lazy_modules_are_refused():
 def test_compiled_modules_are_refused():
     with pytest.raises(CannotFuse, match=r"the model is compiled by torch\.jit"):
         compare([torch.jit.script(nn.Linear(4, 4)) for _ in range(2)])
+
+
+def test_traits_tell_models_apart_that_cannot_be_one_array():
+    """An option of an activation does; a dropout probability, which may differ, does not."""
+
+    def made_of(activation, dropout):
+        return traits(nn.Sequential(nn.Linear(3, 3), activation, nn.Dropout(dropout)))
+
+    plain = made_of(nn.GELU(), 0.1)
+    assert plain == made_of(nn.GELU(), 0.4)
+    assert plain != made_of(nn.GELU("tanh"), 0.1)
+    assert " at 0x" not in repr(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,6 +45,31 @@ def test_only_the_object_itself_is_intercepted_and_it_stays_what_it_is() -> None
     release()
     assert one(x) == 2
     assert Doubling.forward is forward
+
+
+def test_a_forward_that_was_assigned_to_a_model_is_intercepted() -> None:
+    one, x = Doubling(), torch.ones(1)
+    one.forward = assigned = types.MethodType(lambda self, x: 3 * Doubling.forward(self, x), one)  # type: ignore[method-assign]
+    release = intercept(one, lambda args, _kwargs: ("intercepted", args))
+    assert one(x) == ("intercepted", (x,))
+    assert original_forward(one)(one, x) == 6
+    copied = copy.deepcopy(one)
+    assert copied(x) == 6
+    assert copied.forward.model is copied
+    release()
+    assert one.forward is assigned
+    assert one(x) == 6
+
+
+@pytest.mark.slow  # the compiler's imports
+def test_what_is_called_instead_is_not_compiled() -> None:
+    """Otherwise all code that runs before it returns would be, that of other members included."""
+    model = Doubling()
+    model.compile(backend="eager")
+    release = intercept(model, lambda _args, _kwargs: torch.compiler.is_compiling())
+    assert model(torch.ones(1)) is False
+    release()
+    assert model(torch.ones(1)) == 2
 
 
 def test_a_class_is_restored_when_its_last_object_is_released() -> None:

@@ -14,7 +14,7 @@ from freetrain_parsl.errors import NonFiniteLoss
 from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox
 from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.protocol.options import SessionOptions
-from freetrain_parsl.protocol.reports import PauseReason
+from freetrain_parsl.protocol.reports import PauseReason, Progress
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.data.loader_options import LoaderOptions
 from freetrain_parsl.training.mailbox import Paused
@@ -231,6 +231,53 @@ def test_models_that_differ_train_one_by_one_and_the_reason_is_known(tmp_path: P
     assert outcome.engine.reason
     for number, point in enumerate(points):
         assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point))
+
+
+def in_lengths(session: Any, *, length: int, lengths: int = 1) -> Any:
+    """Train on sequences of a length, or of several in turns."""
+    model, _ = session.prepare(nn.LSTM(2, 3, batch_first=True).double(), torch.optim.SGD, lr=0.1)
+    batches = session.loader(data(), batch_size=4)
+    for epoch in session.epochs(2):
+        for number, (x, _) in enumerate(batches):
+            steps = length + (epoch + number * length) % lengths
+            session.step(model(x.view(len(x), -1, 2)[:, :steps])[0].square().mean())
+    return {"model": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+def test_calls_that_never_meet_have_a_reason_and_a_kind(tmp_path: Path) -> None:
+    """Those of equal lengths have the same kind, by which the driver groups them."""
+    points = [{"length": 5}, {"length": 7}, {"length": 5}]
+    structures: dict[str, set[str]] = {}
+    reasons: dict[str, set[str]] = {}
+
+    def note(name: str, report: Any) -> None:
+        if isinstance(report, Progress):
+            structures.setdefault(name, set()).add(report.structure)
+            reasons.setdefault(name, set()).add(report.not_fused)
+
+    outcome = together(tmp_path / "array", points, in_lengths, on_report=note)
+    assert outcome.engine.fused_steps == 0
+    none, reason = sorted(reasons["0"])
+    assert not none
+    assert reason == (
+        "argument 0 is a tensor of (4, 5, 2), float64, in one and a tensor of (4, 7, 2), float64, in another; calls "
+        "with equal shapes are fused: use one batch size, and pad to one length"
+    )
+    assert structures["0"] == structures["2"]
+    first, *kinds = sorted(structures["0"] | structures["1"])
+    assert len(kinds) == 2
+    assert all(kind.startswith(f"{first}/") for kind in kinds)
+    for number, point in enumerate(points):
+        expected = alone(tmp_path / "alone", str(number), point, in_lengths)
+        assert distance(outcome.value(str(number)), expected) == 0.0
+
+
+def test_some_calls_of_other_lengths_do_not_end_an_array(tmp_path: Path) -> None:
+    """As of the last batch of an epoch: never many in a row."""
+    points = [{"length": 4, "lengths": 3}, {"length": 5}]
+    outcome = together(tmp_path / "array", points, in_lengths)
+    assert outcome.engine.fused_steps > 0
+    assert not outcome.engine.reason
 
 
 def test_a_loop_that_changes_its_batch_changes_that_of_its_own_training_only(tmp_path: Path) -> None:

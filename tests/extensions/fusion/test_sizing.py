@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def decide(limit: int, seconds: Callable[[int], float], *, alone: float = 1.0, **options: float) -> ArraySizing:
-    """Report steps until it has decided: `seconds` for a fused step by size, `alone` for each member one by one."""
+def decide(
+    limit: int, seconds: Callable[[int], float], *, alone: float = 1.0, shared: float = 0.0, **options: float
+) -> ArraySizing:
+    """Report steps until it has decided: `seconds` for a fused step by size, `alone` for each member one by one.
+
+    A member needs 100 bytes, and all together `shared` bytes.
+    """
     sizing = ArraySizing(limit, **options)
     for _ in range(1000):
         step = seconds(sizing.size) if sizing.fused else alone * sizing.size
-        if sizing.count(step, memory=100.0 * sizing.size):
+        if sizing.count(step, shared + 100.0 * sizing.size, shared if sizing.fused else 0.0):
             return sizing
     raise AssertionError("it never decides")
 
@@ -96,6 +101,13 @@ def test_a_machine_that_is_slow_for_a_while_does_not_decide() -> None:
 
 def test_an_array_does_not_grow_beyond_the_memory() -> None:
     assert decide(16, lambda _size: 1.0, memory=1100.0).size == 8
+
+
+def test_a_base_that_all_members_share_counts_once() -> None:
+    """A device of 3000 bytes has room for 2400: for 14 members beside a base of 1000 bytes, not for three bases."""
+    assert decide(8, lambda _size: 1.0, memory=3000.0, shared=1000.0).size == 8
+    assert decide(16, lambda _size: 1.0, memory=3000.0, shared=1000.0).size == 8
+    assert decide(16, lambda _size: 1.0, memory=3300.0, shared=1000.0).size == 16
 
 
 def test_one_training_is_not_fused() -> None:

@@ -155,3 +155,14 @@ def test_a_transform_inside_is_noticed_without_private_functions(monkeypatch):
             return torch.func.grad(lambda value: super(WithGradient, self).forward(value).sum())(x)
 
     assert verified(lambda: WithGradient(8, 8), torch.randn(5, 8)) is not None
+
+
+def test_numbers_that_are_none_on_the_fused_side_only_are_noticed(monkeypatch):
+    """NaN is neither smaller nor larger than a limit."""
+    from freetrain_parsl.extensions.fusion.forward.operators import RULES, layers
+
+    def without_a_number(fused, func, input, weight, bias=None):  # noqa: A002
+        return layers.linear(fused, func, input, weight, bias) * float("nan")
+
+    monkeypatch.setitem(RULES, F.linear, without_a_number)
+    assert "differs" in verified(lambda: nn.Linear(8, 8), torch.randn(5, 8))

@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.integrations.huggingface import fit
 from freetrain_parsl.training.fragment import run_local
+from tests.extensions.fusion.sweep_trainings import together
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,6 +104,19 @@ def test_a_process_that_dies_changes_nothing(crew: Crew, tmp_path: Path, case: s
     value = killed(crew, in_session, tmp_path / "cut", 7, **CASES[case])
     assert_weights(value, whole)
     assert_same_record(value, whole)
+
+
+@pytest.mark.parametrize("case", ["classifier", "language", "stopped early"])
+def test_members_of_an_array_are_fused(tmp_path: Path, case: str) -> None:
+    """The Trainer scales the loss in place."""
+    points = [{**CASES[case], "learning_rate": rate} for rate in (5e-3, 2e-3, 1e-3)]
+    outcome = together(tmp_path / "array", points, in_session)
+    assert outcome.engine.fused_steps > 0
+    assert not outcome.engine.reason
+    for number, point in enumerate(points):
+        expected = alone(in_session, tmp_path / "alone" / str(number), **point)
+        assert_weights(outcome.value(str(number)), expected, 1e-5)
+        assert_same_record(outcome.value(str(number)), expected)
 
 
 def test_values_go_to_the_trackers_and_into_the_history() -> None:

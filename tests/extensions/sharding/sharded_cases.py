@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, SAMPLES = 23, 10, 2, 6, 12, 120
+
+EXACT = 1e-12 if torch.__version__ >= "2.9" else 1e-7
+"""Greatest difference in float64: clip_grad_norm_ of torch 2.8 adds its 1e-6 to the norm of each process's part."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Case:
     meta: bool = False  # newcomers build on the meta device
     two_optimizers: bool = False
     ema: bool = False
+    in_loop: bool = False  # averages in session.state: an object, a dictionary and a tensor
     micro_batch: int | None = None
     inner: int = 14
     compiled: bool = False
@@ -151,7 +156,7 @@ def optimizers_of(trained: list[nn.Parameter], case: Case) -> list[torch.optim.O
     ]
 
 
-def train_case(
+def train_case(  # noqa: C901 - one option for each thing that users do
     session: Any,
     *,
     case: Case,
@@ -170,6 +175,13 @@ def train_case(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: min(1, (step + 1) / 10) * 0.97**step)
     ema = [Ema(model)] if case.ema else []
     session.prepare(model, *optimizers, scheduler, *ema)
+    kept = None
+    if case.in_loop:
+        kept = session.state(
+            ema=Ema(model),
+            slow={name: p.detach().clone() for name, p in model.named_parameters()},
+            last=deque([trained[0].detach().clone() for _ in range(2)], maxlen=2),
+        )
     same = list(map(id, model.parameters()))
     hooked: list[str] = []
     model.blocks[0].register_forward_hook(lambda *_: hooked.append("forward"))
@@ -189,6 +201,11 @@ def train_case(
             scheduler.step()
             for average in ema:
                 average.update(model)
+            if kept is not None:
+                kept.ema.update(model)
+                for name, p in model.named_parameters():
+                    kept.slow[name].lerp_(p.detach(), 0.1)
+                kept.last.append(kept.last[-1] * 0.5 + trained[0].detach())
             step = session.metrics["steps"]
             if step % 3 == 0:  # a validation: leaves an unsharded root behind
                 with torch.no_grad():
@@ -211,6 +228,7 @@ def train_case(
         "model": whole(model.state_dict()),
         "states": whole(states),
         "ema": whole(ema[0].state_dict()) if ema else None,
+        "kept": kept and [whole(kept.ema.state_dict()), whole(kept.slow), [whole(each) for each in kept.last]],
         "same": same == list(map(id, model.parameters())) and len(hooked) >= steps,
         "largest": largest_shard(model),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),

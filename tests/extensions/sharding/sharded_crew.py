@@ -65,6 +65,8 @@ def train(root: Path, group: Group, *, until: int, shard: bool) -> dict[str, Any
 
         fully_shard(net[0])
         fully_shard(net)
+        for module in (net[0], net):
+            module.set_force_sum_reduction_for_comms(True)  # as a session does
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     objects: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}

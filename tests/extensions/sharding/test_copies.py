@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sharded_cases import EXACT
 from sharded_trainings import Fault, classify_sharded, classify_with_faults
 from training_crew import SAMPLES, run_member
 
@@ -181,6 +182,6 @@ def assert_same(end: Any, expected: Finished, *, from_memory: bool = True) -> No
     assert end.value["seen"] == expected.value["seen"]
     assert end.value["mine"] == expected.value["mine"]
     for row, other in zip(end.value["history"], expected.value["history"], strict=True):
-        assert row == pytest.approx(other, abs=1e-12)
+        assert row == pytest.approx(other, abs=EXACT)
     for name, value in expected.value["parameters"].items():
-        assert torch.allclose(end.value["parameters"][name], value, atol=1e-12, rtol=0), name
+        assert torch.allclose(end.value["parameters"][name], value, atol=EXACT, rtol=0), name

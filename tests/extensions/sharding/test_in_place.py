@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharded_cases import Case, train_case
+from sharded_cases import EXACT, Case, train_case
 from training_crew import equal, run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Case, Sequence[int]]] = {
     "reshard_after_forward=2, checkpoint": (Case(reshard=2, checkpointing="function"), FOURS),
     "reshard_after_forward=False, newcomers on meta": (Case(reshard=False, meta=True), SIZES),
     "Shard(1), list of modules": (Case(columns=True, grouped=True, inner=16), EVEN),
+    "averages in session.state": (Case(in_loop=True), SIZES),
     "bf16, fp32 reduction": (Case(dtype=torch.float32, reduced=True), SIZES),
     "CPU offload": (Case(dtype=torch.float32, offload=True), SIZES),
 }
@@ -80,19 +81,19 @@ def test_a_model_that_changes_in_place_has_the_bits_of_one_that_is_made_anew(
         assert end.value["same"]
         assert end.value["largest"] < 1.2 / sizes[-1]
         assert_close(end.value["history"], expected["history"])  # a pause adds up the losses at another time
-        for what in ("model", "states", "ema"):
+        for what in ("model", "states", "ema", "kept"):
             assert equal(end.value[what], expected[what]), what
     if case.dtype == torch.float64:
         alone = run_member(
             train_case, {"case": case, "shard": False}, root=tmp_path / "alone", membership=Membership("net")
         )
         assert isinstance(alone.end, Finished), alone.error
-        assert difference(ends[0].value["model"], alone.end.value["model"]) < 1e-12
+        assert difference(ends[0].value["model"], alone.end.value["model"]) < EXACT
         assert_close(ends[0].value["history"], alone.end.value["history"])
 
 
 def assert_close(history: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    assert [row["loss"] for row in history] == pytest.approx([row["loss"] for row in other], abs=1e-12)
+    assert [row["loss"] for row in history] == pytest.approx([row["loss"] for row in other], abs=EXACT)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sharded_cases import Case, train_case
+from sharded_cases import EXACT, Case, train_case
 from training_crew import run_member
 
 from freetrain_parsl.training.fragment import Finished, Membership
@@ -51,7 +51,7 @@ def check_same(outcomes: list[Outcome | None], alone: Any, *, members: int) -> N
         assert isinstance(outcome.end, Finished), outcome.error
         assert outcome.end.progress.resumed_from is None
         assert outcome.end.value["same"]
-        assert difference(outcome.end.value["model"], alone["model"]) < 1e-12
+        assert difference(outcome.end.value["model"], alone["model"]) < EXACT
 
 
 def check_given_up(outcomes: list[Outcome | None]) -> None:

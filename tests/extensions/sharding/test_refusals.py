@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from freetrain_parsl.errors import UsageError
+from freetrain_parsl.extensions.sharding import memory, structures
 from freetrain_parsl.extensions.sharding.resharding import Resharding
+from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
@@ -45,11 +48,11 @@ def compiled_inside(model: Any) -> None:
 
 
 def with_communication_of_its_own(model: Any) -> None:
-    model._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm = _OwnGather()
+    structures._groups([model])[0]._all_gather_comm = _OwnGather()
 
 
 def with_a_separate_reduce_scatter_group(model: Any) -> None:
-    model._get_fsdp_state()._fsdp_param_groups[0].mesh_info.reduce_scatter_process_group = object()
+    structures._groups([model])[0].mesh_info.reduce_scatter_process_group = object()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # by torch itself
@@ -84,15 +87,47 @@ def test_optimizer_states_with_other_placements_are_named(mesh: DeviceMesh) -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = next(model.parameters())
     resharding = Resharding({"model": model, "optimizer": optimizer})
-    assert resharding.obstacle(2) is None
+    assert resharding.obstacle(Group(), 2) is None
     optimizer.state[first]["whole"] = DTensor.from_local(torch.zeros(4, 4), mesh, [Replicate()], run_check=False)
-    assert "Replicate" in str(resharding.obstacle(2))
+    assert "Replicate" in str(resharding.obstacle(Group(), 2))
 
 
 def test_too_little_memory_for_both_parts_is_named(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("freetrain_parsl.extensions.sharding.resharding.free_memory", lambda _device: 20 << 20)
+    monkeypatch.setattr("freetrain_parsl.extensions.sharding.memory.free_memory", lambda _device: 20 << 20)
     resharding = Resharding({"model": sharded(mesh)})
-    assert resharding.obstacle(2) == "the new shards need 32 MiB beside the old ones, and 20 MiB are free"
+    reason = "the new shards need 32 MiB beside the old ones, and 20 MiB are free"
+    assert resharding.obstacle(Group(), 2) == reason
+
+
+def test_the_members_on_a_node_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 MiB are enough for each of two processes alone, and on two nodes, but not for both on one node."""
+    monkeypatch.setattr(memory, "free_memory", lambda _device: 40 << 20)
+
+    def of_member(rank: int, device: str = "cpu") -> list[memory.Need]:
+        return memory.needs([Layout((1 << 20,), torch.float32, 0, device)], 2, rank, budget=16 << 20)
+
+    here = of_member(0)
+    assert memory.shortage([here, []]) is None, "the second one leaves"
+    assert memory.shortage([here, of_member(1)]) == (
+        "the new shards need 68 MiB beside the old ones, and 40 MiB are free"
+    )
+    assert memory.shortage([of_member(0, "cuda"), of_member(1, "cuda")]) is None, "each has its own"
+    monkeypatch.setattr(memory, "host_of_this_process", lambda: "other")
+    assert memory.shortage([here, of_member(1)]) is None
+
+
+def test_sharded_tensors_that_come_into_the_loop_s_state_later_are_an_error(mesh: DeviceMesh) -> None:
+    """A process that joins, or resumes, has none to restore them into."""
+    model = sharded(mesh)
+    weight = model[0].weight.detach()
+    loop: dict[str, Any] = {"average": {"weight": weight.clone()}, "last": None}
+    resharding = Resharding({"model": model})
+    resharding.follow_loop(loop.items)
+    loop["average"]["weight"] = weight + 1
+    resharding.check_loop()
+    loop["last"] = weight + 1
+    with pytest.raises(UsageError, match=r"session\.state: last has got a sharded tensor that its first value has not"):
+        resharding.check_loop()
 
 
 def test_gradients_that_are_not_reduced_postpone_the_change(mesh: DeviceMesh) -> None:

@@ -99,6 +99,7 @@ SHARED_SUBJECTS = (
     Subject("node", 3, deterministic=True, batch_norm=False, pace=0.08, least=2, most=4),
     Subject("nodes", 4, deterministic=True, batch_norm=False, pace=0.08, least=4, most=8),
     Subject("leaky", 5, deterministic=True, batch_norm=False, pace=0.12, most=1, leak=40),
+    Subject("sharded", 6, deterministic=False, batch_norm=False, pace=0.08, least=2, most=8, sharded=True),
 )
 """The training jobs of an episode in which they share nodes of four slots."""
 

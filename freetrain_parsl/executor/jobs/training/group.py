@@ -182,6 +182,7 @@ class TrainingProcesses:
         change.awaited.discard(member.slot)
         change.paused = max(change.paused, report.paused)
         change.transferred = max(change.transferred, report.transferred)
+        change.moved += report.received
         if not change.awaited:
             self._complete(change)
 
@@ -287,8 +288,8 @@ class TrainingProcesses:
     def _send(self, participant: Participant, message: ChangeBatch | ChangeGroup | PauseRun) -> None:
         self._response.do(do.Send(participant.slot, message))
 
-    def _log_start(self, group: GroupMembers, *, in_place: bool, paused: float = 0.0) -> None:
-        entry = record.FragmentStarted(self._name, group.number, sorted(group.nodes), in_place, paused)
+    def _log_start(self, group: GroupMembers, *, in_place: bool, paused: float = 0.0, moved: int = 0) -> None:
+        entry = record.FragmentStarted(self._name, group.number, sorted(group.nodes), in_place, paused, "", moved)
         self._response.log(entry)
 
     def _log_end(self, group: GroupMembers, until: float, *, failure: bool) -> None:
@@ -299,7 +300,7 @@ class TrainingProcesses:
 
     def _log_change(self, change: Regrouping) -> None:
         self._log_end(change.before, change.after.began, failure=change.failure)
-        self._log_start(change.after, in_place=True, paused=change.paused)
+        self._log_start(change.after, in_place=True, paused=change.paused, moved=change.moved)
         if not change.failure and not change.awaited:
             sizes = len(change.before.nodes), len(change.after.nodes)
             self._planner.changed_in_place("up" if change.grows else "down", change.paused, change.transferred, sizes)

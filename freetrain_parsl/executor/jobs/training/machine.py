@@ -51,6 +51,7 @@ from freetrain_parsl.protocol.messages import RunEnded, RunReport
 from freetrain_parsl.protocol.reports import (
     GroupFailed,
     Joined,
+    Noted,
     PauseReason,
     PeersFailed,
     Progress,
@@ -452,6 +453,9 @@ class TrainingMachine:
                 if not participant.has_state:
                     self._failing_nodes.clear()
                 self._processes.joined(participant, report)
+            case Noted():
+                if not self.over:
+                    self._tracker.note(report.note)
             case _:  # Ready
                 participant.ready = self._response.now
 

@@ -124,7 +124,7 @@ class ProgressTracker:
         self._furthest = 0
         self._crashes = 0  # since `_furthest` was reached
         self._last_crash = ""
-        self._code_note = ""
+        self._code_note = self._note = ""
 
     @property
     def is_sharded(self) -> bool:
@@ -162,6 +162,12 @@ class ProgressTracker:
         if progress.checkpoint_step is not None and progress.checkpoint_step != known:
             self._response.log(record.Checkpoint(self._name, progress.checkpoint_step))
         self._response.do(do.KeepProgress(progress))
+
+    def note(self, note: str) -> None:
+        """Record what the user should know; each new group may say the same."""
+        if note != self._note:
+            self._note = note
+            self._response.log(record.TrainingNoted(self._name, note))
 
     def _note_batch(self, before: BatchReport | None, batch: BatchReport | None) -> None:
         if before is not None and batch is not None and batch.size != before.size:

@@ -193,6 +193,8 @@ class Regrouping:
         Longest pause reported by a member, seconds.
     transferred
         Longest part of it in which the state was moved, as reported by a member, seconds.
+    moved
+        Bytes that members have received from others, as far as they have reported.
     begun
         Whether a member has reported: the training job continues in the new group.
     """
@@ -205,6 +207,7 @@ class Regrouping:
     pauses: bool = False
     paused: float = 0.0
     transferred: float = 0.0
+    moved: int = 0
     begun: bool = False
 
     @property

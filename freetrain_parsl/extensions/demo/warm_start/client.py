@@ -43,9 +43,11 @@ _LOST: Final = 128 + signal.SIGKILL  # exit code of a process that ended without
 
 # Variables that interpreter and libraries read when they are loaded. What PYTHONPATH changes is sent. scikit-learn sets
 # two of OpenMP's when it is imported, in the environment of all later child processes; they do not concern results.
+# Lightning sets one of PyTorch's, which is read whenever GPUs are counted.
 _READ_AT_IMPORT: Final = re.compile(
     r"PYTHON(?!PATH$)|LD_|LANG|LC_|TZ|MALLOC_|OMP_|KMP_(?!DUPLICATE_LIB_OK$|INIT_AT_FORK$)|GOMP_|MKL_|OPENBLAS_"
-    r"|NUMEXPR_|DNNL_|ONEDNN_|TORCH|PYTORCH_|ATEN_|CUDA_|NVIDIA_|HIP_|HSA_|ROC|ZE_|NCCL_|GLOO_"
+    r"|NUMEXPR_|DNNL_|ONEDNN_|TORCH|PYTORCH_(?!NVML_BASED_CUDA_CHECK$)|ATEN_|CUDA_|NVIDIA_|HIP_|HSA_|ROC|ZE_|NCCL_"
+    r"|GLOO_"
 )
 
 

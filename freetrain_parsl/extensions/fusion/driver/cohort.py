@@ -55,6 +55,8 @@ __all__ = ["Cohort"]
 
 _OWN_ERRORS = ("NonFiniteLoss", "UsageError", "CheckpointMismatch", "CodeChanged")  # not caused by an array
 _UNSUPPORTED = "it has a sharded model, a GradScaler, or a loader with an option that arrays do not support"
+_DIFFERENT = "its model, its optimizer or its batch size differs from those of the other training jobs"
+_REGROUPED = 10.0  # seconds after which others of a kind have come
 _MOST_CRASHES = 2  # of arrays, after which a member trains alone: it may be the cause
 
 
@@ -79,6 +81,8 @@ class Cohort:
         Equal for its training jobs. Its structure, if empty, becomes that of the first that reports one.
     now
         Seconds.
+    differ
+        How its training jobs differ from others that they were with before; empty: they are all that there are.
     """
 
     states_curve = True
@@ -98,8 +102,12 @@ class Cohort:
         numbers: Iterator[int],
         best_rate: Callable[[], float],
         now: float,
+        differ: str = "",
     ) -> None:
         self.name, self.key = name, key
+        self._differ = differ
+        self._kept = 0  # members that are of its kind, as far as it is known
+        self._formed = now
         self._limits = limits
         self._slots_per_unit, self._units_per_node = slots_per_unit, units_per_node
         limit = key.fusion.limit
@@ -194,6 +202,7 @@ class Cohort:
             member = CohortMember(request, response, ProgressTracker(request.name, self._limits.max_restarts, response))
             self._members[member.name] = member
             self._arrays.queue.append(member)
+            self._kept += 1
         self._log(record.CohortJoined(self.name, [request.name for request in requests]))
         self._trainer.update(self._members.values())
 
@@ -223,6 +232,7 @@ class Cohort:
         if self._members:
             self._trainer.update(self._members.values())
         self._explain_stall()
+        self._explain_single()
 
     def _explain_stall(self) -> None:
         """Record why no array runs; why a member is in none of those that run follows from their number."""
@@ -261,13 +271,23 @@ class Cohort:
 
     def _check_structure(self, array: RunningArray, member: CohortMember) -> None:
         """Let a member leave that cannot be fused at all, or not with the others."""
-        self._structure = self._structure or member.structure
-        if not member.structure:
-            reason = "" if member.tracker.latest is None else member.tracker.latest.not_fused
-            self._leave(member, reason or _UNSUPPORTED)
-        elif member.structure != self._structure and member.goal is MemberGoal.TRAIN:
+        known, own = self._structure, member.structure
+        if not known or own.startswith(f"{known}/"):  # more is known of what its members have in common
+            self._structure = known = own
+        if not own:
+            self._leave(member, member.not_fused or _UNSUPPORTED)
+        elif own != known and not known.startswith(f"{own}/") and member.goal is MemberGoal.TRAIN:
             member.goal = MemberGoal.REGROUP
+            self._kept -= 1
+            self._differ = member.differs = member.not_fused or self._differ or _DIFFERENT
             self._arrays.release(array, member.name)
+
+    def _explain_single(self) -> None:
+        """Record why a member has nobody to be fused with."""
+        if self._kept == 1 and self._differ and self._response.now - self._formed > _REGROUPED:
+            for member in self._members.values():
+                member.response.log(record.TrainsAlone(member.name, self._differ))
+            self._differ = ""
 
     def _take_progress(self, array: RunningArray, member: CohortMember, progress: Progress) -> None:
         if member.began is None:
@@ -280,8 +300,12 @@ class Cohort:
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
         if sized.reason and not sized.fused:
-            if all(member.goal is not MemberGoal.REGROUP for member in array.members.values()):
-                self._refuse(sized.reason)  # else those that differ leave
+            if len({member.structure for member in array.members.values()}) > 1:  # those that differ leave
+                self._differ = sized.reason
+                for member in array.members.values():
+                    member.differs = member.differs and sized.reason
+            elif all(member.goal is not MemberGoal.REGROUP for member in array.members.values()):
+                self._refuse(sized.reason)
             return
         array.size = sized.size
         if sized.reason:  # the array was too large
@@ -396,7 +420,7 @@ class Cohort:
                 begun = sum(each.tracker.latest is not None for each in queue)
                 queue.insert(begun if member.tracker.latest is not None else len(queue), member)
             case MemberGoal.REGROUP:
-                member.response.do(JoinCohort(member.structure))
+                member.response.do(JoinCohort(member.structure, member.differs))
                 self._forget(member)
             case MemberGoal.ALONE:
                 member.response.do(TrainAlone(member.alone_because))

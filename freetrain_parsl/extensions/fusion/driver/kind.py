@@ -47,6 +47,7 @@ class FusionKind(JobKind):
         self._gathering = Gathering()
         self._cohorts: dict[CohortKey, Cohort] = {}  # the last of each key
         self._refused: dict[CohortKey, str] = {}  # why training jobs of these keys cannot be fused
+        self._differ: dict[str, str] = {}  # how training jobs that change their cohort differ from those in the last
         self._names = count(1)
 
     # In the driver.
@@ -79,6 +80,7 @@ class FusionKind(JobKind):
 
     def _form(self, key: CohortKey, trainings: list[Training]) -> None:
         """Add training jobs to the cohort of their key, if there is one, or form one of at least two."""
+        differ = [self._differ.pop(training.name, "") for training in trainings]
         known = self._cohorts.get(key)
         if known is not None and not known.over:
             self.jobs.extend(known, trainings)
@@ -98,6 +100,7 @@ class FusionKind(JobKind):
                 numbers=jobs.numbers,
                 best_rate=jobs.curves.best_rate,
                 now=jobs.clock(),
+                differ=differ[0],
             )
             jobs.hold(self, cohort, trainings)
 
@@ -106,8 +109,9 @@ class FusionKind(JobKind):
         match command:
             case Refuse(reason):
                 self._refused[job.key] = reason
-            case JoinCohort(structure):
+            case JoinCohort(structure, differs):
                 assert training is not None
+                self._differ[training.name] = differs
                 self._gathering.add(replace(job.key, structure=structure), training, self.jobs.clock())
             case TrainAlone(reason):
                 assert training is not None

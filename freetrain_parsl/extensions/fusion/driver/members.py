@@ -34,9 +34,10 @@ class TrainAlone(OwnCommand):
 
 @dataclass(frozen=True)
 class JoinCohort(OwnCommand):
-    """Train the training job with others of its structure, in another cohort."""
+    """Train the training job with others of its structure, in another cohort, as it differs from those in this one."""
 
     structure: str
+    differs: str
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class CohortMember:
         Why it is to train alone; empty: because there are enough nodes.
     began
         When its current fragment began, seconds; ``None``: it does not train.
+    differs
+        How it differs from the others of its cohort, once it is to leave them for another one.
     crashes
         Number of arrays that crashed while it trained in them.
     stall
@@ -110,6 +113,7 @@ class CohortMember:
     goal: MemberGoal = MemberGoal.TRAIN
     alone_because: str = ""
     began: float | None = None
+    differs: str = ""
     crashes: int = 0
     stall: str = ""
 
@@ -122,6 +126,11 @@ class CohortMember:
     def structure(self) -> str:
         """Equal for training jobs that may be fused; empty if it is not known yet."""
         return "" if self.tracker.latest is None else self.tracker.latest.structure
+
+    @property
+    def not_fused(self) -> str:
+        """Why it is not fused with others of its array, as it has said; empty if it is."""
+        return "" if self.tracker.latest is None else self.tracker.latest.not_fused
 
     def explain_stall(self, array: RunningArray, now: float) -> None:
         """Record if it has made no step for long in `array`, in which it trains."""

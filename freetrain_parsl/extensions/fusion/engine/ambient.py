@@ -136,6 +136,9 @@ class MemberStreams:
         self._agree: bool | None = None
         self._shared: tuple[torch.Tensor, ...] | None = None  # state of all, if they agree and something was drawn
 
+    def __len__(self) -> int:
+        return len(self._ambients)
+
     @property
     def agree(self) -> bool:
         """Whether all generators are in the same state, so that one draw is that of every member."""

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from freetrain_parsl.extensions.fusion.engine.memory import MemoryLayout
+from freetrain_parsl.extensions.fusion.forward.adapters import (
+    common_shape,
+    padded,
+    rank_dimensions,
+    shape_without,
+    within,
+)
+from freetrain_parsl.extensions.fusion.forward.differences import traits
+from freetrain_parsl.extensions.fusion.forward.shared_base import SharedTensor, is_shared
 from freetrain_parsl.protocol.options import digest_of
+from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone_of, places_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,12 +61,18 @@ class MemberObjects:
                 found.setdefault(parameter, (-1, -1))
         return [(place, parameter) for parameter, place in found.items()]
 
-    def structure(self, batch_size: int) -> str:
-        """Return a digest of what all members of an array have in common: classes, shapes, optimizers, batch size."""
-        modules = [[(path, type(each).__qualname__) for path, each in model.named_modules()] for model in self.models]
-        parameters = [
-            (place, tuple(each.shape), str(each.dtype), each.requires_grad) for place, each in self.parameters()
+    def parameter_kinds(self) -> list[tuple[object, ...]]:
+        """Return place, shape, type and whether it is trained of each parameter; in the shape, a rank is ``None``."""
+        ranks = rank_dimensions(self.models)
+        return [
+            (place, shape_without(each.shape, ranks.get(id(each))), each.dtype, each.requires_grad)
+            for place, each in self.parameters()
         ]
+
+    def structure(self, batch_size: int) -> str:
+        """Return a digest of what all members of an array have in common: traits, shapes, optimizers, batch size."""
+        modules = [traits(model) for model in self.models]
+        parameters = [(place, shape, str(kind), trained) for place, shape, kind, trained in self.parameter_kinds()]
         buffers = [[(name, tuple(each.shape)) for name, each in model.named_buffers()] for model in self.models]
         optimizers = [type(optimizer).__qualname__ for optimizer in self.optimizers]
         return digest_of([repr((modules, parameters, buffers, optimizers, batch_size))])
@@ -92,7 +108,9 @@ class Segment:
     pointers: list[list[int]] = field(default_factory=list)
     """For each member: where its parameters are in memory."""
     shapes: list[torch.Size] = field(init=False)
-    """Of each parameter."""
+    """Of each parameter; the largest, if the members' have different ranks."""
+    own_shapes: list[list[torch.Size]] = field(init=False)
+    """For each member: the shapes of its parameters."""
     layouts: list[MemoryLayout] = field(init=False)
     """Of each parameter."""
     strides: list[tuple[int, ...]] = field(init=False)
@@ -103,12 +121,16 @@ class Segment:
     def __post_init__(self) -> None:
         ends = 0
         self.trainable_at_first = self.members[0][0].requires_grad
-        self.shapes = [parameter.shape for parameter in self.members[0]]
-        self.layouts = [MemoryLayout(parameter) for parameter in self.members[0]]
+        self.own_shapes = [[parameter.shape for parameter in member] for member in self.members]
+        self.shapes = [common_shape(each) for each in zip(*self.own_shapes, strict=True)]
+        self.layouts = [
+            MemoryLayout(parameter.new_empty(shape) if self.is_padded(number) else parameter)
+            for number, (parameter, shape) in enumerate(zip(self.members[0], self.shapes, strict=True))
+        ]
         self.columns = []
-        for parameter in self.members[0]:
-            self.columns.append(slice(ends, ends + parameter.numel()))
-            ends += parameter.numel()
+        for shape in self.shapes:
+            self.columns.append(slice(ends, ends + shape.numel()))
+            ends += shape.numel()
         self.leaves = [
             self.stacked(self.rows, number).detach().requires_grad_(parameter.requires_grad)
             for number, parameter in enumerate(self.members[0])
@@ -125,17 +147,22 @@ class Segment:
         trainable = self.trainable_at_first
         return all(
             [parameter.data_ptr() for parameter in member] == pointers
-            and [parameter.shape for parameter in member] == self.shapes
+            and [parameter.shape for parameter in member] == shapes
             and [parameter.stride() for parameter in member] == self.strides
             and all(parameter.requires_grad is trainable for parameter in member)
-            for member, pointers in zip(self.members, self.pointers, strict=True)
+            for member, pointers, shapes in zip(self.members, self.pointers, self.own_shapes, strict=True)
         )
+
+    def is_padded(self, number: int) -> bool:
+        """Return whether a parameter has another shape in some members."""
+        return any(shapes[number] != self.shapes[number] for shapes in self.own_shapes)
 
     def has_stacked(self, member: int, number: int) -> bool:
         """Return whether a parameter is where it was stacked, and seen as it was: not transposed, for example."""
         parameter = self.members[member][number]
         there = parameter.data_ptr() == self.pointers[member][number]
-        return there and parameter.shape == self.shapes[number] and parameter.stride() == self.strides[number]
+        as_seen = parameter.shape == self.own_shapes[member][number] and parameter.stride() == self.strides[number]
+        return there and as_seen
 
     def collect(self, reached: Mapping[int, Collection[int]] | None) -> None:
         """See `Array.collect`."""
@@ -204,11 +231,42 @@ class Segment:
 
     def of(self, rows: torch.Tensor, member: int, number: int) -> torch.Tensor:
         """Return a member's part of `stacked`."""
-        return self.part(rows[member], number)
+        return self.part(rows[member], member, number)
 
-    def part(self, row: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a parameter's part of a tensor of the shape of a row."""
-        return self.layouts[number].shaped(row[self.columns[number]])
+    def part(self, row: torch.Tensor, member: int, number: int) -> torch.Tensor:
+        """Return a member's parameter's part of a tensor of the shape of a row, without what pads it."""
+        return within(self.layouts[number].shaped(row[self.columns[number]]), self.own_shapes[member][number])
+
+    def flat(self, values: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a parameter's values, padded, as its part of a row."""
+        return self.layouts[number].flat(padded(values, self.shapes[number]))
+
+
+class SharedSegment(Segment):
+    """Frozen parameters that are the same in all members: not stacked; each member has copy-on-write clones of them.
+
+    Its rows have no elements; its leaves are clones of the parameters themselves.
+    """
+
+    def __post_init__(self) -> None:
+        self.trainable_at_first = False
+        first = self.members[0]
+        self.shapes = [parameter.shape for parameter in first]
+        self.own_shapes = [self.shapes for _ in self.members]
+        self.layouts = [MemoryLayout(parameter) for parameter in first]
+        self.strides = [parameter.stride() for parameter in first]
+        self.leaves = [clone_of(parameter) for parameter in first]
+        self._places = places_of(self.leaves)
+
+    def is_in_place(self) -> bool:
+        """See `Segment`: whoever has written to a clone has memory of its own."""
+        return all(
+            places_of(member) == self._places
+            and [parameter.shape for parameter in member] == self.shapes
+            and [parameter.stride() for parameter in member] == self.strides
+            and not any(parameter.requires_grad for parameter in member)
+            for member in self.members
+        )
 
 
 class Array:
@@ -217,11 +275,18 @@ class Array:
     Parameters
     ----------
     members
-        Their objects. Their parameters and buffers become views; the tensor objects stay the same.
+        Their objects. Their parameters and buffers become views, unless they are shared ones; the tensor objects stay
+        the same.
+    share_parameters, share_buffers
+        Whether to leave frozen ones that are the same in all members unstacked.
     """
 
-    def __init__(self, members: Sequence[MemberObjects]) -> None:
+    def __init__(
+        self, members: Sequence[MemberObjects], *, share_parameters: bool = True, share_buffers: bool = True
+    ) -> None:
         self.members = list(members)
+        self._share_parameters = share_parameters
+        self._share_buffers = share_buffers
         self.segments = self._segments()
         self.kind = tuple(
             (s.trainable, s.rows.dtype, *(tuple(each.order) for each in s.layouts)) for s in self.segments
@@ -232,21 +297,46 @@ class Array:
             for segment in self.segments
             for parameter, leaf in zip(segment.members[0], segment.leaves, strict=True)
         }
-        self._stacks: dict[int, torch.Tensor] = {}  # id of the first member's buffer -> stack
+        self._shared = {id(leaf) for s in self.segments if isinstance(s, SharedSegment) for leaf in s.leaves}
+        self._stacks: dict[int, torch.Tensor | SharedTensor] = {}  # id of the first member's buffer -> stack
         self._buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # module, name, buffer, its row
+        self._shared_buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # …, the shared tensor
         with torch.no_grad():
             self._stack_buffers()
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    @property
+    def is_padded(self) -> bool:
+        """Whether members have parameters of different ranks."""
+        return any(segment.is_padded(number) for segment in self.segments for number in range(len(segment.shapes)))
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether some parameters are not stacked."""
+        return bool(self._shared)
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether some buffers are not stacked."""
+        return bool(self._shared_buffers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of what is not stacked."""
+        leaves = [leaf for s in self.segments if isinstance(s, SharedSegment) for leaf in s.leaves]
+        buffers = [stack.tensor for stack in self._stacks.values() if isinstance(stack, SharedTensor)]
+        return sum(tensor.nbytes for tensor in leaves + buffers)
+
+    def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor | SharedTensor]:
         """Return the stacked parameters of a model of the first member, by all their names, tied ones included."""
-        return {
+        leaves = {
             name: self._leaf_of[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
         }
+        return {name: SharedTensor(leaf) if id(leaf) in self._shared else leaf for name, leaf in leaves.items()}
 
-    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor | SharedTensor]:
         """Return the stacked buffers of a model of the first member, by all their names."""
         return {name: self._stacks[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
 
@@ -276,26 +366,33 @@ class Array:
         Returns
         -------
         valid
-            Whether the array still fits its members: false if they have frozen or unfrozen parameters, or have assigned
-            tensors of another shape, type or layout.
+            Whether the array still fits its members: false if they have frozen or unfrozen parameters, have written to
+            shared ones, or have assigned tensors of another shape, type or layout.
         """
+        fits = all(
+            module._buffers.get(name) is buffer and is_clone_of(buffer, shared)
+            for module, name, buffer, shared in self._shared_buffers
+        )
         for segment in self.segments:
             trainable = segment.trainable_at_first
             if segment.is_in_place():
+                continue
+            if isinstance(segment, SharedSegment):
+                fits = False
                 continue
             for row, member in enumerate(segment.members):
                 for number, parameter in enumerate(member):
                     if parameter.requires_grad is not trainable:
                         return False
                     if not segment.has_stacked(row, number):
-                        if parameter.shape != segment.shapes[number] or parameter.dtype != segment.rows.dtype:
+                        if parameter.shape != segment.own_shapes[row][number] or parameter.dtype != segment.rows.dtype:
                             return False
                         if not any_layout and MemoryLayout(parameter).order != segment.layouts[number].order:
                             return False
                         own = segment.of(segment.rows, row, number)
                         own.copy_(parameter.detach().clone())  # it may be another view of the same memory
                         parameter.data = own
-        return True
+        return fits
 
     def collect(self, reached: Mapping[int, Collection[int]] | None = None) -> None:
         """Move the gradients of a backward pass into the rows' gradients.
@@ -341,7 +438,7 @@ class Array:
                     if segment.is_unused(leaf.grad, row, number, reached):
                         continue
                     parameter = segment.members[row][number]
-                    part = leaf.grad[row].clone()
+                    part = within(leaf.grad[row], segment.own_shapes[row][number]).clone()
                     parameter.grad = part if parameter.grad is None else parameter.grad + part
                 leaf.grad = None
 
@@ -360,11 +457,14 @@ class Array:
         with torch.no_grad():
             self.take_assigned_buffers()
             for segment in self.segments:
+                if isinstance(segment, SharedSegment):  # the clones are the members' own
+                    continue
                 for row, member in enumerate(segment.members):
                     own = segment.rows[row].clone()
                     for number, parameter in enumerate(member):
                         if segment.has_stacked(row, number):  # else it was assigned anew
-                            parameter.data = segment.part(own, number)
+                            own_part = segment.part(own, row, number)
+                            parameter.data = own_part.contiguous() if segment.is_padded(number) else own_part
                         if parameter.grad is not None:
                             parameter.grad = parameter.grad.clone()
             for _, _, buffer, view in self._buffers:
@@ -373,15 +473,28 @@ class Array:
     def _segments(self) -> list[Segment]:
         def kind(item: tuple[tuple[int, int], nn.Parameter]) -> tuple[object, ...]:
             place, parameter = item
-            return place, parameter.dtype, parameter.device, parameter.requires_grad
+            return place, parameter.dtype, parameter.device, parameter.requires_grad, id(parameter) in shared
 
         members = [member.parameters() for member in self.members]
-        segments = []
+        alike = [[parameter for _, parameter in each] for each in zip(*members, strict=True)]
+        shared = {id(each[0]) for each in alike if self._share_parameters and is_shared(each)}
+        segments: list[Segment] = []
         begin = 0
         for _, run in groupby(members[0], kind):
             end = begin + len(list(run))
             parameters = [[parameter for _, parameter in member[begin:end]] for member in members]
-            rows = torch.stack([torch.cat([MemoryLayout(p).flat(p.detach()) for p in member]) for member in parameters])
+            first = parameters[0][0]
+            if id(first) in shared:
+                segments.append(SharedSegment(members[0][begin][0], parameters, first.detach().new_empty(0)))
+                begin = end
+                continue
+            shapes = [common_shape(parameter.shape for parameter in each) for each in zip(*parameters, strict=True)]
+            rows = torch.stack(
+                [
+                    torch.cat([_flat(p.detach(), shape) for p, shape in zip(member, shapes, strict=True)])
+                    for member in parameters
+                ]
+            )
             segment = Segment(members[0][begin][0], parameters, rows)
             for row, member in enumerate(parameters):
                 for number, parameter in enumerate(member):
@@ -396,13 +509,25 @@ class Array:
         for place, (_, _, first) in enumerate(each[0]):
             if id(first) in self._stacks:
                 continue
+            if self._share_buffers and is_shared([buffers[place][2] for buffers in each]):
+                self._stacks[id(first)] = SharedTensor(clone_of(first))
+                continue
             stack = torch.stack([buffers[place][2].detach() for buffers in each])
             self._stacks[id(first)] = stack
         for row, buffers in enumerate(each):
             for place, (module, name, buffer) in enumerate(buffers):
-                view = self._stacks[id(each[0][place][2])][row]
+                stacked = self._stacks[id(each[0][place][2])]
+                if isinstance(stacked, SharedTensor):
+                    self._shared_buffers.append((module, name, buffer, stacked.tensor))
+                    continue
+                view = stacked[row]
                 buffer.data = view
                 self._buffers.append((module, name, buffer, view))
+
+
+def _flat(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    values = padded(values, shape)
+    return MemoryLayout(values).flat(values)
 
 
 def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -113,7 +113,9 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, graph: CallGraph, output: torch.Tensor, inputs: set[Any]) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.graph, ctx.inputs = graph, inputs
-        return output.unbind(0)
+        rows = output.unbind(0)
+        # Views of one tensor cannot be changed in place, as training loops do with a loss: ``loss *= scale``.
+        return tuple(row.clone() for row in rows) if output.dim() == 1 else rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, torch.Tensor | None, None]:

@@ -14,12 +14,15 @@ from torch.utils import _pytree as pytree
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.ambient import MemberStreams, autocast_state
+from freetrain_parsl.extensions.fusion.engine.apart import CallsApart, difference
 from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
 from freetrain_parsl.extensions.fusion.engine.call_graph import CallGraph
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import OwnOptimizers, RowOptimizer, row_optimizer
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from freetrain_parsl.extensions.fusion.engine.lockstep import Strand
-    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+    from freetrain_parsl.extensions.fusion.engine.per_member import Differing
     from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
     from freetrain_parsl.training.extension import DataSource
     from freetrain_parsl.training.mailbox import Clock
@@ -45,6 +48,16 @@ UNFUSED: Final = object()
 
 _VERIFIED_CALLS = (0, 4)  # of each kind: at first training jobs with one seed have equal parameters
 
+_PARTS_OF_A_KIND = (
+    "the kinds",
+    "the models",
+    "the modes (training or evaluation)",
+    "the autocast modes",
+    "the arguments",
+)
+
+_SMALL_SHARE = 0.2  # of the calls with differing arguments: the last batch of an epoch may be another one
+
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
 
 
@@ -56,6 +69,7 @@ class _Call(NamedTuple):
     leaves: list[Any]
     spec: Any
     has_kwargs: bool
+    kind: tuple[Any, ...]
 
 
 class _Loss(NamedTuple):
@@ -109,12 +123,14 @@ class FusionEngine:
         self._members: list[MemberObjects] = []  # of the array, in the order of its rows
         self._array: Array | None = None
         self._optimizers: list[RowOptimizer] = []
-        self._differing: list[dict[str, PerMember]] = []  # of each model: attributes that differ between the members
+        self._differing: list[Differing] = []  # of each model: attributes that differ between the members
         self._calls: Counter[Hashable] = Counter()  # fused calls of each kind
         self._sources: list[tuple[DataSource, SharedBatches]] = []
         self._attributes = AttributeWatch()
         self._graph = CallGraph()
+        self._apart = CallsApart()
         self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
+        self._shares = {"share_parameters": True, "share_buffers": True}  # until a model writes to such in its forward
 
     @property
     def current_strand(self) -> Strand | None:
@@ -153,6 +169,7 @@ class FusionEngine:
         """Take part no longer; its models and optimizers are ordinary again, after this step of the others."""
         self._last_step = None
         self._open.discard(participant)
+        self._apart.forget(participant)
         if participant in self._participants:
             self._participants.remove(participant)
             too_slow = self._sizing is not None and self._sizing.decided and not self._sizing.fused
@@ -175,7 +192,7 @@ class FusionEngine:
             return UNFUSED
         leaves, spec = _flat((args, kwargs)) if kwargs else _flat(args)
         kind = ("forward", number, model.training, autocast_state(), spec, tuple(map(_kind_of, leaves)))
-        call = _Call(participant, number, leaves, spec, bool(kwargs))
+        call = _Call(participant, number, leaves, spec, bool(kwargs), kind)
         return self._lockstep.meet(Meeting(_FORWARD, kind, self._forward, call))
 
     def backward(self, participant: MemberObjects, loss: torch.Tensor) -> None:
@@ -253,17 +270,25 @@ class FusionEngine:
             self._differing = [
                 compare(models) for models in zip(*(each.models for each in self._participants), strict=True)
             ]
+            _check_parameters(self._participants)
         except CannotFuse as error:
             self._refuse(error)
             return False
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
-        self._array = Array(self._members)
-        self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
+        self._array = Array(self._members, **self._shares)
+        try:
+            self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
+        except CannotFuse as error:
+            self._refuse(error)
+            return False
         return True
 
     def _row_optimizer(self, number: int) -> RowOptimizer:
         assert self._array is not None
+        groups = [group for member in self._members for group in member.optimizers[number].param_groups]
+        if self._array.is_padded and any(group.get("eps") == 0 for group in groups):
+            raise CannotFuse("an optimizer has eps=0, by which padding of different ranks would become 0/0")
         return row_optimizer(
             [member.optimizers[number] for member in self._members],
             [segment for segment in self._array.segments if segment.place[0] == number and segment.trainable],
@@ -309,11 +334,13 @@ class FusionEngine:
             for row, member in enumerate(self._members)
         )
 
-    def _refuse(self, error: CannotFuse) -> None:
+    def _refuse(self, error: CannotFuse, *, of_kinds: bool = False) -> None:
+        """Go on one by one; if there are several kinds of participants, until those of other kinds have left."""
         self._dissolve()
         self.reason = str(error)
         logger.warning("%d training jobs go on one by one: %s", len(self._participants), error)
-        self._refused(self.reason)
+        if not of_kinds:
+            self._refused(self.reason)
 
     def _is_everyone(self, strands: Sequence[Strand]) -> bool:
         return self._array is not None and {strand.item.participant for strand in strands} == set(self._members)
@@ -328,9 +355,13 @@ class FusionEngine:
     def _fused_forward(self, strands: Sequence[Strand]) -> None:
         for strand in strands:
             strand.result = UNFUSED
-        if self._is_alone() or not self._pays():  # the others may have left
+        if self._is_alone():  # the others may have left
             return
-        if {strand.item.participant for strand in strands} != set(self._participants) or not self._form():
+        if {strand.item.participant for strand in strands} != set(self._participants):
+            self._note_apart()
+            return
+        self._apart.met()
+        if not self._pays() or not self._form():
             return
         meeting = strands[0].meeting
         assert self._array is not None
@@ -343,8 +374,7 @@ class FusionEngine:
         models = [member.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
         stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
-        arguments = _whole(stacked, calls[0].spec)
-        args, kwargs = arguments if calls[0].has_kwargs else (arguments, {})
+        args, kwargs = _arguments(calls[0]._replace(leaves=stacked))
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
@@ -356,7 +386,10 @@ class FusionEngine:
                     models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
                 )
         except CannotFuse as error:
-            self._refuse(error)
+            if self._stacks_more(error):
+                self._fused_forward(strands)
+            else:
+                self._refuse(error)
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
             self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
@@ -364,14 +397,49 @@ class FusionEngine:
         streams.close()
         self._calls[kind] += 1
         self._open = set(self._members)
-        leaves, shape = _flat((output,))
+        leaves, structure = opened(output)
         inputs = [argument.tensor for argument in stacked if isinstance(argument, Stacked)]
         rows = [
             self._graph.rows(leaf, inputs) if isinstance(leaf, torch.Tensor) else [leaf] * len(strands)
             for leaf in leaves
         ]
         for row, strand in enumerate(strands):
-            (strand.result,) = _whole([each[row] for each in rows], shape)
+            strand.result = whole([each[row] for each in rows], structure)
+
+    def _note_apart(self) -> None:
+        """Go on one by one if all have called a model, and that not for the first time, with different arguments."""
+        meetings = [each.meeting for each in self._lockstep.strands if each.meeting and each.meeting.order == _FORWARD]
+        calls = [(meeting.item.participant, meeting.kind) for meeting in meetings]
+        if len(calls) < len(self._participants) or not self._apart.note(calls):
+            return
+        one = meetings[0]
+        other = next(meeting for meeting in meetings if meeting.kind != one.kind)
+        arguments = [_arguments(each.item) for each in (one, other)]
+        what = difference(_PARTS_OF_A_KIND, [each.item.kind for each in (one, other)], arguments)
+        error = CannotFuse(f"{what}; calls with equal shapes are fused: use one batch size, and pad to one length")
+        self._refuse(error, of_kinds=True)
+
+    def facts_of(self, participant: MemberObjects) -> tuple[str, str]:
+        """Return what a participant's calls are like, if they differ from others', and why it is not fused now."""
+        kind = self._apart.kinds.get(participant, "")
+        return kind, self.reason if kind else ""
+
+    def _stacks_more(self, error: CannotFuse) -> bool:
+        """Stack what was the same for all members, since the model may write to it; return whether that is another try.
+
+        Buffers are small, and written to by many models. Parameters are stacked only if they were written to.
+        """
+        assert self._array is not None
+        if self._open:
+            return False
+        if self._array.shares_buffers:
+            self._shares["share_buffers"] = False
+        elif self._array.shares_parameters and isinstance(error, ChangesShared):
+            self._shares["share_parameters"] = False
+        else:
+            return False
+        self._dissolve()
+        return True
 
     def _stacked(self, values: tuple[Any, ...]) -> Any:
         """Return an argument of all members: tensors stacked, unless all have the same one."""
@@ -425,10 +493,15 @@ class FusionEngine:
         now = self._clock()
         if self._last_step is not None and len(self._participants) == sizing.size:
             memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
+            shared = 0 if self._array is None else self._array.shared_bytes
             before = (sizing.size, sizing.fused, sizing.decided)
-            if sizing.count(now - self._last_step, memory) and not sizing.fused:
-                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one"))
+            if sizing.count(now - self._last_step, memory, shared) and not sizing.fused:
+                apart = self._apart.share
+                some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
+                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one{some}"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
+                if torch.cuda.is_available():  # what loading took is not what a step takes
+                    torch.cuda.reset_peak_memory_stats()
                 if not sizing.fused:
                     self._dissolve()  # or their optimizers would still step fused
                 self._resized()
@@ -460,6 +533,12 @@ class FusionEngine:
             self._array.collect_rows(numbers, reached)
 
 
+def _arguments(call: _Call) -> tuple[Any, Any]:
+    """Return the positional and the named arguments of a call."""
+    arguments = _whole(call.leaves, call.spec)
+    return arguments if call.has_kwargs else (arguments, {})
+
+
 def _verify(*call: Any, **options: Any) -> None:
     """Raise `CannotFuse` with what `verify` has found."""
     reason = verify(*call, **options)
@@ -468,8 +547,9 @@ def _verify(*call: Any, **options: Any) -> None:
 
 
 @contextmanager
-def _kept(buffers: Collection[torch.Tensor]) -> Iterator[None]:
-    """Restore buffers after an error."""
+def _kept(stacks: Collection[torch.Tensor | SharedTensor]) -> Iterator[None]:
+    """Restore stacks of buffers after an error."""
+    buffers = [stack for stack in stacks if isinstance(stack, torch.Tensor)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -498,8 +578,8 @@ def _kind_of(leaf: Any) -> object:
     return leaf if leaf.__hash__ else type(leaf)
 
 
-def _values(differing: Sequence[dict[str, PerMember]]) -> list[dict[str, list[float]]]:
-    return [{path: list(each.values) for path, each in model.items()} for model in differing]
+def _values(differing: Sequence[Differing]) -> list[dict[str, str]]:
+    return [{path: repr(each) for path, each in model.items()} for model in differing]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -534,11 +614,19 @@ def _check_optimizers(members: Sequence[MemberObjects]) -> None:
         if [type(optimizer) for optimizer in other.optimizers] != [type(optimizer) for optimizer in first.optimizers]:
             names = [" and ".join(type(o).__name__ for o in member.optimizers) for member in (first, other)]
             raise CannotFuse(f"the training jobs have different optimizers: {names[0]}, {names[1]}")
-        shapes = [[(place, p.shape, p.dtype, p.requires_grad) for place, p in m.parameters()] for m in (first, other)]
-        if shapes[0] != shapes[1]:
-            raise CannotFuse(
-                "the training jobs have different parameters, or other parameter groups in their optimizers"
-            )
+
+
+def _check_parameters(members: Sequence[MemberObjects]) -> None:
+    """Check that the members' optimizers have the same parameters in the same groups, now that the models are alike.
+
+    Raises
+    ------
+    CannotFuse
+        They have not.
+    """
+    kinds = [member.parameter_kinds() for member in members]
+    if any(each != kinds[0] for each in kinds):
+        raise CannotFuse("the training jobs have different parameters, or other parameter groups in their optimizers")
 
 
 def _own_states(optimizers: Sequence[Optimizer]) -> None:

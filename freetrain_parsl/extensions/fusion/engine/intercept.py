@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
@@ -31,16 +32,21 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def intercept(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[[], None]:
     """Call ``handler(args, kwargs)`` instead of the model's `forward`.
 
+    It is not compiled in a compiled model: `torch.compile` would follow it into the array, and other members that run
+    before it returns would be compiled line by line.
+
     Returns
     -------
     release
         Ends it, and restores the class if no other object of it is intercepted.
     """
+    if "forward" in vars(model):
+        return _intercept_own(model, handler)
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     if owner not in _originals:
         _originals[owner] = vars(owner)["forward"]
         owner.forward = _intercepted(_originals[owner])  # type: ignore[attr-defined]  # it is in vars(owner)
-    _handlers[model] = handler
+    _handlers[model] = torch.compiler.disable(handler)  # type: ignore[no-untyped-call]  # torch's own
 
     def release() -> None:
         _handlers.pop(model, None)
@@ -50,8 +56,48 @@ def intercept(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, An
     return release
 
 
+class _OwnForward:
+    """In the place of a `forward` that was assigned to a model, as TRL and accelerate do.
+
+    Parameters
+    ----------
+    model
+        The model; in a copy, the copy, which is not intercepted.
+    original
+        What was assigned.
+    """
+
+    def __init__(self, model: nn.Module, original: Callable[..., Any]) -> None:
+        self.model = model
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler = _handlers.get(self.model)
+        return self.original(*args, **kwargs) if handler is None else handler(args, kwargs)
+
+    def of_model(self, _model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call what was assigned, which knows its model."""
+        return self.original(*args, **kwargs)
+
+
+def _intercept_own(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[[], None]:
+    attributes = vars(model)  # to assign here is no change of the model for `AttributeWatch`
+    own = attributes["forward"] = _OwnForward(model, attributes["forward"])
+    _handlers[model] = handler
+
+    def release() -> None:
+        _handlers.pop(model, None)
+        if attributes.get("forward") is own:
+            attributes["forward"] = own.original
+
+    return release
+
+
 def original_forward(model: nn.Module) -> Callable[..., Any]:
     """Return the model's own `forward`, as a function of the model and the arguments."""
+    own = vars(model).get("forward")
+    if isinstance(own, _OwnForward):
+        return own.of_model
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     function: Callable[..., Any] = _originals.get(owner, vars(owner)["forward"])
     return function

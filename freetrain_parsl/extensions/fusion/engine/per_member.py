@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from freetrain_parsl.errors import CannotFuse
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 class RandomStreams(Protocol):
     """The random number generators of the members."""
+
+    def __len__(self) -> int:
+        """Return the number of members."""
 
     @property
     def agree(self) -> bool:
@@ -85,6 +90,8 @@ class PerMember(float):
             return PerMember(map(operation, self.values, other.values))
         if isinstance(other, (int, float)):
             return PerMember(operation(value, other) for value in self.values)
+        if isinstance(other, torch.Tensor):
+            return NotImplemented  # the tensor's own operator
         return self._refuse()
 
     def __add__(self, other: Any) -> Any:
@@ -122,6 +129,10 @@ class PerMember(float):
         return ", ".join(f"{value:g}" for value in self.values)
 
     __str__ = __repr__
+
+
+Differing = dict[str, float | dict[str, float]]
+"""Path of an attribute -> the members' numbers, a `PerMember`, or a dictionary in which there are such."""
 
 
 def of_member(value: Any, member: int) -> Any:

@@ -14,7 +14,15 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.memory import MemoryLayout
-from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+from freetrain_parsl.extensions.fusion.engine.per_member import Differing, PerMember
+from freetrain_parsl.extensions.fusion.forward.adapters import (
+    free_attributes,
+    is_scale,
+    per_member_scales,
+    rank_dimensions,
+    shape_without,
+    without_ranks,
+)
 from freetrain_parsl.training.step.bypass import BypassCheck
 
 if TYPE_CHECKING:
@@ -29,6 +37,7 @@ _TENSORS = ("_parameters", "_buffers", "_modules")  # compared as tensors and mo
 _HOOKS_WITHOUT_EFFECT = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
+_OF_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # numbered over all modules
 _DETAILS_OF_CLASSES = {
     *("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"),
     *("__abstractmethods__", "_abc_impl", "__annotations__", "__annotate__", "__annotate_func__"),
@@ -36,7 +45,7 @@ _DETAILS_OF_CLASSES = {
 }
 
 
-def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[str, PerMember]:
+def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> Differing:
     """Compare the models of several training jobs.
 
     Parameters
@@ -49,7 +58,8 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[
     Returns
     -------
     dict of str to PerMember
-        Path of an attribute -> the numbers of the training jobs, for dropout probabilities that differ.
+        Path of an attribute -> the numbers of the training jobs, for dropout probabilities that differ; for scales of
+        LoRA layers, a dictionary of such numbers.
 
     Raises
     ------
@@ -72,20 +82,74 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> dict[
             names = ", ".join(kind.__name__ for kind in kinds)
             raise CannotFuse(f"{path or 'the model'} is of a different class in each of the training jobs: {names}")
     _compare_tensors(models)
-    differing: dict[str, PerMember] = {}
+    differing: Differing = {}
     comparisons = [_Comparison(models[0], model) for model in models]
+    free = free_attributes(models[0])
     for path in first:
         attributes = [_attributes(each[path], () if path else ignored) for each in parts]
         _equal(f"{path or 'the model'}: attributes", [sorted(each) for each in attributes])
         for name in attributes[0]:
             full = f"{path}.{name}".lstrip(".")
             values = [each[name] for each in attributes]
-            if _may_differ(first[path], name) and all(type(value) in (int, float) for value in values):
-                if len(set(values)) > 1:
-                    differing[full] = PerMember(values)
-            else:
-                _compare_values(full, values, comparisons)
+            if name in free.get(path, ()):
+                continue
+            numbers = _numbers(first[path], name, values)
+            if numbers is None:
+                _compare_values(full, [without_ranks(value) for value in values], comparisons)
+            elif repr(numbers) != repr(values[0]):
+                differing[full] = numbers
     return differing
+
+
+def _numbers(module: nn.Module, name: str, values: list[Any]) -> float | dict[str, float] | None:
+    """Return the numbers of an attribute that may differ; ``None``: it may not."""
+    if is_scale(module, name):
+        return per_member_scales(values)
+    if _may_differ(module, name) and all(type(value) in (int, float) for value in values):
+        return PerMember(values) if len(set(values)) > 1 else values[0]
+    return None
+
+
+def traits(model: nn.Module) -> list[object]:
+    """Return what must be equal in all models of an array, as far as it has a text that is the same in all processes.
+
+    Models whose traits differ are refused by `compare`. What has no such text, as an object of an unknown class, has
+    the same trait as any other.
+    """
+    free = free_attributes(model)
+    return [(path, _trait(type(part)), _traits_of(part, free.get(path, set()))) for path, part in model.named_modules()]
+
+
+def _traits_of(module: nn.Module, free: Collection[str]) -> list[tuple[str, object]]:
+    names = sorted(
+        name
+        for name in _attributes(module, free)
+        if not (_may_differ(module, name) or is_scale(module, name) or name.endswith(_OF_HOOKS))
+    )
+    return [(name, _trait(without_ranks(vars(module)[name]))) for name in names]
+
+
+def _trait(value: Any, within: tuple[int, ...] = ()) -> object:
+    if isinstance(value, _BY_VALUE):
+        return repr(value)
+    if id(value) in within:
+        return "…"
+    within = (*within, id(value))
+    if isinstance(value, (type, types.FunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return [_trait(item, within) for item in value]
+    if isinstance(value, dict):
+        return sorted((repr(_trait(key)), repr(_trait(item, within))) for key, item in value.items())
+    if isinstance(value, (set, frozenset)):
+        return sorted(repr(_trait(item, within)) for item in value)
+    if not _in_python(value) or isinstance(value, nn.Module):
+        return _trait(type(value))
+    # Private attributes may be of this process, as the hash that a configuration of transformers keeps.
+    public = {name: attribute for name, attribute in vars(value).items() if not name.startswith("_")}
+    return [_trait(type(value)), _trait(public, within)]
 
 
 def _equal(what: str, values: Sequence[list[Any]]) -> None:
@@ -120,7 +184,7 @@ def _attributes(module: nn.Module, ignored: Collection[str]) -> dict[str, Any]:
         left_out |= {"_flat_weights", "_flat_weight_refs"}
     attributes = {name: value for name, value in vars(module).items() if name not in left_out}
     for name, value in attributes.items():  # hooks are numbered over all modules: only their order counts
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and hasattr(value, "values"):
+        if name.endswith(_OF_HOOKS) and hasattr(value, "values"):
             attributes[name] = list(value.values())
     return attributes
 
@@ -142,6 +206,7 @@ def _described(model: nn.Module) -> dict[str, str]:
     """Return, for each name of a parameter or buffer, what must be equal; a tied one is the other's name."""
     names: dict[int, str] = {}
     described = {}
+    ranks = rank_dimensions([model])
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -158,7 +223,8 @@ def _described(model: nn.Module) -> dict[str, str]:
         trained = "trained" if tensor.requires_grad else "not trained"
         layout = MemoryLayout(tensor)
         memory = "" if layout.is_plain else f", in memory with the dimensions {layout.order}"
-        described[name] = f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}, {trained}{memory}"
+        shape = shape_without(tensor.shape, ranks.get(id(tensor)))
+        described[name] = f"{shape}, {tensor.dtype}, {tensor.device}, {trained}{memory}"
     return described
 
 
@@ -272,9 +338,7 @@ class _Comparison:
         if isinstance(one, property):
             parts = [(value.fget, value.fset, value.fdel) for value in (one, other)]
             return self.equal(*parts)
-        kinds = type(one).__mro__[:-1]
-        in_python = all(kind.__flags__ & _HEAP_TYPE and "__slots__" not in vars(kind) for kind in kinds)
-        if not hasattr(one, "__dict__") or not (in_python or isinstance(one, types.SimpleNamespace)):
+        if not _in_python(one):
             if one is other:
                 return True
             raise _Incomparable(f"it is a {type(one).__name__}")
@@ -282,6 +346,13 @@ class _Comparison:
 
 
 _HEAP_TYPE = 1 << 9  # flag of classes that are not defined in C, with few exceptions
+
+
+def _in_python(value: Any) -> bool:
+    """Return whether an object is nothing but its attributes."""
+    kinds = type(value).__mro__[:-1]
+    in_python = all(kind.__flags__ & _HEAP_TYPE and "__slots__" not in vars(kind) for kind in kinds)
+    return hasattr(value, "__dict__") and (in_python or isinstance(value, types.SimpleNamespace))
 
 
 def _paths(model: nn.Module) -> dict[int, str]:

@@ -14,13 +14,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.forward.operators import fused_operators
+from freetrain_parsl.extensions.fusion.forward.operators.functions import functions_as_operators
+from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.vmap_level import new_level
 from freetrain_parsl.training.data import random_streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember, RandomStreams
+    from freetrain_parsl.extensions.fusion.engine.per_member import Differing, RandomStreams
     from freetrain_parsl.extensions.fusion.forward.vmap_level import VmapLevel
 
 
@@ -29,7 +32,6 @@ Place = dict[str, Any]
 _COLLECTIONS = {list, dict, set}
 _OF_MODULES = {"_parameters", "_modules", "_non_persistent_buffers_set"}
 _ABOUT_VMAP = ("vmap", "functorch", "batching rule", "Batching rule", "BatchedTensor")
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
 
 
 class _Layout:
@@ -92,7 +94,7 @@ def _leave_apart() -> None:
 
 @contextlib.contextmanager
 def swapped(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, float]
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], numbers: Differing
 ) -> Iterator[Callable[[], dict[str, torch.Tensor | None]]]:
     """Replace a model's parameters, buffers and attributes, and restore them afterwards.
 
@@ -182,13 +184,13 @@ class Stacked:
 def fused_call(
     template: nn.Module,
     function: Callable[..., Any],
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor | SharedTensor],
+    buffers: Mapping[str, torch.Tensor | SharedTensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
     *,
-    differing: Mapping[str, PerMember] | None = None,
+    differing: Differing | None = None,
 ) -> Any:
     """Call a function of a model once for all members.
 
@@ -202,8 +204,8 @@ def fused_call(
     function
         Called with `args` and `kwargs`, such as ``template.__call__``.
     parameters, buffers
-        Name, as in ``named_parameters`` and ``named_buffers``, -> stack of all members' values, [B, …]. Buffers are
-        updated in place.
+        Name, as in ``named_parameters`` and ``named_buffers``, -> stack of all members' values, [B, …], or the one
+        value that all have. Stacks of buffers are updated in place.
     args, kwargs
         Lists, tuples and dicts of anything; what differs between the members is `Stacked`.
     streams
@@ -214,29 +216,40 @@ def fused_call(
     Returns
     -------
     Any
-        What `function` returns, with the stack [B, …] in place of each tensor.
+        What `function` returns, with the stack [B, …] in place of each tensor; see `opened`.
 
     Raises
     ------
+    ChangesShared
+        If the model writes to a parameter or buffer that was given as the one value of all members.
     CannotFuse
         If the results could differ from those that each member has alone.
     """
     stacks = {**parameters, **buffers}
     if not stacks:
         raise CannotFuse("the model has no parameters")
-    level = new_level(len(next(iter(stacks.values()))))
+    level = new_level(len(streams))
     leaves, structure = tree_flatten((args, dict(kwargs)))
     versions = [(tensor, tensor._version) for tensor in _tensors(leaves)]
+    shared = [
+        (name, each.tensor, each.tensor._version) for name, each in stacks.items() if isinstance(each, SharedTensor)
+    ]
 
     def call() -> Any:
         given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
-        tensors = {name: level.wrap(stack) for name, stack in stacks.items()}
+        tensors = {
+            name: stack.tensor if isinstance(stack, SharedTensor) else level.wrap(stack)
+            for name, stack in stacks.items()
+        }
         with swapped(template, tensors, differing or {}) as current_buffers:
-            with fused_operators(level, streams):
+            with fused_operators(level, streams), functions_as_operators():
                 output = function(*given, **named)
             for name, buffer in current_buffers().items():
                 if buffer is not tensors[name]:
-                    _keep(name, buffer, buffers[name], level)
+                    stack = buffers[name]
+                    if isinstance(stack, SharedTensor):
+                        raise ChangesShared(f"the model assigns another tensor to its buffer {name}")
+                    _keep(name, buffer, stack, level)
         return _outputs(output, level)
 
     with _no_other_random_numbers():
@@ -244,17 +257,13 @@ def fused_call(
             output = level.run(call)
         except RuntimeError as error:
             if any(word in str(error) for word in _ABOUT_VMAP):
-                raise CannotFuse(_reason(error)) from error
+                raise CannotFuse(str(error).strip().partition("\n")[0]) from error
             raise
+    if changed := [name for name, tensor, version in shared if tensor._version != version]:
+        raise ChangesShared(f"the model changes {changed[0]}, which is the same for all training jobs")
     if any(tensor._version != version for tensor, version in versions):
         raise CannotFuse("the model changes its input in place")
     return output
-
-
-def _reason(error: RuntimeError) -> str:
-    if "setup_context staticmethod" in str(error):
-        return "an autograd.Function without setup_context(), as in activation checkpointing, inside the model"
-    return str(error).strip().partition("\n")[0]
 
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
@@ -269,13 +278,8 @@ def _argument(leaf: Any, level: VmapLevel) -> Any:
 def _outputs(output: Any, level: VmapLevel) -> Any:
     if isinstance(output, torch.Tensor):
         return level.rows(output)
-    leaves, structure = tree_flatten(output)
-    for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            raise CannotFuse(
-                f"the model returns a {type(leaf).__name__}; only tensors, lists, tuples and dicts are known"
-            )
-    return tree_unflatten([level.rows(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+    leaves, structure = opened(output)
+    return whole([level.rows(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
 
 def _keep(name: str, new: torch.Tensor | None, stack: torch.Tensor, level: VmapLevel) -> None:

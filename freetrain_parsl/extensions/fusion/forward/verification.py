@@ -12,14 +12,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.forward.adapters import common_shape, padded
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.outputs import opened
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
+from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone, is_clone_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
-    from freetrain_parsl.extensions.fusion.engine.per_member import PerMember, RandomStreams
+    from freetrain_parsl.extensions.fusion.engine.per_member import Differing, RandomStreams
 
 # Largest difference, relative to the largest magnitude: of the same sums in another order.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -40,13 +44,13 @@ class _Step:
 def verify(
     models: Sequence[nn.Module],
     functions: Sequence[Callable[..., Any]],
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor | SharedTensor],
+    buffers: Mapping[str, torch.Tensor | SharedTensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     streams: RandomStreams,
     *,
-    differing: Mapping[str, PerMember] | None = None,
+    differing: Differing | None = None,
 ) -> str | None:
     """Compute a step fused and one by one, and compare outputs, gradients and buffers.
 
@@ -66,6 +70,11 @@ def verify(
     -------
     str or None
         What differs, or why the call cannot be fused; None if both ways have the same results.
+
+    Raises
+    ------
+    ChangesShared
+        As `fused_call`.
     """
     given = (args, dict(kwargs))
     states = _states(streams, len(models))
@@ -95,23 +104,29 @@ def _without_tf32() -> Iterator[None]:
 def _fused(
     template: nn.Module,
     function: Callable[..., Any],
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor | SharedTensor],
+    buffers: Mapping[str, torch.Tensor | SharedTensor],
     given: tuple[tuple[Any, ...], dict[str, Any]],
     streams: RandomStreams,
-    differing: Mapping[str, PerMember],
+    differing: Differing,
 ) -> _Step | str:
     """Compute the step of all members as one, or return why it cannot be."""
     args, kwargs = _cloned(given)
     # Each tensor once, by its first name, as a model alone lists it: others can be tied to it.
-    leaves = {name: _copy(parameters[name]) for name, _ in template.named_parameters()}
-    own = {name: _copy(buffers[name]) for name, _ in template.named_buffers()}
+    leaves = {name: _copied(parameters[name]) for name, _ in template.named_parameters()}
+    own = {name: _copied(buffers[name]) for name, _ in template.named_buffers()}
     try:
         outputs = _named(fused_call(template, function, leaves, own, args, kwargs, streams, differing=differing))
         gradients = _gradients(outputs, {**leaves, **_arguments((args, kwargs))})
+    except ChangesShared:
+        raise
     except (CannotFuse, RuntimeError) as error:  # an error of the model itself occurs without fusion, too
         return str(error).strip().partition("\n")[0]
-    return _Step(outputs, gradients, own)
+    rows = {
+        name: each.tensor.expand(len(streams), *each.tensor.shape) if isinstance(each, SharedTensor) else each
+        for name, each in own.items()
+    }
+    return _Step(outputs, gradients, rows)
 
 
 class _Precision(TorchFunctionMode):
@@ -142,7 +157,7 @@ def _serial(
         for member, (model, function) in enumerate(zip(models, functions, strict=True)):
             row_args, row_kwargs = tree_map(functools.partial(_row, member=member), (args, kwargs))
             # Members' buffers can be rows of one tensor, so that each backward pass precedes the next forward pass.
-            with _restored_buffers(model):
+            with _restored(model):
                 with streams.of(member):
                     output = _named(function(*row_args, **row_kwargs))
                 stacks = {name: _stack([leaf]) for name, leaf in output.items()}
@@ -154,11 +169,16 @@ def _serial(
         {
             name: torch.stack(rows).sum(0) if name in arguments else torch.stack(rows)
             for name in gradients[0]
-            if (rows := [each[name] for each in gradients])
+            if (rows := _padded([each[name] for each in gradients]))
         },
         {name: torch.stack([each[name] for each in buffers]) for name in buffers[0]},
         precision.tolerance,
     )
+
+
+def _padded(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    shape = common_shape(row.shape for row in rows)
+    return [padded(row, shape) for row in rows]
 
 
 def _detached(leaf: Any) -> Any:
@@ -166,21 +186,24 @@ def _detached(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers afterwards, whether it changes them in place or assigns others."""
-    buffers = [
-        (module._buffers, key, buffer, buffer.detach().clone())
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore a model's buffers and parameters afterwards, whether it changes them in place or assigns others."""
+    tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
+        (place, key, tensor, clone_of(tensor) if is_clone(tensor) else tensor.detach().clone())
         for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
+        for place in (module._buffers, module._parameters)
+        for key, tensor in place.items()
+        if tensor is not None
     ]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for place, key, buffer, values in buffers:
-                place[key] = buffer
-                buffer.copy_(values)
+        for place, key, tensor, values in tensors:
+            place[key] = tensor
+            if not is_clone(values):
+                tensor.data.copy_(values)
+            elif not is_clone_of(tensor, values):
+                tensor.data = values
 
 
 def _row(leaf: Any, member: int) -> Any:
@@ -191,6 +214,10 @@ def _stack(rows: list[Any]) -> Any:
     if all(isinstance(row, torch.Tensor) and row.shape == rows[0].shape for row in rows):
         return torch.stack(rows)
     return rows
+
+
+def _copied(tensor: torch.Tensor | SharedTensor) -> torch.Tensor | SharedTensor:
+    return SharedTensor(clone_of(tensor.tensor)) if isinstance(tensor, SharedTensor) else _copy(tensor)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +239,7 @@ def _cloned(given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, .
 
 
 def _named(output: Any) -> dict[str, Any]:
-    return {f"output {position}": leaf for position, leaf in enumerate(tree_flatten(output)[0])}
+    return {f"output {position}": leaf for position, leaf in enumerate(opened(output)[0])}
 
 
 def _arguments(given: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -221,9 +248,11 @@ def _arguments(given: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, torch
     return {f"argument {at}": leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
 
-def _gradients(outputs: Mapping[str, Any], leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _gradients(
+    outputs: Mapping[str, Any], leaves: Mapping[str, torch.Tensor | SharedTensor]
+) -> dict[str, torch.Tensor]:
     """Return the gradients of a sum with fixed weights of all outputs."""
-    sources = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    sources = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, SharedTensor) and leaf.requires_grad}
     total = [
         (output * torch.cos(torch.arange(output[0].numel(), device=output.device)).view(output[0].shape)).sum().double()
         for output in outputs.values()
@@ -274,7 +303,7 @@ def _difference(fused: _Step, serial: _Step) -> str | None:
         for name, value in expected.items():
             error = _error(found[name], value)
             limit = max(serial.tolerance, _TOLERANCES.get(value.dtype, 0.0))
-            if error > limit * max(magnitudes[name], _PART_OF_LARGEST * largest):
+            if not error <= limit * max(magnitudes[name], _PART_OF_LARGEST * largest):  # the error may be NaN
                 what = f"the gradient of {name}" if kind == "gradients" else name
                 return f"{what} differs by {error:.1e} from that of the training job alone"
     return None

@@ -112,7 +112,7 @@ class HiddenOptimizers:
                 if shared:
                     self._shown[row].append((each, state, name))
             else:
-                parts[name] = [segment.part(value, place) for place in range(len(members))]
+                parts[name] = [segment.part(value, row, place) for place in range(len(members))]
         for place, parameter in enumerate(members):
             own = {name: part[place] for name, part in parts.items()}
             optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **own}
@@ -172,4 +172,4 @@ def _joined(name: str, values: Sequence[Any], segment: Segment) -> Any:
     """Return the state of a whole row from those of its parameters."""
     if name in _PER_PARAMETER or not isinstance(values[0], torch.Tensor):
         return values[0].clone() if isinstance(values[0], torch.Tensor) else values[0]
-    return torch.cat([layout.flat(value) for layout, value in zip(segment.layouts, values, strict=True)])
+    return torch.cat([segment.flat(value, number) for number, value in enumerate(values)])

@@ -241,17 +241,18 @@ class ArrayRun(Run):
         self._send(MemberEnded(self._training, self.number, member, end, payload, stored))
 
     def _is_too_large(self, error: BaseException) -> bool:
-        """Return whether an array, and not one of its members, has run out of memory; the next one is half as large."""
-        import torch
+        """Return whether an array, and not one of its members, has run out of memory; the next one is half as large.
 
-        sizing = self._sizing
-        if not isinstance(error, torch.OutOfMemoryError) or sizing is None or not sizing.fused or sizing.size < 2:
+        Members that train one by one in this process have all their models in memory, too.
+        """
+        if not _is_out_of_memory(error):
             return False
-        if not self._too_large:
+        members = len(self._members) + 1  # with this one
+        if not self._too_large and members > 1:
             self._too_large = True
-            reason = f"{sizing.size} members need more memory than the device has"
-            self._send_size(sizing.size // 2, fused=True, decided=True, reason=reason)
-        return True
+            reason = f"{members} members need more memory than there is"
+            self._send_size(members // 2, fused=True, decided=True, reason=reason)
+        return self._too_large
 
     def _resized(self, sizing: ArraySizing) -> None:
         self._send_size(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided)
@@ -277,3 +278,11 @@ class ArrayRun(Run):
 
     def _refused(self, reason: str) -> None:
         self._send_size(1, decided=True, reason=reason)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is that of a device, or of the host if its memory is limited."""
+    import torch
+
+    of_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
+    return of_host or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -14,15 +14,17 @@ from torch.optim.swa_utils import AveragedModel
 from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
 from freetrain_parsl.extensions.fusion.engine.engine import UNFUSED, FusionEngine
 from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
+from freetrain_parsl.extensions.fusion.forward.shared_base import FROZEN
 from freetrain_parsl.extensions.fusion.slot.shared_batches import MemberBatches
 from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.step.closure import needs_closure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from freetrain_parsl.training.checkpoints.state import SessionState
+    from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
     from freetrain_parsl.training.extension import DataSource
+    from freetrain_parsl.training.group.regrouping import GroupMember
 
 __all__ = ["MemberExtension"]
 
@@ -69,6 +71,10 @@ class MemberExtension(SessionExtension):
         """Train alone, with the extension for sharded models."""
         self._train_alone("its model is sharded")
 
+    def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:  # noqa: ARG002
+        """Share frozen tensors with other members at once, before the next one loads the same."""
+        FROZEN.share(_models(objects.values()))
+
     def data(self, source: DataSource) -> MemberBatches | None:
         """Return the batches that the engine fetches once for all with the same data."""
         batches = self._engine.shared_batches(source)
@@ -80,7 +86,7 @@ class MemberExtension(SessionExtension):
         if reason := _reason_against(state):
             self._train_alone(reason)
             return
-        models = [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
+        models = _models(things)
         optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
         self._number_of = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
         self._participant = MemberObjects(models, optimizers)
@@ -95,6 +101,7 @@ class MemberExtension(SessionExtension):
             return
         if not self._joined:
             self._joined = True
+            FROZEN.share(self._participant.models)  # again: a checkpoint that was loaded has memory of its own
             self._engine.join(self._participant)
         self._engine.end_batch(self._participant)
         self.trainings = max(1, self._engine.participants)
@@ -118,7 +125,9 @@ class MemberExtension(SessionExtension):
 
     def facts(self) -> dict[str, str]:
         """Return which training jobs it may be fused with, and why it is not."""
-        return {"structure": self._structure, "not_fused": self._not_fused}
+        kind, reason = ("", "") if self._participant is None else self._engine.facts_of(self._participant)
+        structure = f"{self._structure}/{kind}" if kind else self._structure
+        return {"structure": structure, "not_fused": self._not_fused or reason}
 
     def _train_alone(self, reason: str) -> None:
         logger.warning("training job %s is not fused: %s", self._name, reason)
@@ -133,6 +142,11 @@ class MemberExtension(SessionExtension):
             if output is not UNFUSED:
                 return output
         return original_forward(model)(model, *args, **kwargs)
+
+
+def _models(things: Iterable[object]) -> list[nn.Module]:
+    """Return the models that are trained."""
+    return [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
 
 
 def _reason_against(state: SessionState) -> str:

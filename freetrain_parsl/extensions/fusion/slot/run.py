@@ -14,6 +14,7 @@ from greenlet import GreenletExit
 from freetrain_parsl.extensions.fusion.engine.engine import FusionEngine
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep
 from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept
+from freetrain_parsl.extensions.fusion.forward.shared_base import FROZEN
 from freetrain_parsl.extensions.fusion.slot.member import MemberExtension
 from freetrain_parsl.protocol.reports import PauseReason
 from freetrain_parsl.training.fragment import train
@@ -114,6 +115,7 @@ def run_members(
     fill()
     with freed_memory_kept(), engine.active():
         lockstep.run()
+    FROZEN.purge()
     return engine
 
 

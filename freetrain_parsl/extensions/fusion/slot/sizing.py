@@ -49,7 +49,7 @@ class ArraySizing:
         self._shortest = math.inf
         self._alone = math.inf
         self._times: dict[int, float] = {}  # size -> seconds for each member-step, fused
-        self._used: dict[int, float] = {}  # size -> bytes
+        self._used: dict[int, tuple[float, float]] = {}  # size -> bytes that all share, other bytes
 
     @property
     def gain(self) -> float:
@@ -67,7 +67,7 @@ class ArraySizing:
             return self.fused
         return self.gain >= _GAIN
 
-    def count(self, seconds: float, memory: float = 0.0) -> bool:
+    def count(self, seconds: float, memory: float = 0.0, shared: float = 0.0) -> bool:
         """Count a step of `size` members.
 
         Parameters
@@ -76,6 +76,8 @@ class ArraySizing:
             Its time.
         memory
             Bytes of the device in use.
+        shared
+            Bytes of these that do not depend on the number of members: of the frozen parameters that all have.
 
         Returns
         -------
@@ -88,16 +90,16 @@ class ArraySizing:
         if self._steps > _SKIPPED:
             self._shortest = min(self._shortest, seconds / self.size)
         if self._steps == _SKIPPED + _TIMED:
-            self._next(self._shortest, memory)
+            self._next(self._shortest, memory, shared)
             self._steps, self._shortest = 0, math.inf
         return self.decided
 
-    def _next(self, seconds: float, memory: float) -> None:
+    def _next(self, seconds: float, memory: float, shared: float) -> None:
         if not self.fused:
             self._alone, self.fused = min(seconds, self._alone), True
             return
         self._times[self.size] = min(seconds, self._times.get(self.size, math.inf))
-        self._used[self.size] = memory
+        self._used[self.size] = shared, memory - shared
         self._turns += 1
         if self._turns < _TURNS:
             self.fused = False
@@ -124,7 +126,8 @@ class ArraySizing:
 
     def _extrapolated(self, size: int) -> float:
         """Return the bytes that a larger array would need."""
-        return self._used[self.size] / self.size * size
+        shared, own = self._used[self.size]
+        return shared + own / self.size * size
 
     def _decide(self) -> None:
         self.decided = True

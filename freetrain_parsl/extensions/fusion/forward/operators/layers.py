@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.fusion.forward.operators.mode import FusedOperators, Rule
@@ -20,9 +21,13 @@ _MATRIX = 2  # dimensions of one head's queries, keys or values
 def linear(
     fused: FusedOperators, func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Any:
-    """Multiply all members' samples with their weights in one batched product."""
+    """Multiply all members' samples with their weights in one batched product, or with one weight as one batch."""
     if not fused.is_stacked(weight):
-        return NotImplemented
+        if not fused.is_stacked(input) or (bias is not None and fused.is_stacked(bias)):
+            return NotImplemented
+        samples = fused.rows(input)
+        with fused.level.suspended():
+            return fused.wrap(func(samples, weight, bias))
     shape = input.shape
     weights = fused.rows(weight)
     biases = None if bias is None else fused.rows(bias)
@@ -35,6 +40,18 @@ def linear(
         output = linear_rows(inputs, weights, biases)
         if len(shape) != 2:
             output = output.view(fused.size, *shape[:-1], output.shape[-1])
+    return fused.wrap(output)
+
+
+def addmm(
+    fused: FusedOperators, func: Any, input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **options: Any
+) -> Any:
+    """Do the same with one weight for layers that are written as ``addmm``, such as those of GPT-2."""
+    if options or not fused.is_stacked(mat1) or fused.is_stacked(mat2) or fused.is_stacked(input) or input.dim() != 1:
+        return NotImplemented
+    rows = fused.rows(mat1)
+    with fused.level.suspended():
+        output = func(input, rows.flatten(0, 1), mat2).unflatten(0, rows.shape[:2])
     return fused.wrap(output)
 
 
@@ -98,6 +115,11 @@ def embedding(
     if max_norm is not None:  # changes the table in place
         options = {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq}
         return fused.row_by_row(func, (input, weight, padding_idx), options, changes_arguments=True)
+    if not fused.is_stacked(weight) and not scale_grad_by_freq:
+        indices = fused.rows(input)
+        with fused.level.suspended():
+            output = func(indices, weight, padding_idx)
+        return fused.wrap(output)
     tables, indices = fused.rows(weight), fused.rows(input)
     with fused.level.suspended():
         words = tables.shape[1]
@@ -198,6 +220,10 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Normalize all members' samples, then multiply and add in one operator; large rows one after the other."""
+    if fused.is_stacked(input) and not any(each is not None and fused.is_stacked(each) for each in (weight, bias)):
+        values = fused.rows(input)
+        with fused.level.suspended():
+            return fused.wrap(func(values, normalized_shape, weight, bias, eps))
     if weight is None or bias is None or not fused.is_stacked(weight):
         return NotImplemented
     values, weights, biases = fused.rows(input), fused.rows(weight), fused.rows(bias)
@@ -315,8 +341,27 @@ def _row_by_row(fused: FusedOperators, func: Any, given: dict[str, Any]) -> Any:
     return fused.row_by_row(func, [given[name] for name in names], given["options"])
 
 
+_PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which torch takes a number of Python
+
+
+def scaled(fused: FusedOperators, func: Any, input: Any, other: Any, **options: Any) -> Any:
+    """Multiply with a number that each member has for itself, as the scale of LoRA."""
+    if not isinstance(other, PerMember) or options or not isinstance(input, torch.Tensor):
+        return NotImplemented
+    if not input.is_floating_point():
+        return fused.row_by_row(func, (input, other), {})
+    rows = fused.rows(input)
+    with fused.level.suspended():
+        kind = _PRECISION.get(rows.dtype, rows.dtype)
+        column = torch.tensor(other.values, dtype=kind, device=rows.device).view(-1, *[1] * (rows.dim() - 1))
+        output = func(rows, column).to(rows.dtype)
+    return fused.wrap(output)
+
+
 RULES: dict[Any, Rule] = {
+    **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), scaled),
     F.linear: linear,
+    torch.addmm: addmm,
     F.cross_entropy: cross_entropy,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,

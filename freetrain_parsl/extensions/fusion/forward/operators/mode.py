@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.per_member import PerMember, of_member
+from freetrain_parsl.extensions.fusion.forward.operators.functions import FunctionCall
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +122,9 @@ class FusedOperators(TorchFunctionMode):
             raise CannotFuse("activation checkpointing, or other hooks on saved tensors, inside the model")
         if not self.level.is_innermost():
             raise CannotFuse("torch.vmap, or another transform of torch.func, inside the model")
+        if isinstance(func, FunctionCall):
+            func.check()
+            return self.row_by_row(func, args, kwargs)
         rule = self._rules.get(func)
         if rule is not None:
             try:
@@ -172,7 +177,7 @@ class FusedOperators(TorchFunctionMode):
         self.serial.add(name_of(func))
         writes = _writes(func, kwargs)
         if writes and leaves and not stacked[0]:
-            raise CannotFuse(
+            raise ChangesShared(
                 f"{name_of(func)} writes different values into a tensor that is the same for all training jobs"
             )
         # The gradient of `unbind` is a fast stack, but what it returns must not be written to.
@@ -206,7 +211,7 @@ class FusedOperators(TorchFunctionMode):
             with self.streams.of(member):
                 results.append((leaves, func(*args, **kwargs)))
             if versions != [tensor._version for tensor in shared]:
-                raise CannotFuse(f"{name_of(func)} changes a tensor that is the same for all training jobs")
+                raise ChangesShared(f"{name_of(func)} changes a tensor that is the same for all training jobs")
         return results
 
     def _combine(self, name: str, results: list[tuple[list[Any], Any]], inputs: list[Any], stacked: list[bool]) -> Any:

@@ -1,0 +1,215 @@
+"""Fine-tuning sweeps with transformers and TRL are fused, each training job with the result that it has alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fine_tuning import by_trainer, by_trl, loop
+
+from freetrain_parsl.extensions.fusion.engine.array import Array
+from freetrain_parsl.extensions.fusion.forward.adapters import within
+from tests.extensions.fusion.sweep_trainings import alone, distance, together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+pytestmark = [
+    pytest.mark.slow,  # transformers takes seconds to import
+    pytest.mark.filterwarnings("default"),  # third-party code has its own deprecations
+]
+
+RATES = [{"lr": 0.01 * (number + 1)} for number in range(3)]
+FLOAT32 = 3e-6
+"""Transformers computes losses in float32, whatever the model's type."""
+
+
+def assert_as_alone(
+    root: Path, points: Sequence[Mapping[str, Any]], function: Callable[..., Any], within: float = 1e-9
+) -> None:
+    outcome = together(root / "array", points, function, seeds=range(len(points)))
+    assert not outcome.engine.reason
+    assert outcome.engine.fused_steps == 8
+    for number, point in enumerate(points):
+        expected = alone(root / "alone", str(number), point, function, seed=number)
+        for name, value in outcome.value(str(number)).items():
+            limit = max(within, FLOAT32) if name == "losses" else within
+            assert distance(value, expected[name]) <= limit, name
+
+
+def test_a_cache_that_the_model_returns_is_that_of_each_training_job(tmp_path: Path) -> None:
+    assert_as_alone(tmp_path, [{**point, "use_cache": True} for point in RATES], loop)
+
+
+@pytest.mark.parametrize("function", [by_trainer, by_trl])
+def test_trainers_are_fused(tmp_path: Path, function: Callable[..., Any]) -> None:
+    assert_as_alone(tmp_path, RATES, function)
+
+
+RANKS = (2, 4, 8)
+NEAR = 1e-9
+
+
+def adapters(**options: Any) -> list[dict[str, Any]]:
+    """Return points of ranks that differ; what is a tuple differs, too."""
+    return [
+        {
+            "lr": 0.01 * (number + 1),
+            "adapter": {
+                "rank": rank,
+                **{name: value[number] if isinstance(value, tuple) else value for name, value in options.items()},
+            },
+        }
+        for number, rank in enumerate(RANKS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "clip"),
+    [
+        ("SGD", {"weight_decay": 0.1, "momentum": 0.9}, 0.5),
+        ("Adam", {"weight_decay": 0.1}, None),
+        ("AdamW", {"weight_decay": 0.1}, 0.5),
+        ("RMSprop", {}, None),
+        ("Adagrad", {}, None),
+        ("NAdam", {}, None),
+        ("Adafactor", {}, None),
+    ],
+)
+def test_ranks_that_differ_are_padded_exactly(
+    tmp_path: Path, optimizer: str, options: dict[str, Any], clip: float | None, padding: list[float]
+) -> None:
+    """Parameters, gradients and states have the true shapes, and what pads them stays zero."""
+    pytest.importorskip("peft")
+    points = [
+        {**point, "optimizer": optimizer, "options": options, "clip": clip}
+        for point in adapters(alpha=(4.0, 16.0, 64.0))
+    ]
+    assert_as_alone(tmp_path, points, loop, NEAR)
+    assert len(padding) > 8
+    assert max(padding) == 0.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": (0.1, 0.2, 0.3), "alpha": (4.0, 16.0, 64.0)},
+        {"use_rslora": (True, False, True)},
+        {"use_dora": True, "alpha": (4.0, 16.0, 64.0)},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+    ],
+    ids=["dropout", "rsLoRA in some", "DoRA", "all linear layers", "embeddings"],
+)
+def test_kinds_of_adapters_of_ranks_that_differ(tmp_path: Path, options: dict[str, Any], padding: list[float]) -> None:
+    pytest.importorskip("peft")
+    assert_as_alone(tmp_path, adapters(**options), loop, NEAR)
+    assert max(padding) == 0.0
+
+
+@pytest.mark.parametrize("function", [by_trainer, by_trl])
+def test_trainers_with_ranks_that_differ(tmp_path: Path, function: Callable[..., Any]) -> None:
+    pytest.importorskip("peft")
+    assert_as_alone(tmp_path, adapters(alpha=(4.0, 16.0, 64.0)), function, NEAR)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"target_modules": (["q_proj"], ["v_proj"], ["q_proj", "v_proj"])},
+            "modules differ between the training jobs",
+        ),
+        ({"use_dora": (False, True, False)}, "q_proj.lora_magnitude_vector.default"),
+        ({"dropout": (0.0, 0.1, 0.2)}, "lora_dropout.default is of a different class"),
+    ],
+    ids=["other layers", "DoRA in some", "no dropout in some"],
+)
+def test_adapters_of_other_kinds_are_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("peft")
+    outcome = together(tmp_path, adapters(**options), loop)
+    assert outcome.engine.fused_steps == 0
+    assert message in caplog.text
+
+
+def test_ranks_are_no_part_of_the_digest_of_a_cohort() -> None:
+    """It is the same in each process, and another one for adapters that cannot be in one array."""
+    pytest.importorskip("peft")
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from fine_tuning import adapted, llama
+from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
+of_ranks = {{}}, dict(rank=2, alpha=3.0, use_rslora=True)
+points = *of_ranks, dict(dropout=0.1), dict(dropout=0.2, rank=8), dict(use_dora=True)
+print([MemberObjects([adapted(llama(), **point)], []).structure(4) for point in points])
+"""
+    found = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    (digests,) = map(ast.literal_eval, found)
+    assert digests[0] == digests[1]
+    assert digests[2] == digests[3]
+    assert len(set(digests)) == 3
+
+
+def test_ranks_with_an_optimizer_that_divides_zero_by_zero_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("peft")
+    points = [{**point, "options": {"eps": 0.0}} for point in adapters()]
+    outcome = together(tmp_path, points, loop)
+    assert outcome.engine.fused_steps == 0
+    assert "eps=0" in caplog.text
+
+
+def test_a_checkpoint_has_the_true_shapes(tmp_path: Path) -> None:
+    """A member of an array with others of higher ranks is resumed by itself, with the result of a whole run alone."""
+    pytest.importorskip("peft")
+    points = adapters(alpha=(4.0, 16.0, 64.0))
+    together(tmp_path / "array", [{**point, "epochs": 1} for point in points], loop, seeds=range(3))
+    for number, point in enumerate(points):
+        name = str(number)
+        alone(tmp_path / "alone", name, {**point, "epochs": 1}, loop, seed=number)
+        sizes = [
+            sum(file.stat().st_size for file in (tmp_path / root / name).rglob("*") if file.is_file())
+            for root in ("array", "alone")
+        ]
+        assert abs(sizes[0] - sizes[1]) < 0.01 * sizes[1]
+        resumed = alone(tmp_path / "array", name, {**point, "epochs": 2}, loop, seed=number)
+        whole = alone(tmp_path / "whole", name, {**point, "epochs": 2}, loop, seed=number)
+        assert distance(resumed["model"], whole["model"]) < NEAR
+        assert distance(resumed["optimizer"], whole["optimizer"]) < NEAR
+
+
+@pytest.fixture
+def padding(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the largest number in what pads rows and gradients, for each step."""
+    noted: list[float] = []
+    drop = Array.drop_gradients
+
+    def noting(array: Array) -> None:
+        noted.extend(_outside(array))
+        drop(array)
+
+    monkeypatch.setattr(Array, "drop_gradients", noting)
+    return noted
+
+
+def _outside(array: Array) -> Iterator[float]:
+    for segment in array.segments:
+        for number in range(len(segment.shapes)):
+            for rows in (segment.rows, segment.gradients):
+                if rows is None or not segment.is_padded(number):
+                    continue
+                whole = segment.stacked(rows, number).clone()
+                for row, values in enumerate(whole):
+                    within(values, segment.own_shapes[row][number]).zero_()
+                yield float(whole.abs().max())
