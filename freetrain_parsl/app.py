@@ -241,7 +241,7 @@ class TrainingApp(AppBase):
             "name": name,
             "code": code,
             "call": call,
-            "snapshot_every": None if has_replicas else copies,
+            "snapshot_every": copies,
         }
         size = options.size
         size.check(f"training job {name!r}")

@@ -188,3 +188,8 @@ class SessionOptions:
         check_on_code_change(self.on_code_change)
         if self.threads is not None and self.threads < 1:
             raise InvalidSettings(f"{who}: threads must be at least 1, got {self.threads}")
+
+    @property
+    def makes_copies(self) -> bool:
+        """Whether parts of a sharded state are copied to other nodes; with replicas, each of these is a copy."""
+        return self.snapshot_every is not None and self.replicas == 1

@@ -275,7 +275,7 @@ class Runtime:
             begin()
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
-        if self._memory is not None and self.options.snapshot_every is not None:
+        if self._memory is not None and self.options.makes_copies:
             self.extension.use_memory(self._memory, self.options, self.members)
         if self.options.replicas > 1:
             self.extension.use_replicas(self.members)
@@ -644,7 +644,7 @@ class Runtime:
     def _restore(self) -> Restored | None:
         """Return the newest state, on all members: from copies in their memory, or else from the newest checkpoint."""
         manager = self.checkpoint_manager
-        if self._memory is not None and self.options.snapshot_every is None:
+        if self._memory is not None and not self.options.makes_copies:
             self._memory.empty()  # of an earlier job
             self._memory.free()
         elif self._memory is not None:
