@@ -36,7 +36,7 @@ def test_a_replica_continues_and_the_one_that_lost_a_process_is_built_again_from
 
     site.until(lambda run: run.trainings and len(state().nodes) == 4 and state().progress.get("step", 0) > 3)
     began = len(site.run.fragments)
-    killed = state().nodes[1]
+    called, killed = len(calls.read_text().split()), state().nodes[1]
     os.kill(_pid_of_a_slot(site, killed), signal.SIGKILL)
     site.until(lambda run: len(run.fragments) > began and len(state().nodes) == 2)
     intact = site.run.fragments[began]
@@ -53,4 +53,4 @@ def test_a_replica_continues_and_the_one_that_lost_a_process_is_built_again_from
     progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
     assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
     pids = [int(line) for line in calls.read_text().split()]
-    assert len(pids) == len(set(pids)) == 6, "four processes, then two newcomers; the intact replica's went on"
+    assert len(pids) == len(set(pids)) >= called + 2, "two newcomers; the other processes went on in their call"
