@@ -47,7 +47,9 @@ class Data:
         return self.x[position]
 
 
-def train(session: Any, *, width: int, steps: int, kill: bool = False, alternate: bool = False) -> dict[str, Any]:
+def train(
+    session: Any, *, width: int, steps: int, kill: bool = False, alternate: bool = False, pause: float = 0.0
+) -> dict[str, Any]:
     """Train for some steps; return the times of the steps, and the processor time of the blocks without and with."""
     from torch.distributed.fsdp import fully_shard
 
@@ -70,6 +72,7 @@ def train(session: Any, *, width: int, steps: int, kill: bool = False, alternate
                 os.kill(os.getpid(), signal.SIGKILL)
             session.step(mse_loss(model(x), x))
             ended.append(time.monotonic())
+            time.sleep(pause)
             if alternate and session.metrics["steps"] % EVERY == 0:
                 block = session.metrics["steps"] // EVERY
                 if block > 2:  # the first ones are slower

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 WIDTH, INNER, BLOCKS, QUICK_BLOCKS = 512, 2048, 16, 2
 CHANGES = ("2-3", "3-2", "4-8", "8-4")
 FAILURES = ("neighbour", "checkpoint")
-ROUNDS = 3
+ROUNDS = 2
 FAILURE_WIDTH, QUICK_WIDTH = 2048, 256  # 33.6 million parameters
 _PATIENCE = 120.0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast, overload
 
 from parsl.app.app import AppBase
 from parsl.dataflow.dflow import DataFlowKernelLoader
+from parsl.dataflow.futures import AppFuture
 from parsl.dataflow.memoization import id_for_memo
 
 from freetrain_parsl.app_options import AppOptions, Scaling, curves_of, kinds_of
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from parsl.dataflow.dflow import DataFlowKernel
-    from parsl.dataflow.futures import AppFuture
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.jobs.request import TrainingRequest
@@ -37,10 +37,25 @@ __all__ = ["Scaling", "TrainingApp", "training_app"]
 _P = ParamSpec("_P")
 
 
+class TrainingFuture(AppFuture):
+    """What a training app returns: Parsl's future of the function's return value."""
+
+    @property
+    def fusion(self) -> str:
+        """With how many others its training job runs fused, or why it is not, as ``freetrain status`` says.
+
+        Empty before it starts, and if nothing is known against it.
+        """
+        from freetrain_parsl.report.futures import state_of
+
+        state = state_of(self)
+        return "" if state is None else state.fusion_remark()
+
+
 class TrainingApp(AppBase):
     """A training function that Parsl runs on idle nodes; created by `training_app`.
 
-    Calling it returns a Parsl ``AppFuture`` for the function's return value. The plain function is ``.func``.
+    Calling it returns a `TrainingFuture` for the function's return value. The plain function is ``.func``.
     """
 
     def __init__(self, func: Callable[..., Any], options: AppOptions) -> None:
@@ -287,12 +302,12 @@ class TrainingApp(AppBase):
         request = self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
         return replace(request, likeness=likeness_of(self.func, code, args, {**self.kwargs, **kwargs}))
 
-    def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AppFuture:
+    def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingFuture:
         """Submit the training job of one call, described by `call_request`."""
         from freetrain_parsl.executor.jobs.request import SPECIFICATION_KEY
 
         kernel = self.data_flow_kernel or DataFlowKernelLoader.dfk()
-        return kernel.submit(
+        future = kernel.submit(
             self.func,
             app_args=args,
             executors=[self.executor_of(kernel).label],
@@ -305,6 +320,8 @@ class TrainingApp(AppBase):
             },
             join=False,
         )
+        future.__class__ = TrainingFuture  # Parsl makes the object
+        return cast("TrainingFuture", future)
 
     def executor_of(self, kernel: DataFlowKernel | None = None) -> FreeTrainExecutor:
         """Return the executor of its training jobs.

@@ -55,9 +55,12 @@ def training(name: str) -> Any:
         ("char_lm", ["--epochs", "1", "--characters", "10000"]),
         ("hf_style", ["--epochs", "1", "--samples", "200"]),
         ("llm", ["--epochs", "1", "--windows", "64", "--width", "16"]),
+        ("lora", ["--epochs", "1", "--samples", "32"]),
     ],
 )
 def test_each_app_runs_alone_without_freetrain(name: str, options: list[str]) -> None:
+    if name == "lora":
+        pytest.importorskip("peft")
     done = subprocess.run(
         [sys.executable, "-W", "error", str(APPS / f"{name}.py"), *options], capture_output=True, text=True
     )
@@ -88,3 +91,11 @@ def test_a_sharded_llama_learns_which_words_follow(tmp_path: Path) -> None:
     metrics = run_local(training("llm"), epochs=3, windows=256, width=48, layers=2, context=32, directory=tmp_path)
     first, *_, last = (row["perplexity"] for row in metrics["history"])
     assert last < 25 < first  # of 96 words
+
+
+def test_adapters_on_a_frozen_base_learn_which_words_follow(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    metrics = run_local(training("lora"), epochs=3, directory=tmp_path)
+    first, *_, last = (row["perplexity"] for row in metrics["history"])
+    assert last < 60  # of 96 words
+    assert last < first

@@ -176,10 +176,13 @@ def test_a_page_that_starts_from_zero_sets_the_variables_of_the_sites_file(site)
     assert f"--config {site}" in page
 
 
-def test_parts_of_an_app_are_shown_as_they_are():
-    """The page on large models shows parts of the app, in its words."""
-    app = (ROOT / "apps" / "llm.py").read_text(encoding="utf-8")
-    page = (DOCS / "howto" / "large-models.md").read_text(encoding="utf-8")
-    parts = re.findall(r"^<!-- part of apps/llm.py -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(parts) == 2
+@pytest.mark.parametrize(
+    ("name", "page_name", "count"), [("llm", "large-models", 2), ("lora", "fine-tuning-sweeps", 1)]
+)
+def test_parts_of_an_app_are_shown_as_they_are(name, page_name, count):
+    """Such a page shows parts of the app, in its words."""
+    app = (ROOT / "apps" / f"{name}.py").read_text(encoding="utf-8")
+    page = (DOCS / "howto" / f"{page_name}.md").read_text(encoding="utf-8")
+    parts = re.findall(rf"^<!-- part of apps/{name}.py -->\n```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(parts) == count
     assert [part for part in parts if part not in app] == []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 504
+MOST_FILES: Final = 505
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -34,13 +34,13 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 BUDGET: Final = {
     "": 2_200,
     "campaign": 5_360,
-    "cli": 2_560,
+    "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_800,
+    "executor": 14_840,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 8_550,
+    "extensions/fusion": 8_790,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -49,14 +49,14 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_000,
+    "extensions/sharding": 3_090,
     "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_640,
+    "planning": 7_660,
     "protocol": 1_990,
-    "report": 3_090,
+    "report": 3_100,
     "storage": 2_220,
     "testing": 1_680,
     "training": 13_640,

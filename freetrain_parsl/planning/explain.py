@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from freetrain_parsl.planning.model import BlockTerms, Decision, PlannedJob, Window
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.settings import SettingsInSeconds
+    from freetrain_parsl.planning.sizes import AllowedCounts
 
-__all__ = ["Explanation", "Preview", "Share", "Verdict", "explain_windows", "preview", "why_free"]
+__all__ = ["Explanation", "Preview", "Share", "Verdict", "explain_windows", "least_size", "preview", "why_free"]
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,24 @@ def explain_windows(
     return Explanation(plan, tuple(verdicts), reasons.free_slots(used))
 
 
+def least_size(least: int, allowed: AllowedCounts, slots: int) -> int:
+    """Return the smallest number of at least `least` slots that is allowed and a size; zero if there is none.
+
+    Parameters
+    ----------
+    least
+        Slots.
+    allowed
+        The numbers on which the model can run.
+    slots
+        Of a node.
+    """
+    count = allowed.at_least(least)
+    while count and (size := round_up(count, slots)) != count:
+        count = allowed.at_least(size)
+    return count
+
+
 def why_free(free: Collection[str], waiting: Mapping[str, int], slots_per_node: int) -> str:
     """Explain why none of the waiting training jobs can use the free slots of nodes that jobs share.
 
@@ -226,7 +245,7 @@ def why_free(free: Collection[str], waiting: Mapping[str, int], slots_per_node: 
     free
         Names of the slots.
     waiting
-        Training job -> its least number of slots.
+        Training job -> its least number of slots, see `least_size`; those that can have none are left out.
     slots_per_node
         Number of slots of a node.
 
@@ -241,7 +260,7 @@ def why_free(free: Collection[str], waiting: Mapping[str, int], slots_per_node: 
     by_node = Counter(map(node_of, free))
     whole = sum(count == slots_per_node for count in by_node.values())
     name = min(waiting, key=lambda name: (waiting[name], name))
-    size = round_up(waiting[name], slots_per_node)
+    size = waiting[name]
     if size <= max(by_node.values()) or size <= whole * slots_per_node:
         return ""
     if size < slots_per_node:
@@ -280,7 +299,8 @@ class _Reasons:
         if self.units == 1:
             return ""
         free = {slot for node in used for slot in slots_of(node, self.units)} - self._units_chosen
-        waiting = {trainer.name: trainer.min_nodes for trainer in self.trainers if not self._counts[trainer.name]}
+        idle = [trainer for trainer in self.trainers if not self._counts[trainer.name]]
+        waiting = {trainer.name: size for trainer in idle if (size := trainer.at_least(0, self.units))}
         why = why_free(free, waiting, self.units)
         return f"{self._amount(len(free))} of these nodes would be free: {why}" if why else ""
 
@@ -317,17 +337,29 @@ class _Reasons:
         return self.terms_by_kind.get(window.node_kind, self.terms)
 
     def _grows(self, trainer: PlannedJob, left: int) -> bool:
-        """Return whether `left` unused units would be enough for a training job to start or to grow by one."""
-        count = self._counts[trainer.name]
-        return left >= trainer.min_nodes if not count else count < trainer.max_nodes
+        """Return whether `left` unused units would be enough for a training job to start or to grow."""
+        return 0 < self._next(trainer) <= self._counts[trainer.name] + left
+
+    def _next(self, trainer: PlannedJob) -> int:
+        """Return the smallest number of units that a training job may have beyond those chosen; zero if none."""
+        return trainer.at_least(self._counts[trainer.name] + 1, self.units)
 
     def _why_nobody_grows(self, usable: Sequence[PlannedJob], left: int) -> str:
         idle = [trainer for trainer in usable if not self._counts[trainer.name]]
         if idle:
-            least = min(idle, key=lambda trainer: (trainer.min_nodes, trainer.name))
+            sizes = {trainer.name: self._next(trainer) or trainer.min_nodes for trainer in idle}
+            least = min(sizes, key=lambda name: (sizes[name], name))
             others = "; the others have all that they can use" if len(idle) < len(usable) else ""
-            needed = self._amount(least.min_nodes)
-            return f"training job {least.name!r} needs at least {needed}, {_are(left)} left{others}"
+            needed = self._amount(sizes[least])
+            return f"training job {least!r} needs at least {needed}, {_are(left)} left{others}"
+        growing = [trainer for trainer in usable if self._next(trainer)]
+        if growing:
+            nearest = min(growing, key=lambda each: (self._next(each) - self._counts[each.name], each.name))
+            has = self._counts[nearest.name]
+            return (
+                f"training job {nearest.name!r} has {self._amount(has)}, the next number that its model or the sizes "
+                f"on a node allow is {self._next(nearest)}, and {_are(left)} left"
+            )
         most = sum(self._counts[trainer.name] for trainer in usable)
         return f"no training job can use more {self._unit}s: at most {most} together"
 

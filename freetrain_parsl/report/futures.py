@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from freetrain_parsl.executor.executor import FreeTrainExecutor
+    from freetrain_parsl.report.projection.run import TrainingState
 
-__all__ = ["explain", "job_of"]
+__all__ = ["explain", "job_of", "state_of"]
 
 
 def explain(future: Future[Any]) -> str:
@@ -30,7 +31,8 @@ def explain(future: Future[Any]) -> str:
     Returns
     -------
     str
-        Reasons, separated by ``"; "``; empty if it runs, or has finished, and there is nothing to say.
+        Reasons, separated by ``"; "``; empty if it runs, or has finished, and there is nothing to say. Of one that has
+        finished: why it was not fused.
 
     Raises
     ------
@@ -43,22 +45,40 @@ def explain(future: Future[Any]) -> str:
     >>> freetrain_parsl.explain(future)  # doctest: +SKIP
     'waits for 2 nodes to join; idle nodes not used: n[1-2]: shorter than start-up 30 s + minimum 1 min + margin 10 s'
     """
-    name, executor = job_of(future)
+    name, run = _run_of(future)
     if future.cancelled():
         return "cancelled"
+    known, now = run.trainings.get(name), time.time()
     if future.done():
         error = future.exception()
-        return "" if error is None else f"{type(error).__name__}: {text_of(error)}"
-    journal = Path(executor.journal_path)
-    try:
-        run = RunState.with_reasons(journal) if journal.exists() else RunState()
-    except (OSError, sqlite3.Error) as error:
-        raise InvalidInput(f"the journal {journal} cannot be read: {error}") from None
-    known, now = run.trainings.get(name), time.time()
+        if error is not None:
+            return f"{type(error).__name__}: {text_of(error)}"
+        return "" if known is None or known.state != "finished" else known.remark(now)
     if known is None:
         return "waits for its arguments, or for Parsl to submit it"
     reasons = [known.remark(now), *(run.reasons(now) if known.state == "waiting" else ())]
     return "; ".join(filter(None, reasons)) or (NO_NODES_YET if known.state == "waiting" else "")
+
+
+def state_of(future: Future[Any]) -> TrainingState | None:
+    """Return what the journal says of the training job of a future; ``None``: nothing yet.
+
+    Raises
+    ------
+    InvalidInput
+        See `explain`.
+    """
+    name, run = _run_of(future)
+    return run.trainings.get(name)
+
+
+def _run_of(future: Future[Any]) -> tuple[str, RunState]:
+    name, executor = job_of(future)
+    journal = Path(executor.journal_path)
+    try:
+        return name, RunState.with_reasons(journal) if journal.exists() else RunState()
+    except (OSError, sqlite3.Error) as error:
+        raise InvalidInput(f"the journal {journal} cannot be read: {error}") from None
 
 
 def job_of(future: object) -> tuple[str, FreeTrainExecutor]:

@@ -12,6 +12,7 @@ from freetrain_parsl.executor.jobs.request import Limits, SharedSettings, Traini
 from freetrain_parsl.executor.journal import Journal, JournalEntry, read_journal
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
 from freetrain_parsl.planning.model import CostsInSeconds
+from freetrain_parsl.planning.sizes import ANY_COUNT, AllowedCounts
 from freetrain_parsl.protocol.messages import (
     ChangeGroup,
     PauseRun,
@@ -95,12 +96,14 @@ class Stage:
         self.manager.submit(Training(request, b"function", future))
         return future
 
-    def running(self, *nodes: str, in_place: bool = True, step: int = 1, **options: Any) -> Future[Any]:
+    def running(
+        self, *nodes: str, in_place: bool = True, step: int = 1, counts: AllowedCounts = ANY_COUNT, **options: Any
+    ) -> Future[Any]:
         """Submit a training job that runs on these nodes and has reported."""
         future = self.submit(**options)
         sent = self.on(*nodes)
         assert {type(message) for _, message in sent} == {StartRun}
-        self.progress(sent[0][0], step=step, in_place=in_place)
+        self.progress(sent[0][0], step=step, in_place=in_place, allowed_counts=counts)
         return future
 
     def on(self, *nodes: str, name: str = "t") -> list[tuple[str, ToSlot]]:

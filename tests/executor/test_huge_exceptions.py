@@ -126,7 +126,7 @@ def sleep() -> str:
 
 
 def spin_for_a_while() -> str:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 3
     while time.monotonic() < end:
         pass
     return ""
@@ -145,7 +145,7 @@ def test_an_exception_whose_texts_take_long_is_passed_on_without_them(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its slot never ended, or the driver's loop did not answer any slot."""
-    monkeypatch.setattr(run_end, "_LONGEST_TEXT", 1.0)
+    monkeypatch.setattr(run_end, "_LONGEST_TEXT", 0.6)  # 1 in whole seconds
     begin = time.monotonic()
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - its text takes long
         raise SLOW[kind]

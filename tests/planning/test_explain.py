@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.explain import explain_windows, preview, why_free
+from freetrain_parsl.planning.explain import explain_windows, least_size, preview, why_free
 from freetrain_parsl.planning.model import BlockTerms, CostsInSeconds, Decision, PlannedJob, Window
 from freetrain_parsl.planning.policies import EqualSharePolicy, MilpPolicy, WindowPolicy
 from freetrain_parsl.planning.policies.base import Policy
+from freetrain_parsl.planning.sizes import AllowedCounts
 from tests.planning.small_events import DEFAULTS
 
 SETTINGS = replace(DEFAULTS, startup=10, min_useful=20, closing_margin=5, max_walltime=1000, max_pending_blocks=4)
@@ -192,6 +193,23 @@ def test_a_training_over_several_blocks_slows_down_as_they_end():
     """100 s on three nodes, then 100 s on two."""
     seen = [window("a", "b", lasts=215), window("c", lasts=115)]
     assert shown(seen, [trainer()]) == [[("t", 2, 400.0, 4000.0)], [("t", 1, 100.0, 1000.0)]]
+
+
+def test_a_job_whose_model_does_not_allow_one_more_node_is_named():
+    """Two of three nodes are used: its model runs on 1, 2, 4 or 8."""
+    powers = replace(trainer(most=8), allowed_counts=AllowedCounts(divisor_of=8))
+    assert reasons([window("a", "b", "c")], [powers]) == [
+        "training job 't' has 2 nodes, the next number that its model or the sizes on a node allow is 4, and 1 is left"
+    ]
+    multiples = replace(trainer(most=8), allowed_counts=AllowedCounts(multiple_of=4))
+    assert reasons([window("a", "b")], [multiples]) == ["training job 't' needs at least 4 nodes, 2 are left"]
+
+
+@pytest.mark.parametrize(
+    ("least", "allowed", "size"), [(3, AllowedCounts(), 4), (1, AllowedCounts(6), 12), (9, AllowedCounts(1, 8), 0)]
+)
+def test_the_least_size_is_allowed_and_divides_nodes(least, allowed, size):
+    assert least_size(least, allowed, 4) == size
 
 
 def test_a_training_left_with_too_few_nodes_gains_nothing_more():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import freetrain_parsl
 from freetrain_parsl import PlannerSettings
+from freetrain_parsl.app import TrainingFuture
 from freetrain_parsl.campaign.lock import own_identity
 from freetrain_parsl.campaign.store import RunStore
 from freetrain_parsl.cli.commands import app
@@ -195,6 +196,13 @@ def test_a_future_that_is_done_has_its_error(tmp_path):
     failed.set_exception(ValueError("no"))
     finished.set_result(1)
     assert [freetrain_parsl.explain(future) for future in (failed, finished)] == ["ValueError: no", ""]
+
+
+def test_a_future_tells_whether_it_is_fused(run):
+    """Also in a script, where nobody reads the journal."""
+    future = future_of("b", run / "journal.sqlite")
+    future.__class__ = TrainingFuture
+    assert future.fusion == "not fused: its model has hooks"
 
 
 def test_other_futures_are_refused():

@@ -15,7 +15,6 @@ import pytest
         pytest.param("bare", "1-2", 2, marks=pytest.mark.smoke),
         ("bare", "3-6", 4),
         ("bare", "7-10", 4),
-        ("bare", "11-14", 4),
         ("shared", "1-3", 3),
     ],
 )

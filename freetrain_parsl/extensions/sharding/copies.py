@@ -3,7 +3,7 @@
 A copy has two phases. At a boundary all members copy their parts, which blocks the training job for as long as that
 takes; then a thread of each sends it to the neighbour and receives another member's, while the training job continues.
 It is complete when all members have told so in the sum of a later boundary. Until then the previous one is kept: every
-member has room for two.
+member has room for two. A checkpoint is written from a copy, too, so that a save is not a second one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.node_memory import NodeMemory, Shelf
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "HostCopy"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,21 @@ _AUTO_SHARE = 0.5  # of the available memory, unless the user has chosen the num
 _PIECE = 4 << 20  # bytes: a collective that needs the same connection waits for one piece at most
 _TAG = 0xC0  # apart from the transfer of states, which is on the main thread
 _LONGEST_END = 10.0  # seconds for a thread whose connections were shut down
+
+
+class HostCopy(NamedTuple):
+    """A copy of this member's part in host memory.
+
+    Parameters
+    ----------
+    parts
+        Name -> this member's part of the tensor.
+    wait
+        Called in another thread: returns once the copy is complete.
+    """
+
+    parts: dict[str, torch.Tensor]
+    wait: Callable[[], None]
 
 
 class Copies:
@@ -69,6 +84,7 @@ class Copies:
         self._generation = -1  # of the group that `_targets` and the last copy belong to
         self._targets: list[int] | None = None
         self._transfer: _Transfer | None = None
+        self._being_saved: int | None = None  # the pair of which a checkpoint is written
         self.transfer_seconds = self.blocked_seconds = 0.0
         """Seconds of the last transfer, and for which the last copy has blocked the training job."""
 
@@ -83,7 +99,7 @@ class Copies:
         if group.generation != self._generation:
             if self._has_any:  # of another group: a part of it may be on this node only
                 return True
-        elif self._targets is None or self._transfer is not None:
+        elif self._targets is None or self._transfer is not None or self._being_saved == 1 - self._newest:
             return False
         return step >= self.next_step if self._every and self.next_step is not None else due
 
@@ -93,8 +109,37 @@ class Copies:
         transfer = self._transfer
         return transfer is not None and transfer.arrived and self._generation == self._members.group.generation
 
-    def begin(self, state: Mapping[str, Any]) -> None:
+    def begin_for_save(self, state: Mapping[str, Any]) -> HostCopy | None:
+        """Begin a copy of which a checkpoint is written; it stays until `saved`; all members call this.
+
+        Returns
+        -------
+        copy
+            ``None``: there are no copies in this group, or the one before is still on its way.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        group = self._members.group
+        if group.size == 1 or (group.generation == self._generation and self._transfer is not None):
+            return None
+        copy = self.begin(state)
+        self._being_saved = None if copy is None else 1 - self._newest
+        return copy
+
+    def saved(self) -> None:
+        """Note that the checkpoint is written, or given up, on all members."""
+        self._being_saved = None
+
+    def begin(self, state: Mapping[str, Any]) -> HostCopy | None:
         """Copy this member's part of a state, and start to exchange it; all members call this.
+
+        Returns
+        -------
+        copy
+            ``None``: there are no copies in this group.
 
         Raises
         ------
@@ -118,13 +163,15 @@ class Copies:
             self._targets = self._plan(group, parts, problem)
             self._generation, self._transfer = group.generation, None
         if self._targets is None or parts is None:
-            return
+            return None
         own, other = self._pairs[1 - self._newest]
         other.empty()
         content = own.open(parts.size(group.rank, group.size))
         own.pin()
+        copied: dict[str, torch.Tensor] = {}
         for view, names in zip(parts.views(content, group.rank, group.size), parts.names, strict=True):
             view.copy_(shards[names[0]].to_local().detach(), non_blocking=True)
+            copied |= dict.fromkeys(names, view)
         label = Label(self._job, group.generation, group.size, step, group.rank, is_own=True)
         loop = {**plain["loop"], "own": []}
         mine: Any = plain["loop"]["own"][0]
@@ -134,6 +181,7 @@ class Copies:
         self._transfer = _Transfer(_once_copied(lambda: own.seal(head)), sent, content, other, target, source)
         self.blocked_seconds = time.monotonic() - begun
         self._schedule.measured(blocked=self.blocked_seconds)
+        return HostCopy(copied, _once_copied(lambda: None))
 
     def complete(self) -> None:
         """Note that the copy has arrived at all members: the previous one may be overwritten."""

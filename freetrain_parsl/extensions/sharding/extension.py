@@ -199,5 +199,5 @@ class Sharding(SessionExtension):
     def saver(self, parts: SaverParts) -> ShardedSaver:
         """Return what writes the state, on all members together."""
         if self._saver is None:
-            self._saver = ShardedSaver(parts)
+            self._saver = ShardedSaver(parts, lambda: self.copies)
         return self._saver

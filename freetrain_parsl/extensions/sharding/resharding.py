@@ -366,7 +366,7 @@ class Resharding:
     ) -> tuple[dict[tuple[Any, ...], Any], list[ShardEntry]]:
         """Return the tensors and what describes them; a newcomer takes the others' description."""
         tensors = self.tensors()
-        if group.size == 1 or all(group.gather_objects(has_state)):
+        if _count(group, of=has_state) == group.size:
             return tensors, self.entries(tensors)
         theirs: list[Any] = [None]
         if group.rank == source:
@@ -375,7 +375,8 @@ class Resharding:
             dist.broadcast_object_list(theirs, src=source)
         entries, ints = theirs[0]
         problem = "" if has_state else self._difference(tensors, entries)
-        if any(problems := group.gather_objects(problem)):
+        if _count(group, of=problem != ""):
+            problems = group.gather_objects(problem)
             if problem:
                 raise UsageError(f"a process that joins has another model than the others: {problem}")
             raise OtherModel(f"a process that joined has another model than the others: {max(problems)}")
@@ -498,6 +499,11 @@ class _NewShards:
 def _joined(before: Moved, began: float, traffic: Traffic) -> Moved:
     """Return a change that has handed over before it took over."""
     return Moved(before.seconds + time.monotonic() - began, before.traffic.followed_by(traffic))
+
+
+def _count(group: Group, *, of: bool) -> int:
+    """Return for how many members something holds: a sum takes one message of each, objects take several."""
+    return int(group.sum(torch.tensor([int(of)])).item())
 
 
 def _name(path: Sequence[Any]) -> str:

@@ -20,6 +20,7 @@ from freetrain_parsl.training.checkpoints.background import Background, HostBuff
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.extensions.sharding.copies import Copies, HostCopy
     from freetrain_parsl.extensions.sharding.write import Part
     from freetrain_parsl.storage.entry import Entry
     from freetrain_parsl.storage.posix import Draft
@@ -62,9 +63,12 @@ class ShardedSaver:
     ----------
     parts
         What it works with.
+    copies
+        Returns the copies of the state for other nodes, if there are any: checkpoints are written from them.
     """
 
-    def __init__(self, parts: SaverParts) -> None:
+    def __init__(self, parts: SaverParts, copies: Callable[[], Copies | None]) -> None:
+        self._copies = copies
         self._directory, self._checkpoints, self._claim, self._schedule, self._group_of = parts
         self._buffers = HostBuffers()
         self._background: Background[Any] = Background()  # returns a Part, then on the first member an Entry
@@ -87,12 +91,15 @@ class ShardedSaver:
         return True
 
     def start(self, make_state: Callable[[], State], facts: Facts) -> None:
-        """Plan a checkpoint, copy this member's part of the state, and start to write it."""
-        self._begin(make_state, facts, self._buffers.copy)
+        """Plan a checkpoint, copy this member's part of the state, and start to write it.
+
+        The copy is one for another node, too, where there are such copies and the one before is not on its way.
+        """
+        self._begin(make_state, facts, self._buffers.copy, self._copies())
 
     def save(self, make_state: Callable[[], State], facts: Facts) -> Entry:
         """Write a state, and return once the first member has published it."""
-        self._begin(make_state, facts, in_host_memory)
+        self._begin(make_state, facts, in_host_memory, None)
         self.advance()  # all members have written
         entry = self.advance()  # the first member has published
         assert entry is not None, "the second call returns it or raises an error"
@@ -118,6 +125,7 @@ class ShardedSaver:
             except CheckpointError:
                 self._drop()
                 raise
+            self._release()
             if save.draft is not None:
                 self._background.start(lambda: self._publish(save))
             return None
@@ -145,7 +153,9 @@ class ShardedSaver:
         self._drop()
         return None
 
-    def _begin(self, make_state: Callable[[], State], facts: Facts, to_host: Callable[[Any], Any]) -> None:
+    def _begin(
+        self, make_state: Callable[[], State], facts: Facts, to_host: Callable[[Any], Any], copies: Copies | None
+    ) -> None:
         """Plan a checkpoint and start to write this member's part of it."""
         group = self._group_of()
         begun = time.monotonic()
@@ -162,17 +172,21 @@ class ShardedSaver:
             raise problem
         assert where is not None, "the first member creates it or raises an error"
         try:
-            plain, shards = sharded.split(make_state())
-            plain, local = to_host(((plain if group.is_first else {}), sharded.local_parts(shards)))
-            write = JointWrite(where, shards, local, group, self._directory.path)
+            state = make_state()
+            plain, shards = sharded.split(state)
+            copy = None if copies is None else copies.begin_for_save(state)
+            parts = sharded.local_parts(shards) if copy is None else {}
+            plain, local = to_host(((plain if group.is_first else {}), parts))
+            write = JointWrite(where, shards, local if copy is None else copy.parts, group, self._directory.path)
         except Exception:  # any error of the user's objects: the draft is removed, and the error raised
+            self._release()
             if draft is not None:
                 self._directory.discard(draft)
             raise
         blocked = time.monotonic() - begun
         self._schedule.measured(blocked=blocked)
         self._current = _Save(write, plain, replace(facts, blocked_seconds=round(blocked, 6)), draft)
-        self._background.start(write.write)
+        self._background.start(lambda: _write(write, copy))
 
     def _publish(self, save: _Save) -> Entry:
         """Publish a checkpoint whose parts are written, on the first member."""
@@ -188,5 +202,17 @@ class ShardedSaver:
     def _drop(self) -> None:
         save, self._current = self._current, None
         self._background.take(wait=True)
+        self._release()
         if save is not None and save.draft is not None:
             self._directory.discard(save.draft)
+
+    def _release(self) -> None:
+        """Let the copy be overwritten of which the checkpoint was written."""
+        if (copies := self._copies()) is not None:
+            copies.saved()
+
+
+def _write(write: JointWrite, copy: HostCopy | None) -> Part:
+    if copy is not None:
+        copy.wait()
+    return write.write()

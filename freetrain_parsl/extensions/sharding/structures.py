@@ -355,6 +355,16 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
+def _compiles_hooks() -> bool:
+    """Return whether compiled code has FSDP2's collectives in it: an option of torch until 2.8 or later.
+
+    Otherwise it ends before them, has whole parameters as its arguments, and follows a change.
+    """
+    import torch._dynamo.config as options
+
+    return not getattr(options, "skip_fsdp_hooks", True)
+
+
 def find_problem(models: Iterable[nn.Module], mesh: DeviceMesh) -> str | None:
     """Try to rebind models to their present mesh; return why that fails, or ``None``; nothing changes then.
 
@@ -363,8 +373,8 @@ def find_problem(models: Iterable[nn.Module], mesh: DeviceMesh) -> str | None:
     """
     models = list(models)
     try:
-        if any(_is_compiled(module) for model in models for module in model.modules()):
-            return "torch.compile"
+        if any(_is_compiled(module) for model in models for module in model.modules()) and _compiles_hooks():
+            return "torch.compile with torch._dynamo.config.skip_fsdp_hooks = False"
         if (reason := reason_against(models, mesh)) is not None:
             return reason
         is_pending(models)

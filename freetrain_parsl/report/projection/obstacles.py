@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.places import node_of
 from freetrain_parsl.planning.blocks import why_not
 from freetrain_parsl.planning.settings import SettingsInSeconds
+from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import restored
 from freetrain_parsl.windows.hostlist import show_hosts
@@ -148,7 +149,7 @@ class FreeSlots:
     def __init__(self) -> None:
         self._slots_per_node = 1
         self._blocks: dict[str, str] = {}  # slot -> its block
-        self._least: dict[str, int] = {}  # job -> its least number of slots
+        self._least: dict[str, tuple[int, AllowedCounts]] = {}  # job -> its least number of slots, and those allowed
         self._held: dict[str, list[str]] = {}  # job -> its slots
         self._lent: list[str] = []
 
@@ -170,8 +171,11 @@ class FreeSlots:
                 self._blocks = {slot: block for slot, block in self._blocks.items() if slot not in nodes}
             case {"type": "block_ended" | "release_block", "block": ended}:
                 self._blocks = {slot: block for slot, block in self._blocks.items() if block != ended}
-            case {"type": "trainer_submitted" | "trainer_learned", "trainer": {"name": name, "min_nodes": least}}:
-                self._least[name] = least
+            case {
+                "type": "trainer_submitted" | "trainer_learned",
+                "trainer": {"name": name, "min_nodes": least} as job,
+            }:
+                self._least[name] = least, AllowedCounts(**job.get("allowed_counts", {}))
             case {"type": "trainer_finished" | "trainer_failed" | "trainer_withheld", "trainer": name}:
                 self._least.pop(name, None)
                 self._held.pop(name, None)
@@ -182,10 +186,11 @@ class FreeSlots:
 
     def sentence(self) -> str:
         """Say which slots are free that none of the waiting jobs can use, and why; empty: there are none."""
-        from freetrain_parsl.planning.explain import why_free  # which imports the solver
+        from freetrain_parsl.planning.explain import least_size, why_free  # which imports the solver
 
         free = self._blocks.keys() - {slot for slots in self._held.values() for slot in slots} - set(self._lent)
-        waiting = {name: least for name, least in self._least.items() if not self._held.get(name)}
+        sizes = {name: least_size(*least, self._slots_per_node) for name, least in self._least.items()}
+        waiting = {name: size for name, size in sizes.items() if size and not self._held.get(name)}
         why = why_free(free, waiting, self._slots_per_node)
         number = "1 accelerator is" if len(free) == 1 else f"{len(free)} accelerators are"
         return f"{number} free ({show_hosts(free, self._slots_per_node)}): {why}" if why else ""

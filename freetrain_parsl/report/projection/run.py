@@ -168,10 +168,10 @@ class TrainingState:
                 return self.code_note
             if not self.trained:
                 return "result of an earlier run: nothing was trained"
-            return self.code_note or self._fusion_remark()
+            return self.code_note or self.fusion_remark()
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            doing = (self._on_kind(), self.batch_remark(), self._fusion_remark(), self.note)
+            doing = (self._on_kind(), self.batch_remark(), self.fusion_remark(), self.note)
             waiting = self.waiting_reason()
             return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
@@ -208,7 +208,8 @@ class TrainingState:
             noise = ", gradient lost in its noise"
         return f"in batches of {batch['size']} (at first {batch['initial']}{changed}){noise}"
 
-    def _fusion_remark(self) -> str:
+    def fusion_remark(self) -> str:
+        """Say with how many others it is fused, or why it is not; empty if nothing is known against it."""
         if self.state == "running" and self.array:
             others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
             if self.fused_with:

@@ -249,7 +249,7 @@ class BatchRunner:
             return
         with self._bypass.session_acts():
             if self._extension.computes:
-                self._extension.backward(weighed, steps=steps)
+                self._extension.backward(weighed, steps=steps and not self.one_step)  # else a part of the batch follows
             else:
                 weighed.backward()  # type: ignore[no-untyped-call]  # torch's own
         self._end_backward()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from parsl.serialize import serialize
 
+from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.protocol.messages import StoreReply
 from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFinished, RunPaused
 from tests.executor.stage import Stage, kinds
@@ -54,6 +55,63 @@ def test_the_first_that_is_ready_does_not_wait_for_ever_for_a_slow_one(stage: St
     stage.ready("s2")
     stage.turn()
     assert stage.place("s2") == (2, 3, False)
+
+
+POWERS_OF_TWO = AllowedCounts(divisor_of=8)
+
+
+def test_a_group_never_has_a_number_of_processes_that_its_model_does_not_allow(stage: Stage) -> None:
+    """One newcomer of two is slow: three processes cannot run it."""
+    stage.running("n0", "n1", counts=POWERS_OF_TWO)
+    stage.on("n0", "n1", "n2", "n3")
+    stage.ready("s2")
+    stage.now += 6
+    assert stage.turn() == []
+    stage.ready("s3")
+    stage.turn()
+    assert stage.place("s3") == (3, 4, False)
+
+
+def test_a_node_is_exchanged_at_once_where_the_number_of_processes_must_stay(stage: Stage) -> None:
+    stage.running("n0", "n1", counts=AllowedCounts(2))
+    assert kinds(stage.on("n0", "n2")) == [("s2", "run")]
+    assert stage.turn() == []
+    stage.ready("s2")
+    assert sorted(kinds(stage.turn())) == [("s0", "change"), ("s1", "change"), ("s2", "change")]
+    assert [stage.place(f"s{n}")[:2] for n in (0, 2, 1)] == [(0, 2), (1, 2), (None, 0)]
+
+
+def test_nodes_are_exchanged_one_after_the_other_where_no_larger_group_is_allowed(stage: Stage) -> None:
+    stage.running("n0", "n1", counts=AllowedCounts(2, 2))
+    stage.on("n2", "n3")
+    stage.ready("s2")
+    stage.ready("s3")
+    stage.turn()
+    assert [stage.place(f"s{n}")[:2] for n in (0, 2, 1)] == [(0, 2), (1, 2), (None, 0)]
+    stage.joins("s0", "s2")
+    stage.turn()
+    assert [stage.place(f"s{n}")[:2] for n in (2, 3, 0)] == [(0, 2), (1, 2), (None, 0)]
+
+
+def test_a_job_is_paused_if_no_group_on_the_way_is_allowed(stage: Stage) -> None:
+    stage.running("n0", counts=AllowedCounts(1, 1))
+    assert kinds(stage.on("n1")) == [("s1", "run")]
+    stage.ready("s1")
+    assert sorted(kinds(stage.turn())) == [("s0", "pause"), ("s1", "pause")]
+
+
+def test_after_a_failure_newcomers_join_only_in_an_allowed_number(stage: Stage) -> None:
+    stage.running("n0", "n1", counts=POWERS_OF_TWO)
+    stage.on("n0", "n1", "n2", "n3")
+    stage.ready("s2")
+    stage.ready("s3")
+    stage.turn()
+    stage.lose("s3")
+    stage.group_fails("s0")
+    stage.group_fails("s1")
+    stage.now += 0.2
+    stage.turn()
+    assert [stage.place(f"s{n}")[:2] for n in (0, 1)] == [(0, 2), (1, 2)]
 
 
 def test_nodes_that_go_are_left_at_once_without_waiting_for_newcomers(stage: Stage) -> None:

@@ -100,6 +100,7 @@ def classify(  # what a sweep may vary
     fail_at: int | None = None,
     dtype: torch.dtype = torch.float64,
     noise: float = 0.0,
+    micro_batch: int | None = None,
 ) -> dict[str, Any]:
     """Train, and return everything that two ways of training must agree on."""
     samples = data(dtype)
@@ -111,7 +112,7 @@ def classify(  # what a sweep may vary
         made := maker(net.parameters(), lr=lr, **decay, **options),
         torch.optim.lr_scheduler.StepLR(made, max(1, schedule), 0.5 if schedule else 1.0),
     )
-    batches = session.loader(samples, batch_size=16)
+    batches = session.loader(samples, batch_size=16, micro_batch=micro_batch)
     losses: list[float] = []
     for _ in session.epochs(epochs):
         for x, y in batches:

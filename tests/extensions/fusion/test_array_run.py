@@ -157,7 +157,7 @@ def test_trainings_that_differ_are_reported_with_the_reason(tmp_path: Path) -> N
     slot.perform()
     (sized,) = slot.sizes()
     assert not sized.fused
-    assert "parameters" in sized.reason
+    assert "modules differ" in sized.reason
     assert all(isinstance(slot.end_of(name).end, RunFinished) for name in "01")
 
 

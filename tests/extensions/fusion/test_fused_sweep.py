@@ -104,3 +104,31 @@ def test_fuse_false_trains_each_by_itself(start) -> None:
     assert all(future.result(timeout=100)["samples"] == 2 * 320 for future in futures)
     assert records(site, record.ArrayStarted) == []
     assert records(site, record.CohortJoined) == []
+
+
+def test_members_of_several_kinds_are_fused_with_their_own_and_one_without_another_says_so(start) -> None:
+    @training_app(name="{activation}-{lr}")
+    def train(session, *, activation, lr):
+        import time
+
+        import torch
+
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), getattr(torch.nn, activation)(), torch.nn.Linear(8, 1))
+        model, _ = session.prepare(net, torch.optim.SGD(net.parameters(), lr=lr))
+        data = session.loader(torch.randn(320, 8, generator=torch.Generator().manual_seed(1)), batch_size=16)
+        for _epoch in session.epochs(50):
+            for x in data:
+                session.step(model(x).square().mean())
+                time.sleep(0.01)
+        return session.metrics["samples"]
+
+    site = start(nodes=2)
+    kinds = ["Tanh", "ReLU", "Tanh", "ReLU", "GELU"]
+    futures = train.sweep(activation=kinds, lr=[0.01, 0.01, 0.02, 0.02, 0.01])
+    assert [future.result(timeout=200) for future in futures] == [50 * 320] * 5
+    names = [{name.partition("-")[0] for name in entry.trainings} for entry in records(site, record.CohortJoined)]
+    assert names[0] == set(kinds)
+    assert len(names) > 2
+    assert all(len(each) == 1 for each in names[1:])
+    assert "GELU-0.01" in {entry.subject for entry in records(site, record.TrainsAlone)}
+    assert futures[4].fusion.startswith("not fused: ")

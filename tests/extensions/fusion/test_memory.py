@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept
+from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept, return_freed_memory
 
 PROGRAM = """
 import resource, torch
@@ -33,4 +34,28 @@ def test_freed_memory_is_used_again() -> None:
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
     with freed_memory_kept():
+        return_freed_memory()
         assert torch.ones(3).sum() == 3
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not the C library of Linux")
+def test_blocks_between_others_that_stay_are_returned() -> None:
+    """As the bases that members have loaded, between their adapters."""
+
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmRSS:"))
+
+    with freed_memory_kept():
+        large, small = [], []
+        for _ in range(32):
+            large.append(torch.ones(2 << 20, dtype=torch.uint8))
+            small.append(torch.ones(1000))
+        full = resident()
+        large.clear()
+        kept = resident()
+        return_freed_memory()
+        returned = resident()
+    assert len(small) == 32
+    assert kept > full - 16
+    assert returned < full - 48

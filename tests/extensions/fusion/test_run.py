@@ -233,6 +233,13 @@ def test_models_that_differ_train_one_by_one_and_the_reason_is_known(tmp_path: P
         assert_equal(outcome.value(str(number)), alone(tmp_path / "alone", str(number), point))
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_micro_batches_are_fused(tmp_path: Path, clip: float | None) -> None:
+    """The last batch of an epoch has fewer."""
+    points = [{"kind": "mlp", "lr": 0.01 * (n + 1), "micro_batch": 5, "clip": clip} for n in range(3)]
+    assert_as_alone(tmp_path, points, seeds=(4, 5, 6))
+
+
 def in_lengths(session: Any, *, length: int, lengths: int = 1) -> Any:
     """Train on sequences of a length, or of several in turns."""
     model, _ = session.prepare(nn.LSTM(2, 3, batch_first=True).double(), torch.optim.SGD, lr=0.1)
@@ -298,12 +305,12 @@ def test_a_loop_that_changes_its_batch_changes_that_of_its_own_training_only(tmp
         assert_equal(outcome.value(str(number)), value)
 
 
-@pytest.mark.parametrize("option", ["micro_batch", "deterministic", "options", "batch_range", "scaler"])
+@pytest.mark.parametrize("option", ["deterministic", "options", "batch_range", "scaler"])
 def test_what_cannot_be_fused_trains_beside_the_others_as_it_does_alone(tmp_path: Path, option: str) -> None:
     def train(session: Any, *, option: str, lr: float) -> Any:
         scaler = [torch.amp.GradScaler("cpu", init_scale=4.0)] if option == "scaler" else []
         model, optimizer, *_ = session.prepare(nn.Linear(24, 4).double(), torch.optim.SGD, *scaler, lr=lr)
-        values: dict[str, Any] = {"micro_batch": 5, "batch_range": (8, 32), "options": LoaderOptions(scaled=True)}
+        values: dict[str, Any] = {"batch_range": (8, 32), "options": LoaderOptions(scaled=True)}
         given = {} if option in ("", "scaler") else {option: values.get(option, True)}
         batches = session.loader(data(), batch_size=16, **given)
         for _ in session.epochs(2):

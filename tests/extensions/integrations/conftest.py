@@ -44,7 +44,8 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
-    crew = Crew(forked_warm("accelerate", "lightning.pytorch", "transformers.trainer"))
+    trainers = ("accelerate", "lightning.pytorch", "transformers.trainer")
+    crew = Crew(forked_warm(*(name for name in trainers if name in sys.modules)))  # those of the collected tests
     yield crew
     crew.close()
 

@@ -50,7 +50,8 @@ def test_an_earlier_version_trains_alike(tmp_path, packages, files, selection):
         "-k",
         selection,
     ]
-    environment = {**os.environ, "FREETRAIN_TESTS_PACKAGES": str(directory)}
+    # Its processes keep what the first of them compiles.
+    environment = {**os.environ, "FREETRAIN_TESTS_PACKAGES": str(directory), "PYTHONDONTWRITEBYTECODE": ""}
     result = subprocess.run(
         command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300, check=False
     )

@@ -170,6 +170,12 @@ def test_ranks_with_an_optimizer_that_divides_zero_by_zero_are_refused(
     assert "eps=0" in caplog.text
 
 
+@pytest.mark.parametrize("function", [by_trainer, by_trl])
+def test_trainers_that_accumulate_gradients_are_fused(tmp_path: Path, function: Callable[..., Any]) -> None:
+    points = [{**point, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2} for point in RATES]
+    assert_as_alone(tmp_path, points, function, NEAR)
+
+
 def test_a_checkpoint_has_the_true_shapes(tmp_path: Path) -> None:
     """A member of an array with others of higher ranks is resumed by itself, with the result of a whole run alone."""
     pytest.importorskip("peft")
@@ -187,6 +193,32 @@ def test_a_checkpoint_has_the_true_shapes(tmp_path: Path) -> None:
         whole = alone(tmp_path / "whole", name, {**point, "epochs": 2}, loop, seed=number)
         assert distance(resumed["model"], whole["model"]) < NEAR
         assert distance(resumed["optimizer"], whole["optimizer"]) < NEAR
+
+
+CHECKPOINTING = {"use_reentrant": False}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activation_checkpointing_is_exact(tmp_path: Path, dropout: float) -> None:
+    """Dropout draws the same numbers again, of each member; ranks differ."""
+    pytest.importorskip("peft")
+    points = [{**point, "checkpointing": CHECKPOINTING} for point in adapters(dropout=dropout)]
+    assert_as_alone(tmp_path, points, loop, NEAR)
+
+
+@pytest.mark.parametrize("function", [by_trainer, by_trl])
+def test_trainers_with_activation_checkpointing(tmp_path: Path, function: Callable[..., Any]) -> None:
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": CHECKPOINTING}
+    assert_as_alone(tmp_path, [{**point, **options} for point in RATES], function, NEAR)
+
+
+def test_reentrant_checkpointing_is_refused_with_what_to_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    points = [{**point, "checkpointing": {"use_reentrant": True}} for point in RATES]
+    outcome = together(tmp_path, points, loop)
+    assert outcome.engine.fused_steps == 0
+    assert "reentrant activation checkpointing inside the model: write use_reentrant=False" in caplog.text
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def build(session: Any, case: Case, *, shard: bool = True) -> nn.Module:
         columns = {block.down.weight} if case.columns else set()
         fully_shard(block, **options, shard_placement_fn=lambda p, c=columns: Shard(1) if p in c else None)
         if case.compiled:
-            block.compile(backend="eager")
+            block.compile(backend="aot_eager")
     if case.grouped:
         fully_shard([model.norm, model.frozen], **options)
     fully_shard(model, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -158,6 +159,34 @@ def test_copies_are_those_of_one_training_job(crew: Crew, tmp_path: Path) -> Non
         else:
             root = tmp_path / "third"  # noqa: PLW2901 - of another training job
         assert ends(crew.run(1, root, classify_sharded, **every(2), **HABIT))[0].progress.resumed_from is None
+
+
+ONLY_SAVES = {"session_options": {"snapshot_every": 1000, "checkpoint_interval": timedelta(milliseconds=1)}}
+
+
+@pytest.mark.parametrize("from_memory", [True, False], ids=["copy", "checkpoint"])
+def test_what_is_copied_for_a_checkpoint_is_copied_to_a_neighbour_as_well(
+    crew: Crew, tmp_path: Path, expected: Finished, from_memory: bool
+) -> None:
+    """One copy of the state, with which the training job continues from either."""
+    lost = crew.run(3, tmp_path, classify_sharded, kill_after=8, kill_rank=1, **ONLY_SAVES, **HABIT)
+    assert errors(lost) == ["PeerFailed"] * 2
+    end = ends(crew.run(2, tmp_path, classify_sharded, **every(1000 if from_memory else None), **HABIT))[0]
+    assert end.progress.resumed_from is not None
+    assert_same(end, expected, from_memory=from_memory)
+
+
+def test_a_process_that_is_killed_while_it_writes_from_a_copy_leaves_the_checkpoint_before(
+    crew: Crew, tmp_path: Path, expected: Finished
+) -> None:
+    write = "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data"
+    habit = {**HABIT, "awaits_copies": False, "pauses": 0.1}
+    lost = crew.run(3, tmp_path, classify_with_faults, faults=(Fault(1, write, 2),), **ONLY_SAVES, **habit)
+    assert errors(lost) == ["PeerFailed"] * 2
+    [before] = [int(path.name.partition("-")[2]) for path in (tmp_path / "net").glob("step-*")]
+    end = ends(crew.run(2, tmp_path, classify_sharded, **every(None), **HABIT))[0]
+    assert end.progress.resumed_from == before
+    assert_same(end, expected, from_memory=False)
 
 
 def every(steps: int | None) -> dict[str, Any]:

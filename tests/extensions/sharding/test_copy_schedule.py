@@ -89,6 +89,21 @@ def test_a_copy_follows_at_once_in_a_new_group_if_there_was_one_before(memory: N
     assert not every_9.due(7, 0.0)
 
 
+def test_no_copy_is_due_while_a_checkpoint_is_written_from_what_it_would_overwrite(
+    memory: NodeMemory, tmp_path: Path
+) -> None:
+    group = Peers()
+    every_3 = copies(memory, tmp_path, 3, group)
+    plan(every_3, group)
+    every_3.due(5, 0.0)
+    every_3._being_saved = every_3._newest
+    assert every_3.due(8, 0.0)
+    every_3._being_saved = 1 - every_3._newest
+    assert not every_3.due(8, 0.0)
+    every_3.saved()
+    assert every_3.due(8, 0.0)
+
+
 def test_a_single_process_makes_no_copies(memory: NodeMemory, tmp_path: Path) -> None:
     assert not copies(memory, tmp_path, 1, Peers(size=1)).due(100, 0.0)
 

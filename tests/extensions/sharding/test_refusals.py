@@ -39,14 +39,6 @@ class _OwnGather:
     """Stands for communication that a user has written."""
 
 
-def compiled(model: Any) -> None:
-    model.compile()
-
-
-def compiled_inside(model: Any) -> None:
-    model[0].compile()
-
-
 def with_communication_of_its_own(model: Any) -> None:
     structures._groups([model])[0]._all_gather_comm = _OwnGather()
 
@@ -59,8 +51,6 @@ def with_a_separate_reduce_scatter_group(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (compiled, "torch.compile"),
-        (compiled_inside, "torch.compile"),
         (with_communication_of_its_own, "its own communication (_OwnGather)"),
         (with_a_separate_reduce_scatter_group, "set_separate_reduce_scatter_group"),
     ],
@@ -71,6 +61,18 @@ def test_what_does_not_follow_is_named(mesh: DeviceMesh, change: Any, named: str
     assert Resharding({"model": model}).problem(mesh) is None
     change(model)
     assert Resharding({"model": model}).problem(mesh) == named
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # by torch itself
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules_follow_unless_collectives_are_compiled(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, *, whole: bool
+) -> None:
+    model = sharded(mesh)
+    (model if whole else model[0]).compile(backend="eager")
+    assert Resharding({"model": model}).problem(mesh) is None
+    monkeypatch.setattr(structures, "_compiles_hooks", lambda: True)  # an option of torch 2.8
+    assert "skip_fsdp_hooks" in str(Resharding({"model": model}).problem(mesh))
 
 
 def test_another_mesh_is_named(mesh: DeviceMesh) -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from freetrain_parsl import CheckpointSettings, TrainingApp, training_app
+from freetrain_parsl.campaign.logs import log_lines
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.testing.faults import partition, slots_on_this_machine
 from freetrain_parsl.training.fragment import run_local
-from tests.executor.scenario import TRAININGS, ScriptedPolicy
+from tests.executor.scenario import PLANNER, TRAININGS, ScriptedPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.report.projection.run import RunState, TrainingState
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),  # by torch 2.8 itself
+]
 
 
 def make_app() -> TrainingApp:
@@ -96,6 +100,42 @@ def test_a_sharded_training_changes_in_place_and_survives_a_loss_through_its_che
     assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
     progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
     assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
+
+
+def test_nodes_are_exchanged_in_place_and_the_log_says_what_moved(start, tmp_path: Path) -> None:
+    """One leaves and one joins with the same command; also if the one that leaves was to stay when the other began."""
+    slow, calls = tmp_path / "slow", tmp_path / "calls"
+    slow.touch()
+    train = make_app().options(name="t", min_nodes=2)
+    policy = ScriptedPolicy(3)
+    site = start(nodes=3, policy=policy, planner=replace(PLANNER, idle_timeout=timedelta(minutes=5)))
+    future = train(epochs=30, slow=str(slow), calls=str(calls))
+
+    def runs_on(*nodes: str) -> Callable[[RunState], bool]:
+        return lambda run: bool(run.trainings) and run.trainings["t"].nodes == nodes
+
+    site.until(runs_on("n00", "n01", "n02"))
+    site.until(lambda run: run.trainings["t"].progress.get("step", 0) > 1)
+    policy.avoid, policy.nodes = frozenset(["n02"]), 2
+    site.until(runs_on("n00", "n01"))
+    policy.avoid = frozenset(["n00"])
+    site.until(runs_on("n01", "n02"))
+    assert [len(fragment.nodes) for fragment in site.run.fragments[-2:]] == [2, 2], "at once"
+    called = len(calls.read_text().split())
+    policy.avoid, policy.nodes = frozenset(), 3
+    site.until(lambda run: len(calls.read_text().split()) > called)
+    policy.avoid, policy.nodes = frozenset(["n01"]), 2
+    site.until(runs_on("n00", "n02"))
+    assert all(fragment.in_place for fragment in site.run.fragments[1:])
+    slow.unlink()
+
+    result = torch.tensor(future.result(timeout=180))
+    assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
+    progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
+    assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
+    assert site.run.trainings["t"].resumes == 0
+    marks = [line.text for line in log_lines(site.executor.run_dir, "t") if line.is_mark]
+    assert len([mark for mark in marks if "in place after" in mark and "MB moved" in mark]) >= 3
 
 
 def test_sharded_members_that_cannot_hear_each_other_start_again_from_their_checkpoint(start, tmp_path: Path) -> None:

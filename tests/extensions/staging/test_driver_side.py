@@ -136,9 +136,9 @@ def test_imports_that_wait_long_for_files_want_an_image(world: Path, monkeypatch
 
 @pytest.mark.parametrize(("kind", "wanted"), [("ext4", False), ("nfs4", True), ("lustre", True), ("", False)])
 def test_a_shared_file_system_wants_an_image(world: Path, monkeypatch, kind: str, wanted: bool) -> None:
-    start = ImageStart("auto", sys.executable)
     monkeypatch.setattr(staging, "file_system_of", lambda _: kind)
-    monkeypatch.setattr(start, "_work", lambda: None)
+    monkeypatch.setattr(ImageStart, "_work", lambda _: None)  # before its thread is created
+    start = ImageStart("auto", sys.executable)
     assert start.begin(world / "start") is wanted
     start.close()
 

@@ -46,6 +46,7 @@ from freetrain_parsl.executor.jobs.training.states import (
     next_change,
     survivors,
 )
+from freetrain_parsl.planning.sizes import ANY_COUNT
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import RunEnded, RunReport
 from freetrain_parsl.protocol.reports import (
@@ -265,6 +266,7 @@ class TrainingMachine:
                 self.desired,
                 self._registry,
                 least=self.request.min_nodes,
+                allowed=ANY_COUNT if self.request.options.replicas > 1 else self._tracker.allowed_counts,
                 now=self._response.now,
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
@@ -425,7 +427,13 @@ class TrainingMachine:
             if self._tracker.in_place and reported and self.request.options.replicas > 1:
                 ranks, replicas = intact_after(self.participants, group, change)
             elif self._tracker.in_place and reported:
-                ranks = survivors(self.participants, group, change, with_newcomers=with_newcomers)
+                ranks = survivors(
+                    self.participants,
+                    group,
+                    change,
+                    with_newcomers=with_newcomers,
+                    allowed=self._tracker.allowed_counts,
+                )
             if ranks:
                 self._processes.regroup(ranks, replicas, failure=True)
                 if self.request.options.replicas > 1:  # whatever the planner has chosen from the nodes that are left

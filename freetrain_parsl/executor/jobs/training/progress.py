@@ -15,6 +15,7 @@ from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.executor.jobs.training.states import Pausing, Regrouping, Role, Running, Starting, Waiting
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.model import moved_shares
+from freetrain_parsl.planning.sizes import ANY_COUNT
 from freetrain_parsl.protocol import journal as record
 
 if TYPE_CHECKING:
@@ -135,6 +136,11 @@ class ProgressTracker:
     def in_place(self) -> bool:
         """Whether its group can change in place, as far as is known."""
         return self.latest is None or self.latest.in_place
+
+    @property
+    def allowed_counts(self) -> AllowedCounts:
+        """The numbers of processes on which its model can run, as far as is known."""
+        return ANY_COUNT if self.latest is None else self.latest.allowed_counts
 
     @property
     def counted_seconds(self) -> float | None:

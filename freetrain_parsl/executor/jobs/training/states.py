@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
+    from freetrain_parsl.planning.sizes import AllowedCounts
 
 __all__ = [
     "TRANSITIONS",
@@ -304,6 +305,7 @@ def next_change(
     registry: SlotRegistry,
     *,
     least: int,
+    allowed: AllowedCounts,
     now: float,
 ) -> NextChange:
     """Decide the next change of a training job that runs, can change in place, and is not changing.
@@ -325,6 +327,8 @@ def next_change(
         The connected slots.
     least
         The minimum number of units of the training job.
+    allowed
+        The numbers of processes on which its model can run.
     now
         Seconds.
     """
@@ -337,17 +341,19 @@ def next_change(
         return NextChange(pause=True, dismiss=_names(newcomers))
     there = _Availability(participants, wanted, registry)
     if len(stay) == len(members):
-        return there.change(_grow(stay, there, now))
-    if len({member.place for member in stay}) >= least:
-        return there.change((*_names(stay), *_names(there.ready)))
+        return there.change(_grow(stay, there, allowed, now))
+    enough = len({member.place for member in stay}) >= least
+    if enough and (ranks := there.joined_by(stay, allowed)):
+        return there.change(ranks)
     apart = len(registry.transports_on({member.place for member in members} | wanted)) > 1
     if apart or any(member.place in closing for member in members) or not there.complete:
         return NextChange(pause=True, dismiss=_names(newcomers))
-    ranks: tuple[str, ...] = ()
-    if not there.startable and not there.preparing:
-        keep = stay or [member for member in members if member.place == members[0].place]
-        ranks = (*_names(keep), *_names(there.ready))
-    return there.change(ranks)
+    if there.startable or there.preparing:
+        return there.change(())
+    keep = stay or [member for member in members if member.place == members[0].place]
+    if len(ranks := there.joined_by(keep, allowed)) > len(keep):
+        return there.change(ranks)
+    return NextChange(pause=True, dismiss=_names(newcomers))
 
 
 def members_of(participants: Mapping[str, Participant], group: GroupMembers) -> list[Participant]:
@@ -356,9 +362,17 @@ def members_of(participants: Mapping[str, Participant], group: GroupMembers) -> 
 
 
 def survivors(
-    participants: Mapping[str, Participant], group: GroupMembers, change: Regrouping | None, *, with_newcomers: bool
+    participants: Mapping[str, Participant],
+    group: GroupMembers,
+    change: Regrouping | None,
+    *,
+    with_newcomers: bool,
+    allowed: AllowedCounts,
 ) -> tuple[str, ...]:
-    """Return the slots that can continue after a failure, in order of rank; empty if none of them has the state."""
+    """Return the slots that can continue after a failure, in order of rank; empty if none of them has the state.
+
+    Newcomers continue with them, with `with_newcomers` and if the number is `allowed` then.
+    """
     if change is not None and not change.begun:
         members = [participants[slot] for slot in change.after.ranks if slot in participants]
         if not any(member.has_state for member in members):  # members that should leave may still be running
@@ -368,7 +382,10 @@ def survivors(
     members = [member for member in members if not member.unreachable]
     if not any(member.has_state for member in members):
         return ()
-    return _names(member for member in members if with_newcomers or member.has_state)
+    if with_newcomers and len(members) in allowed:
+        return _names(members)
+    old = _names(member for member in members if member.has_state)
+    return old if len(old) in allowed else ()
 
 
 def disconnection(
@@ -483,15 +500,27 @@ class _Availability:
         """Start newcomers where possible, dismiss those that are not wanted, and regroup if there are `ranks`."""
         return NextChange(dismiss=self.unwanted, start=self.startable, ranks=ranks)
 
+    def joined_by(self, stay: Sequence[Participant], allowed: AllowedCounts) -> tuple[str, ...]:
+        """Return the slots of those that stay, and of the ready newcomers on as many units as the model allows.
 
-def _grow(stay: list[Participant], there: _Availability, now: float) -> tuple[str, ...]:
+        Empty: no such number is allowed.
+        """
+        for units in range(len(places := list(dict.fromkeys(one.place for one in self.ready))), -1, -1):
+            ranks = (*_names(stay), *_names(one for one in self.ready if one.place in places[:units]))
+            if len(ranks) in allowed:
+                return ranks
+        return ()
+
+
+def _grow(stay: list[Participant], there: _Availability, allowed: AllowedCounts, now: float) -> tuple[str, ...]:
     """Return the ranks of a larger group, once all newcomers are ready or the first has waited long enough."""
     if not there.ready:
         return ()
     waited = now - min(one.ready for one in there.ready if one.ready is not None)
     if there.preparing and waited < _PATIENCE:
         return ()
-    return (*_names(stay), *_names(there.ready))
+    ranks = there.joined_by(stay, allowed)
+    return ranks if len(ranks) > len(stay) else ()
 
 
 def _names(participants: Iterable[Participant]) -> tuple[str, ...]:

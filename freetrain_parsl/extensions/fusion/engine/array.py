@@ -69,13 +69,13 @@ class MemberObjects:
             for place, each in self.parameters()
         ]
 
-    def structure(self, batch_size: int) -> str:
-        """Return a digest of what all members of an array have in common: traits, shapes, optimizers, batch size."""
+    def structure(self, batch_size: int, micro_batch: int | None = None) -> str:
+        """Return a digest of what all members of an array have in common: traits, shapes, optimizers, batch sizes."""
         modules = [traits(model) for model in self.models]
         parameters = [(place, shape, str(kind), trained) for place, shape, kind, trained in self.parameter_kinds()]
         buffers = [[(name, tuple(each.shape)) for name, each in model.named_buffers()] for model in self.models]
         optimizers = [type(optimizer).__qualname__ for optimizer in self.optimizers]
-        return digest_of([repr((modules, parameters, buffers, optimizers, batch_size))])
+        return digest_of([repr((modules, parameters, buffers, optimizers, batch_size, micro_batch))])
 
 
 @dataclass(eq=False)

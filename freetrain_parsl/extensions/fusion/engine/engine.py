@@ -277,6 +277,8 @@ class FusionEngine:
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
         self._array = Array(self._members, **self._shares)
+        if shared := self._array.shared_bytes:
+            logger.info("%d training jobs share a base of %.1f MB", len(self._members), shared / 1e6)
         try:
             self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
         except CannotFuse as error:

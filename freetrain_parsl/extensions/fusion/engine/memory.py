@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["MemoryLayout", "freed_memory_kept"]
+__all__ = ["MemoryLayout", "freed_memory_kept", "return_freed_memory"]
 
 # Parameters of mallopt, from glibc's malloc.h: when to trim the heap, and how many blocks may be mapped on their own.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -36,6 +36,17 @@ def freed_memory_kept() -> Iterator[None]:
         yield
     finally:
         libc.mallopt(_MMAP_MAX, _DEFAULT_MMAP_MAX)
+        libc.malloc_trim(0)
+
+
+def return_freed_memory() -> None:
+    """Return what is free now to the system, wherever it is; does nothing without glibc.
+
+    For large blocks that will not be needed again: between small ones that stay, they would be cut into pieces that are
+    too small for the next ones of their size.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 

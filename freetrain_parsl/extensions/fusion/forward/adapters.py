@@ -116,6 +116,8 @@ def padded(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def within(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return the part of padded values that has a shape, a view."""
+    if values.shape == shape:
+        return values
     for dimension, size in enumerate(shape):
         values = values.narrow(dimension, 0, size)
     return values

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.hooks import RemovableHandle
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.memory import MemoryLayout
@@ -261,6 +262,8 @@ class _Comparison:
             return False
         if isinstance(one, (nn.Module, torch.Tensor)):
             return self._equal_parts(one, other)
+        if isinstance(one, RemovableHandle):  # of a hook, which is compared where it acts
+            return True
         if isinstance(one, _BY_VALUE):
             return bool(one == other) or (one != one and other != other)  # NaN
         if isinstance(one, type):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.forward.checkpointing import fused_checkpointing
 from freetrain_parsl.extensions.fusion.forward.operators import fused_operators
 from freetrain_parsl.extensions.fusion.forward.operators.functions import functions_as_operators
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
@@ -235,22 +236,35 @@ def fused_call(
         (name, each.tensor, each.tensor._version) for name, each in stacks.items() if isinstance(each, SharedTensor)
     ]
 
-    def call() -> Any:
-        given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
+    def within(inside: VmapLevel, numbers: RandomStreams, function: Callable[[], Any]) -> Any:
+        """Call a function in a level, with the stacks in the template."""
         tensors = {
-            name: stack.tensor if isinstance(stack, SharedTensor) else level.wrap(stack)
+            name: stack.tensor if isinstance(stack, SharedTensor) else inside.wrap(stack)
             for name, stack in stacks.items()
         }
         with swapped(template, tensors, differing or {}) as current_buffers:
-            with fused_operators(level, streams), functions_as_operators():
-                output = function(*given, **named)
+            with (
+                fused_operators(inside, numbers) as fused,
+                fused_checkpointing(fused, again),
+                functions_as_operators(),
+            ):
+                result = function()
             for name, buffer in current_buffers().items():
                 if buffer is not tensors[name]:
                     stack = buffers[name]
                     if isinstance(stack, SharedTensor):
                         raise ChangesShared(f"the model assigns another tensor to its buffer {name}")
-                    _keep(name, buffer, stack, level)
-        return _outputs(output, level)
+                    _keep(name, buffer, stack, inside)
+        return result
+
+    def again(numbers: RandomStreams, function: Callable[[], Any]) -> None:
+        """Compute a part of the forward pass again, in the backward pass."""
+        inside = new_level(level.size)
+        inside.run(lambda: within(inside, numbers, function))
+
+    def call() -> Any:
+        given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
+        return _outputs(within(level, streams, lambda: function(*given, **named)), level)
 
     with _no_other_random_numbers():
         try:

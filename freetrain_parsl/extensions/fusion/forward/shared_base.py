@@ -60,17 +60,23 @@ class FrozenTensors:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], list[_Known]] = {}
 
-    def share(self, models: Iterable[nn.Module]) -> None:
+    def share(self, models: Iterable[nn.Module]) -> int:
         """Make frozen parameters, and buffers beside them, clones of the tensors that are bitwise the same.
 
         Parameters
         ----------
         models
             Of one member. A model of which all parameters are trained is left as it is.
+
+        Returns
+        -------
+        freed
+            Bytes that the models had for themselves before.
         """
         if not can_clone():
-            return
+            return 0
         self.purge()
+        freed = 0
         with torch.no_grad():
             for model in models:
                 parameters = list(model.parameters())
@@ -78,7 +84,8 @@ class FrozenTensors:
                     continue
                 for tensor in [*parameters, *model.buffers()]:
                     if not tensor.requires_grad and _is_plain(tensor):
-                        self._share(tensor)
+                        freed += self._share(tensor)
+        return freed
 
     def purge(self) -> None:
         """Forget what no member has any longer."""
@@ -87,21 +94,23 @@ class FrozenTensors:
             if not known:
                 del self._known[kind]
 
-    def _share(self, tensor: torch.Tensor) -> None:
+    def _share(self, tensor: torch.Tensor) -> int:
         step = max(1, tensor.numel() // _SAMPLES)
         sample = tensor.detach().flatten()[::step].clone() if tensor.is_contiguous() else tensor.new_empty(0)
         kind = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, repr(sample.tolist()))
         known = self._known.setdefault(kind, [])
         for each in known:
             if are_same(tensor, each.tensor):
-                if not is_clone_of(tensor, each.tensor):
-                    tensor.data = clone_of(each.tensor)
                 each.users.append(weakref.ref(tensor))
-                return
+                if is_clone_of(tensor, each.tensor):
+                    return 0
+                tensor.data = clone_of(each.tensor)
+                return tensor.nbytes
         clone = clone_of(tensor)
         if not is_clone_of(tensor, clone):  # it was copied
             tensor.data = clone_of(clone)
         known.append(_Known(clone, [weakref.ref(tensor)]))
+        return 0
 
 
 FROZEN = FrozenTensors()
@@ -115,6 +124,7 @@ def is_shared(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has ordinary memory, unlike sparse and quantised ones."""
-    dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_inference()
-    return dense and type(tensor.data) is torch.Tensor and tensor.device.type != "meta" and tensor.numel() > 0
+    """Return whether a tensor has ordinary memory, unlike sparse and quantised ones, and those of other classes."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_quantized or tensor.is_inference() or tensor.device.type == "meta") and tensor.numel() > 0

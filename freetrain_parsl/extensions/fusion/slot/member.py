@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
 from freetrain_parsl.extensions.fusion.engine.engine import UNFUSED, FusionEngine
 from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
+from freetrain_parsl.extensions.fusion.engine.memory import return_freed_memory
 from freetrain_parsl.extensions.fusion.forward.shared_base import FROZEN
 from freetrain_parsl.extensions.fusion.slot.shared_batches import MemberBatches
 from freetrain_parsl.training.extension import SessionExtension
@@ -73,7 +74,7 @@ class MemberExtension(SessionExtension):
 
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:  # noqa: ARG002
         """Share frozen tensors with other members at once, before the next one loads the same."""
-        FROZEN.share(_models(objects.values()))
+        _share(_models(objects.values()))
 
     def data(self, source: DataSource) -> MemberBatches | None:
         """Return the batches that the engine fetches once for all with the same data."""
@@ -93,7 +94,7 @@ class MemberExtension(SessionExtension):
         for number, each in enumerate(models):
             self._releases.append(intercept(each, partial(self._forward, in_batch, number, each)))
         if state.order is not None:
-            self._structure = self._participant.structure(state.order.batch_size)
+            self._structure = self._participant.structure(state.order.batch_size, state.order.micro_batch)
 
     def boundary(self) -> None:
         """Join the array at the first boundary; end a batch at each."""
@@ -101,7 +102,7 @@ class MemberExtension(SessionExtension):
             return
         if not self._joined:
             self._joined = True
-            FROZEN.share(self._participant.models)  # again: a checkpoint that was loaded has memory of its own
+            _share(self._participant.models)  # again: a checkpoint that was loaded has memory of its own
             self._engine.join(self._participant)
         self._engine.end_batch(self._participant)
         self.trainings = max(1, self._engine.participants)
@@ -144,6 +145,12 @@ class MemberExtension(SessionExtension):
         return original_forward(model)(model, *args, **kwargs)
 
 
+def _share(models: Sequence[nn.Module]) -> None:
+    """Share frozen tensors with other members, and return the memory that these models had for themselves."""
+    if FROZEN.share(models):
+        return_freed_memory()
+
+
 def _models(things: Iterable[object]) -> list[nn.Module]:
     """Return the models that are trained."""
     return [thing for thing in things if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel)]
@@ -154,7 +161,6 @@ def _reason_against(state: SessionState) -> str:
     order = state.order
     if order is not None:
         for option, given in (
-            ("micro_batch", order.micro_batch is not None),
             ("deterministic", order.shards is not None),
             ("scaled", order.scaled),
             ("batch_range", order.batch_range is not None),

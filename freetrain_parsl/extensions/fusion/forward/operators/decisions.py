@@ -35,6 +35,15 @@ def python_value(fused: FusedOperators, func: Any, tensor: Any, *args: Any, **kw
     return fused.level.draw(lambda: same_for_all(_NAMES[func], [func(row, *args, **kwargs) for row in rows.unbind()]))
 
 
+def requires_grad(fused: FusedOperators, _func: Any, tensor: torch.Tensor, value: bool = True) -> Any:
+    """Let gradients reach a tensor, as transformers' hook on embeddings does for activation checkpointing."""
+    plain, _ = fused.level.unwrap(tensor)
+    with fused.level.suspended():
+        if plain.is_leaf:
+            plain.requires_grad_(value)
+    return tensor
+
+
 def _refusal(what: str) -> Rule:
     def refuse(fused: FusedOperators, func: Any, *args: Any, **kwargs: Any) -> Any:
         raise CannotFuse(f"{what} inside the model")
@@ -44,6 +53,7 @@ def _refusal(what: str) -> Rule:
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_NAMES, python_value),
+    torch.Tensor.requires_grad_: requires_grad,
     torch.Tensor.backward: _refusal("backward()"),
     torch.autograd.grad: _refusal("torch.autograd.grad"),
     torch.autograd.backward: _refusal("torch.autograd.backward"),

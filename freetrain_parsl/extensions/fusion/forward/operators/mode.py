@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from freetrain_parsl.extensions.fusion.forward.operators.functions import Functi
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.extensions.fusion.engine.per_member import RandomStreams
     from freetrain_parsl.extensions.fusion.forward.vmap_level import VmapLevel
@@ -118,7 +119,7 @@ class FusedOperators(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _saved_tensor_hooks() is not self._saved_tensor_hooks:
+        if _saved_tensor_hooks() != self._saved_tensor_hooks:
             raise CannotFuse("activation checkpointing, or other hooks on saved tensors, inside the model")
         if not self.level.is_innermost():
             raise CannotFuse("torch.vmap, or another transform of torch.func, inside the model")
@@ -138,6 +139,15 @@ class FusedOperators(TorchFunctionMode):
             with self:
                 return copy(*args, **kwargs)
         return self._vectorized(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def hooks_on_saved_tensors(self) -> Iterator[None]:
+        """Allow the innermost hooks on saved tensors in this context."""
+        before, self._saved_tensor_hooks = self._saved_tensor_hooks, _saved_tensor_hooks()
+        try:
+            yield
+        finally:
+            self._saved_tensor_hooks = before
 
     def is_stacked(self, value: object) -> bool:
         """Return whether a value is a tensor that can differ between members."""

@@ -1,0 +1,281 @@
+"""Sweeps of LoRA adapters on one frozen base, fused in one process: time of a step and memory, against one job alone.
+
+Use ``--quick`` for one small shape, ``--json FILE`` to save the figures. The models are of transformers, with random
+weights, and PEFT's adapters of rank 8 on their attention; each member has its own seed, data order and rate. *Ratio* is
+the processor time of a step alone over that of a member's step in the array, each the shortest of all steps of several
+turns, in which both ways alternate in one process. *Auto* is the ratio of the way that ``fuse="auto"`` chooses.
+*Memory* is in MiB: `alone` and `peak` are what a process with one training job, and with the array, needs at its peak
+beyond its imports; `stacked` and `shared` are the distinct bytes of the parameters and buffers of all members, without
+and with a shared base. `base` and `adapter` are those of one member. Needs transformers and peft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from _report import report
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
+from freetrain_parsl.extensions.fusion.slot.run import run_members
+from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.checkpoints import copy_on_write
+from freetrain_parsl.training.fragment import run_fragment
+from freetrain_parsl.training.mailbox import ControlMailbox, Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORDS = 512
+STEPS = 13
+SKIPPED = 3  # steps, which allocate memory and verify
+MIB = 2**20
+
+
+class Shape(NamedTuple):
+    """What is trained: `members` training jobs, each on `sequences` of `tokens` a step."""
+
+    model: str
+    hidden: int
+    layers: int
+    sequences: int
+    tokens: int
+    members: int
+
+
+SHAPES = [
+    Shape("llama", 512, 4, 1, 16, 8),
+    Shape("llama", 256, 4, 1, 16, 8),
+    Shape("llama", 256, 4, 1, 64, 8),
+    Shape("llama", 256, 4, 4, 64, 8),
+    Shape("llama", 256, 4, 16, 64, 8),
+    Shape("gpt2", 256, 4, 1, 64, 8),
+    Shape("llama", 512, 8, 1, 16, 8),
+]
+QUICK = [Shape("llama", 64, 2, 1, 16, 4)]
+
+made: list[torch.nn.Module] = []
+"""The models of the array that runs."""
+
+
+def adapted(shape: Shape) -> torch.nn.Module:
+    """Return a base, the same for all seeds, with adapters."""
+    config: Any
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        if shape.model == "llama":
+            config = LlamaConfig(
+                vocab_size=WORDS, hidden_size=shape.hidden, intermediate_size=2 * shape.hidden, use_cache=False,
+                num_hidden_layers=shape.layers, num_attention_heads=4, num_key_value_heads=2,
+            )  # fmt: skip
+            base, targets = LlamaForCausalLM(config), ["q_proj", "v_proj"]
+        else:
+            config = GPT2Config(
+                vocab_size=WORDS, n_embd=shape.hidden, n_layer=shape.layers, n_head=4, use_cache=False,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )  # fmt: skip
+            base, targets = GPT2LMHeadModel(config), ["c_attn"]
+    return get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
+
+
+def train(session: Any, shape: Shape, lr: float, steps: int, lap: Callable[[], None] | None) -> None:
+    """Fine-tune for some steps; `lap` is called before each."""
+    model = adapted(shape)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=lr)
+    model, optimizer = session.prepare(model, optimizer)
+    made.append(model)
+    ids = torch.randint(WORDS, (2 * shape.sequences * steps, shape.tokens), generator=torch.Generator().manual_seed(3))
+    data = session.loader(TensorDataset(ids), batch_size=shape.sequences)
+    done = 0
+    for _ in session.epochs(1 << 20):
+        for (batch,) in data:
+            if lap is not None:
+                lap()
+            if done == steps:
+                return
+            session.step(model(input_ids=batch, labels=batch).loss)
+            done += 1
+
+
+class Laps:
+    """The shortest time between two calls, in seconds of processor time, without the first ones."""
+
+    def __init__(self) -> None:
+        self.shortest = math.inf
+        self._calls = 0
+        self._last = 0.0
+
+    def __call__(self) -> None:
+        """Note the time since the last call."""
+        now = time.process_time()
+        if self._calls > SKIPPED:
+            self.shortest = min(self.shortest, now - self._last)
+        self._calls += 1
+        self._last = time.process_time()
+
+
+def alone(shape: Shape, lap: Callable[[], None] | None = None) -> None:
+    """Train one job by itself."""
+    with tempfile.TemporaryDirectory() as root:
+        run_fragment(
+            train, args=(shape, 1e-3, STEPS, lap), options=SessionOptions("alone", Path(root)),
+            membership=Membership("alone"), meet=lambda _: None, mailbox=ControlMailbox(), report=lambda _: None,
+        )  # fmt: skip
+    made.clear()
+
+
+def together(shape: Shape, lap: Callable[[], None] | None = None, sizing: ArraySizing | None = None) -> str:
+    """Train an array, and return why it was not fused; `lap` is called in each step of all."""
+    steps = STEPS if sizing is None else 1000
+    ends: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as root:
+
+        def job(number: int) -> Member:
+            first = lap if number == 0 else None
+            point = (train, (shape, 1e-3 * (number + 1), steps, first), {})
+            return Member(SessionOptions(str(number), Path(root), seed=number), lambda: point)
+
+        members = [job(number) for number in range(shape.members)]
+        engine = run_members(
+            members, ArrayMailbox(), report=lambda *_: None, ended=ends.__setitem__, sizing=sizing,
+        )  # fmt: skip
+    for end in ends.values():
+        if isinstance(end, BaseException) and not isinstance(end, Decided):
+            raise end
+    made.clear()
+    return engine.reason
+
+
+class Decided(Exception):
+    """The sizing has decided."""
+
+
+def chosen(shape: Shape) -> tuple[bool, float]:
+    """Return whether ``fuse="auto"`` fuses, and the gain that it has measured."""
+    sizing = ArraySizing(shape.members)
+
+    def lap() -> None:
+        if sizing.decided:
+            raise Decided
+
+    together(shape, lap, sizing)
+    return sizing.fused, sizing.gain
+
+
+def distinct() -> float:
+    """Return the bytes of the parameters and buffers of all models, each place once."""
+    tensors = [tensor for model in made for tensor in [*model.parameters(), *model.buffers()]]
+    places = {copy_on_write.address_of(tensor): tensor.nbytes for tensor in tensors}
+    return sum(places.values()) / MIB
+
+
+def resident(field: str) -> float:
+    """Return how much of this process is in memory, in MiB: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+class Peak:
+    """Notes what the models have in memory at a step in the middle."""
+
+    def __init__(self) -> None:
+        self.models = 0.0
+        self._calls = 0
+
+    def __call__(self) -> None:
+        """Measure, if it is this step."""
+        self._calls += 1
+        if self._calls == STEPS // 2:
+            self.models = distinct()
+
+
+def measure_memory(shape: Shape, way: str) -> dict[str, float]:
+    """Measure in this process, which has done nothing yet."""
+    if way == "stacked":
+        copy_on_write._lazy_clone = None  # noqa: SLF001 - as in a torch without it
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
+    before = resident("VmRSS")
+    peak = Peak()
+    if way == "alone":
+        alone(shape, peak)
+    elif reason := together(shape, peak):
+        raise SystemExit(f"not fused: {reason}")
+    at_peak = resident("VmHWM")
+    parameters = list(adapted(shape).parameters())
+    return {
+        "peak": at_peak - before,
+        "models": peak.models,
+        "base": sum(each.nbytes for each in parameters if not each.requires_grad) / MIB,
+        "adapter": sum(each.nbytes for each in parameters if each.requires_grad) / MIB,
+    }
+
+
+def memory(shape: Shape, way: str) -> dict[str, float]:
+    """Measure in a process of its own."""
+    command = [sys.executable, __file__, "--memory", json.dumps([*shape]), way]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def row(shape: Shape, turns: int) -> dict[str, Any]:
+    """Measure time and memory of a shape."""
+    one, all_together = Laps(), Laps()
+    for _ in range(turns):
+        alone(shape, one)
+        if reason := together(shape, all_together):
+            raise SystemExit(f"{shape}: not fused: {reason}")
+    ratio = one.shortest * shape.members / all_together.shortest
+    fused, _ = chosen(shape)
+    found = {way: memory(shape, way) for way in ("alone", "stacked", "shared")}
+    return {
+        **shape._asdict(),
+        "ms_alone": one.shortest * 1e3,
+        "ratio": ratio,
+        "auto": ratio if fused else 1.0,
+        "memory_mb": {
+            "base": found["alone"]["base"],
+            "adapter": found["alone"]["adapter"],
+            "alone": found["alone"]["peak"],
+            "stacked": found["stacked"]["models"],
+            "shared": found["shared"]["models"],
+            "peak": found["shared"]["peak"],
+            "peak_stacked": found["stacked"]["peak"],
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    if given.memory:
+        shape, way = given.memory
+        print(json.dumps(measure_memory(Shape(*json.loads(shape)), way)))
+        return
+    rows = [row(shape, given.turns) for shape in (QUICK if given.quick else SHAPES)]
+    flat = [{**{key: value for key, value in each.items() if key != "memory_mb"}, **each["memory_mb"]} for each in rows]
+    report("Sweeps of adapters on one base", flat, ["torch", "transformers", "peft", "freetrain-parsl"])
+    if given.json is not None:
+        given.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
