@@ -245,6 +245,12 @@ class TrainingApp(AppBase):
             copies = snapshot_steps(options.snapshot_every)
         except InvalidSettings as error:
             raise InvalidApp(f"training job {name!r}: {error}") from None
+        has_replicas = options.replicas != 1
+        if has_replicas and copies:
+            raise InvalidApp(
+                f"training job {name!r}: replicas={options.replicas} cannot be combined with snapshot_every={copies}: "
+                "each replica is a copy of the others; leave snapshot_every out"
+            )
         session = {
             **options.shared_with(SessionOptions),
             "name": name,
@@ -262,7 +268,7 @@ class TrainingApp(AppBase):
             "options": session_options(**session),
             "scaling": self._curve,
             "costs": None if options.rescale_costs is None else options.rescale_costs.in_seconds(),
-            "fusion": fusion_of(options.fuse, code),
+            "fusion": fusion_of(False if has_replicas else options.fuse, code),
             "node_kinds": self._node_kinds,
             "scaling_by_kind": self._curves,
             "trackers": None if options.tracker is None else trackers_of(options.tracker),
@@ -454,6 +460,9 @@ def training_app(
         Of a sharded model: number of steps after which each process copies its part of the state to the memory of
         another node, from where the training job continues after the loss of a node, instead of from its newest
         checkpoint. ``"auto"``: chosen by the cost and the failure rate, where memory allows; ``None``: no copies.
+    replicas
+        Of a sharded model: number of replicas where there are nodes for them, each with the whole state on at least
+        `min_nodes` nodes. When one loses a node, the others continue without repeating a step.
     fuse
         Whether the training job may run fused with others of the same function and code, in one process, with the
         results that it has alone: ``"auto"`` where that is faster, False, or the maximum number of training jobs in one

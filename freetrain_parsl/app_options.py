@@ -47,6 +47,7 @@ class AppOptions:
     name: str | None = None
     on_code_change: OnCodeChange = "refuse"
     snapshot_every: SnapshotEvery = "auto"
+    replicas: int = 1
     fuse: Fuse = "auto"
     node_kinds: Sequence[str] = ()
     tracker: Any = None

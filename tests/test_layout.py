@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 504
+MOST_FILES: Final = 505
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_360,
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_700,
+    "executor": 14_840,
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -49,7 +49,7 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_060,
+    "extensions/sharding": 3_090,
     "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
@@ -59,7 +59,7 @@ BUDGET: Final = {
     "report": 3_120,
     "storage": 2_220,
     "testing": 1_680,
-    "training": 13_400,
+    "training": 13_640,
     "windows": 3_350,
 }
 

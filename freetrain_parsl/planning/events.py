@@ -35,6 +35,7 @@ __all__ = [
     "Tick",
     "TrainerFailed",
     "TrainerFinished",
+    "TrainerHolds",
     "TrainerLearned",
     "TrainerProgressed",
     "TrainerSubmitted",
@@ -175,6 +176,14 @@ class TrainerWithheld(Event):
     """A training job cannot run for now, on any node; it is submitted again when it can."""
 
     trainer: str
+
+
+@dataclass(frozen=True)
+class TrainerHolds(Event):
+    """A training job has lost some of its processes, and continues on these nodes only; the others are free again."""
+
+    trainer: str
+    nodes: frozenset[str]
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,11 @@ class Planner:
                 self._trainers.pop(event.trainer, None)
                 self._assigned.pop(event.trainer, None)
                 self._dirty = True
+            case ev.TrainerHolds():
+                if event.trainer in self._trainers:
+                    others = (nodes for name, nodes in self._assigned.items() if name != event.trainer)
+                    self._assigned[event.trainer] = event.nodes - frozenset().union(*others)
+                    self._dirty = True
             case ev.TasksWaiting():
                 self._dirty = self._dirty or (event.nodes_wanted, event.busy) != (
                     self._tasks.nodes_wanted,

@@ -36,9 +36,10 @@ __all__ = ["ANY_COUNT", "AllowedCounts", "are_sizes", "room", "round_down", "rou
 class AllowedCounts:
     """The counts that a job's model allows: the multiples of one number that divide another one.
 
-    Replicas of r processes need a multiple of r. A tensor of d rows that is divided evenly needs a divisor of d; within
-    replicas of which there are r, a divisor of r d. Conditions of these kinds together, and the same conditions counted
-    in nodes of several processes, are again of this form.
+    Groups of r processes need a multiple of r. A tensor of d rows that is divided evenly needs a divisor of d.
+    Conditions of these kinds together, and the same conditions counted in nodes of several processes, are again of this
+    form. With replicas, the conditions are on the size of one. The counts are those of fewer replicas of the least
+    size, and of all replicas of any equal size: with 2 replicas of at least 3, these are 3, 6, 8, 10 and so on.
 
     Parameters
     ----------
@@ -46,6 +47,10 @@ class AllowedCounts:
         What divides the counts.
     divisor_of
         What they divide; zero, which any count divides, for no such limit.
+    replicas
+        The number of replicas where there is room for them.
+    replica_of
+        The least size of one.
 
     Raises
     ------
@@ -55,6 +60,8 @@ class AllowedCounts:
 
     multiple_of: int = 1
     divisor_of: int = 0
+    replicas: int = 1
+    replica_of: int = 1
 
     def __post_init__(self) -> None:
         if self.multiple_of < 1 or self.divisor_of < 0 or self.divisor_of % self.multiple_of:
@@ -64,11 +71,26 @@ class AllowedCounts:
             )
 
     def __contains__(self, count: int) -> bool:
-        return count > 0 and count % self.multiple_of == 0 and self.divisor_of % count == 0
+        replicas = min(self.replicas, count // self.replica_of)
+        if replicas < 1 or count % replicas:
+            return False
+        size = count // replicas
+        fits = replicas == self.replicas or size == self.replica_of
+        return fits and size % self.multiple_of == 0 and self.divisor_of % size == 0
+
+    def replicas_in(self, count: int) -> int:
+        """Return the number of equal replicas of so many processes; at least 1, also if the count is not allowed."""
+        room = min(self.replicas, count // self.replica_of)
+        return next((n for n in range(room, 1, -1) if count % n == 0), 1)
 
     def __and__(self, other: AllowedCounts) -> AllowedCounts:
-        """Return the counts that both allow."""
-        return AllowedCounts(math.lcm(self.multiple_of, other.multiple_of), math.gcd(self.divisor_of, other.divisor_of))
+        """Return the counts that both allow; if one has replicas, the other is on the size of one."""
+        return AllowedCounts(
+            math.lcm(self.multiple_of, other.multiple_of),
+            math.gcd(self.divisor_of, other.divisor_of),
+            max(self.replicas, other.replicas),
+            max(self.replica_of, other.replica_of),
+        )
 
     def in_units(self, size: int) -> AllowedCounts:
         """Return the numbers of units of so many processes each, such as nodes, of which the processes are allowed."""
@@ -77,21 +99,32 @@ class AllowedCounts:
                 f"no number of nodes is allowed: the number of processes divides {self.divisor_of}, and each node has "
                 f"{size}"
             )
-        return AllowedCounts(self.multiple_of // math.gcd(self.multiple_of, size), self.divisor_of // size)
+        multiple = self.multiple_of // math.gcd(self.multiple_of, size)
+        return AllowedCounts(multiple, self.divisor_of // size, self.replicas, -(-self.replica_of // size))
 
     def mask(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each count, zero or more, whether it is allowed."""
-        multiples = (counts > 0) & (counts % self.multiple_of == 0)
-        allowed: npt.NDArray[np.bool_] = multiples & (self.divisor_of % np.maximum(counts, 1) == 0)
+        replicas = np.minimum(self.replicas, counts // self.replica_of)
+        some = np.maximum(replicas, 1)
+        size = np.maximum(counts // some, 1)
+        divided = (replicas > 0) & (counts % some == 0) & ((replicas == self.replicas) | (size == self.replica_of))
+        allowed: npt.NDArray[np.bool_] = divided & (size % self.multiple_of == 0) & (self.divisor_of % size == 0)
         return allowed
 
     def at_most(self, count: int) -> int:
         """Return the largest allowed count that is not larger; zero if there is none."""
+        if self.replicas > 1:
+            return next((n for n in range(count, 0, -1) if n in self), 0)
         times = range(count // self.multiple_of, 0, -1)
         return next((n * self.multiple_of for n in times if n * self.multiple_of in self), 0)
 
     def at_least(self, count: int) -> int:
         """Return the smallest allowed count that is not smaller; zero if there is none."""
+        if self.replicas > 1:
+            # From the size of all replicas on, a period has an allowed count, unless what it divides ends before.
+            period = self.replicas * self.multiple_of
+            last = self.replicas * self.divisor_of or max(count, self.replicas * self.replica_of) + period
+            return next((n for n in range(max(count, 1), last + 1) if n in self), 0)
         first = max(-(-count // self.multiple_of), 1)
         if not self.divisor_of:
             return first * self.multiple_of
@@ -101,7 +134,11 @@ class AllowedCounts:
     def __str__(self) -> str:
         multiple = f"multiples of {self.multiple_of}" if self.multiple_of > 1 else ""
         divisor = f"divisors of {self.divisor_of}" if self.divisor_of else ""
-        return " that are ".join(filter(None, (multiple, divisor))) or "all"
+        which = " that are ".join(filter(None, (multiple, divisor))) or "all"
+        if self.replicas == 1:
+            return which
+        sizes = "" if which == "all" else f" in sizes that are {which}"
+        return f"up to {self.replicas} equal replicas of at least {self.replica_of}{sizes}"
 
 
 ANY_COUNT: Final = AllowedCounts()

@@ -353,11 +353,14 @@ class Place:
         Number of the group, unique within the driver.
     rank, size
         Its rank, from 0, and the number of members.
+    replicas
+        Number of replicas of a sharded state into which they are divided, by consecutive ranks.
     """
 
     generation: Count
     rank: Count
     size: Count
+    replicas: Count = 1
 
 
 @dataclass(frozen=True)
@@ -371,7 +374,7 @@ class StartRun(RunStart, WithFunction):
     meeting_timeout
         Seconds for which the members wait for each other when a group is formed.
     next_size
-        For a newcomer: how many members the group will have if the plan stays as it is.
+        For a newcomer: how many members its replica, or the group, will have if the plan stays as it is.
     """
 
     place: Place | None

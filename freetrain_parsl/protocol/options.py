@@ -147,6 +147,8 @@ class SessionOptions:
     snapshot_every
         Steps from one copy of a sharded state in the memory of other nodes to the next; 0: derived from their cost and
         the failure rate; ``None``: there are no copies.
+    replicas
+        Number of replicas of a sharded state where there are nodes for them.
     call
         Prefix of the names that are derived from this function and these arguments; empty: the name was given.
 
@@ -169,6 +171,7 @@ class SessionOptions:
     code: Code | None = None
     on_code_change: OnCodeChange = "refuse"
     snapshot_every: Count | None = 0
+    replicas: Count = 1
     call: Text = ""
 
     def __post_init__(self) -> None:
@@ -181,6 +184,12 @@ class SessionOptions:
             raise InvalidSettings(f"{who}: keep must be at least 1 checkpoint, got {self.keep}")
         if self.save_margin < timedelta(0):
             raise InvalidSettings(f"{who}: save_margin must not be negative, got {self.save_margin}")
+        check_count(f"{who}: replicas", self.replicas)
         check_on_code_change(self.on_code_change)
         if self.threads is not None and self.threads < 1:
             raise InvalidSettings(f"{who}: threads must be at least 1, got {self.threads}")
+
+    @property
+    def makes_copies(self) -> bool:
+        """Whether parts of a sharded state are copied to other nodes; with replicas, each of these is a copy."""
+        return self.snapshot_every is not None and self.replicas == 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
+from freetrain_parsl.errors import UsageError
 from freetrain_parsl.planning.sizes import ANY_COUNT, AllowedCounts
 from freetrain_parsl.training.group.spread_state import SpreadState
 
@@ -158,6 +159,19 @@ class SessionExtension(SpreadState):
 
     def boundary(self) -> None:
         """Note a boundary, before the members decide how to continue."""
+
+    def use_replicas(self, members: GroupMember) -> None:  # noqa: ARG002
+        """Sum the gradients over the replicas into which the members may be divided; called before `started`.
+
+        Raises
+        ------
+        UsageError
+            Each member has the whole state, or the gradients cannot be summed.
+        """
+        raise UsageError(
+            "replicas is for models that are sharded with fully_shard(…, mesh=session.mesh): without, each process has "
+            "the whole state, and replicas is to be left out"
+        )
 
     def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
         """Keep copies of the state in memory from now on, if the extension does this; called before `started`."""

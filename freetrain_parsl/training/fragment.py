@@ -93,7 +93,7 @@ def run_fragment(
     memory
         Keeps copies of a sharded state beyond the end of this process; ``None``: there are none.
     next_size
-        For a process that joins: how many members the group is going to have, as far as it is known.
+        For a process that joins: how many members its replica is going to have, as far as it is known.
 
     Raises
     ------

@@ -33,6 +33,8 @@ class Membership:
         cannot meet processes of this one.
     rank, world_size
         Rank of this process, from 0, and number of processes.
+    replicas
+        Number of replicas of a sharded state into which they are divided, by consecutive ranks.
     timeout
         Maximum wait of a collective for an unresponsive peer unless it is aborted before: a dead peer is detected at
         once, a hanging peer by the sender of the commands (`ControlMailbox.waited`, `Regroup.abort`).
@@ -56,6 +58,7 @@ class Membership:
     generation: int = 0
     rank: int = 0
     world_size: int = 1
+    replicas: int = 1
     timeout: timedelta = timedelta(minutes=30)
     meeting: timedelta = timedelta(minutes=1)
     interface: str | None = None
@@ -66,6 +69,10 @@ class Membership:
         if not 0 <= self.rank < self.world_size:
             raise InvalidSettings(
                 f"training job {self.trainer!r}: rank {self.rank} is not in a group of {self.world_size}"
+            )
+        if self.replicas < 1 or self.world_size % self.replicas:
+            raise InvalidSettings(
+                f"training job {self.trainer!r}: {self.world_size} processes are not {self.replicas} equal replicas"
             )
 
 
@@ -134,6 +141,12 @@ class ControlMailbox:
     def pending(self) -> Regroup | None:
         """The command that has not been carried out yet."""
         return self._command
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the command that has not been carried out yet is to leave the training job."""
+        command = self._command
+        return command is not None and command.membership is None
 
     def take_command(self, timeout: float | None = 0.0) -> Regroup | None:
         """Wait for a command and take it; return ``None`` after `timeout` seconds, or if a pause is requested."""

@@ -6,7 +6,7 @@ of a group sum one small vector, so that all of them decide the same; a group of
 
 Every member has the whole state, so the members are replicas of each other. When one fails, the others leave the group
 and form a new one, and members that are a step behind receive the state of one that is ahead; the interrupted batch is
-repeated.
+repeated. The same holds for replicas of several members, between which the state is divided: `replica_groups`.
 """
 
 from __future__ import annotations
@@ -275,8 +275,10 @@ class Runtime:
             begin()
         if self.state.order is not None:
             self.state.order = divisible_for(self.state.objects.values(), self.state.order)
-        if self._memory is not None and self.options.snapshot_every is not None:
+        if self._memory is not None and self.options.makes_copies:
             self.extension.use_memory(self._memory, self.options, self.members)
+        if self.options.replicas > 1:
+            self.extension.use_replicas(self.members)
         self.extension.started(self.state, lambda: self.batch_runner is not None and self.batch_runner.has_piece)
         self.batch_runner = self._make_batch_runner()
         check_schedulers(self.state.objects.values())
@@ -571,7 +573,7 @@ class Runtime:
         Unwind
             The others continue without this member.
         """
-        if self.extension.spreads or not self.extension.in_place:
+        if not self.extension.in_place or (self.extension.spreads and self.members.group.replicas == 1):
             raise error
         began = self._clock()
         self._change_group(lambda: self.members.strand(str(error)), began)
@@ -642,7 +644,7 @@ class Runtime:
     def _restore(self) -> Restored | None:
         """Return the newest state, on all members: from copies in their memory, or else from the newest checkpoint."""
         manager = self.checkpoint_manager
-        if self._memory is not None and self.options.snapshot_every is None:
+        if self._memory is not None and not self.options.makes_copies:
             self._memory.empty()  # of an earlier job
             self._memory.free()
         elif self._memory is not None:

@@ -218,6 +218,62 @@ def test_a_job_that_loses_a_node_continues_on_an_allowed_number() -> None:
     assert len(planner.assigned["a"]) == 2
 
 
+def test_counts_of_replicas_are_units_of_the_least_one_until_there_is_room_for_all() -> None:
+    allowed = AllowedCounts(replicas=2, replica_of=3)
+    assert [count for count in range(13) if count in allowed] == [3, 6, 8, 10, 12]
+    assert [allowed.replicas_in(count) for count in (3, 6, 7, 8)] == [1, 2, 1, 2]
+    assert [allowed.at_most(count) for count in (2, 5, 7)] == [0, 3, 6]
+    assert [allowed.at_least(count) for count in (1, 4, 7, 9)] == [3, 6, 8, 10]
+    assert allowed.in_units(3) == AllowedCounts(replicas=2, replica_of=1)
+
+
+@given(
+    rule=rules(),
+    replicas=st.integers(1, 4),
+    least=st.integers(1, 5),
+    counts=st.lists(st.integers(1, 80), min_size=1, max_size=8),
+)
+def test_a_rule_is_on_the_size_of_one_replica(
+    rule: AllowedCounts, replicas: int, least: int, counts: list[int]
+) -> None:
+    allowed = AllowedCounts(replicas=replicas, replica_of=least) & rule
+    expected = [n for r in range(1, replicas + 1) for size in range(least, 81) for n in [r * size]
+                if size in rule and (r == replicas or size == least)]  # fmt: skip
+    assert {n for n in range(1, 81) if n in allowed} == {n for n in expected if n <= 80 and n in allowed}
+    assert [bool(each) for each in allowed.mask(np.array(counts))] == [count in allowed for count in counts]
+    for count in counts:
+        fitting = [n for n in range(1, 2000) if n in allowed]
+        assert allowed.at_most(count) == max([n for n in fitting if n <= count], default=0)
+        assert allowed.at_least(count) == min([n for n in fitting if n >= count], default=0)
+
+
+def test_a_job_that_loses_a_replica_keeps_the_nodes_of_the_other() -> None:
+    """Of three nodes that are left, the planner would keep others."""
+    planner = Planner(MilpPolicy(), SETTINGS)
+    allowed = AllowedCounts(replicas=2, replica_of=2)
+    job = PlannedJob("a", 2, 4, LINEAR, CostsInSeconds(1.0, 1.0, 1.0), allowed_counts=allowed)
+    nodes = tuple(PoolNode(f"n{i}") for i in range(4))
+    planner.advance(ev.NodesJoined(0.0, "b", nodes), ev.TrainerSubmitted(0.0, job))
+    assert planner.assigned["a"] == {"n0", "n1", "n2", "n3"}
+    planner.advance(ev.NodesLeft(10.0, ("n1",)))
+    assert planner.assigned["a"] == {"n0", "n2"}
+    assert planner.advance(ev.TrainerHolds(10.0, "a", frozenset({"n2", "n3"}))) == []
+    assert planner.assigned["a"] == {"n2", "n3"}
+    planner.advance(ev.NodesJoined(20.0, "b", nodes[1:2]))
+    assert planner.assigned["a"] == {"n0", "n1", "n2", "n3"}
+
+
+def test_nodes_that_another_job_has_got_meanwhile_are_not_held() -> None:
+    planner = Planner(MilpPolicy(), SETTINGS)
+    one, other = (PlannedJob(name, 1, 1, LINEAR, CostsInSeconds(1.0, 1.0, 1.0)) for name in "ab")
+    nodes = tuple(PoolNode(f"n{i}") for i in range(2))
+    planner.advance(ev.NodesJoined(0.0, "b", nodes), ev.TrainerSubmitted(0.0, one), ev.TrainerSubmitted(0.0, other))
+    taken = planner.assigned["b"]
+    planner.advance(ev.TrainerHolds(1.0, "a", frozenset({"n0", "n1"})))
+    assert planner.assigned["b"] == taken
+    assert not planner.assigned["a"] & taken
+
+
 def test_a_rule_that_is_learned_later_is_followed_at_once() -> None:
     planner = Planner(MilpPolicy(), SETTINGS)
     job = PlannedJob("a", 1, 3, LINEAR, CostsInSeconds(1.0, 1.0, 1.0))

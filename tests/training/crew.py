@@ -149,6 +149,8 @@ class CrewRun:
         The crew, its number of members, the checkpoint directory, and the training job.
     recover
         Whether the other members are commanded to continue after a failure.
+    replicas
+        Number of replicas of a sharded model; after a failure, those continue of which no member has failed.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class CrewRun:
         name: str = "net",
         session_options: dict[str, Any] | None = None,
         recover: bool = True,
+        replicas: int = 1,
         **kwargs: Any,
     ) -> None:
         self._crew = crew
@@ -169,6 +172,7 @@ class CrewRun:
         self._name, self._timeout = name, timeout
         self._function, self._kwargs = function, kwargs
         self._recover = recover
+        self._replicas = replicas
         self.gone: list[Member] = []
         self.newcomers: list[Member] = []
         self.members = crew.idle(world_size, [])
@@ -195,16 +199,17 @@ class CrewRun:
         """Whether all members have ended."""
         return all(member.outcome or member.lost for member in self.members)
 
-    def regroup(self, size: int, *, replace: int = 0, release: Any = lambda: None) -> None:
+    def regroup(self, size: int, *, replace: int = 0, replicas: int | None = None, release: Any = lambda: None) -> None:
         """Continue with `size` members; at least `replace` of the current ones leave.
 
         `release` is called when all members have their commands.
         """
+        self._replicas = replicas or self._replicas
         stay = self.members[: max(1, min(size, len(self.members) - replace))]
         self.gone = [member for member in self.gone if not member.outcome and not member.lost]
         self.newcomers = self._crew.idle(size - len(stay), [*self.members, *self.gone])
         for member in self.newcomers:
-            self._begin(member, None, size)
+            self._begin(member, None, size // self._replicas)
         self.until(lambda: self.ended or all(member.last(Ready) for member in self.newcomers))
         newcomers, self.newcomers = self.newcomers, []
         leavers = [member for member in self.members if member not in stay]
@@ -253,7 +258,10 @@ class CrewRun:
     def _memberships(self, size: int) -> list[Membership]:
         generation = next(self._crew.generations)
         meeting = timedelta(seconds=self._timeout)
-        return [Membership(self._name, generation, rank, size, meeting=meeting, interface="lo") for rank in range(size)]
+        return [
+            Membership(self._name, generation, rank, size, self._replicas, meeting=meeting, interface="lo")
+            for rank in range(size)
+        ]
 
     def _begin(self, member: Member, membership: Membership | None, next_size: int | None = None) -> None:
         member.reports, member.outcome, member.lost, member.number = [], None, False, next(member.numbers)
@@ -283,9 +291,17 @@ class CrewRun:
         member.lost = True
         if member in (*self.members, *self.gone) and self._recover:
             survivors = [other for other in self.members if not other.lost and not other.outcome]
+            leavers = []
+            if self._replicas > 1:
+                leavers = survivors
+                size = len(self.members) // self._replicas
+                replicas = [self.members[first : first + size] for first in range(0, len(self.members), size)]
+                intact = [each for each in replicas if not any(other.lost or other.outcome for other in each)]
+                survivors, self._replicas = [other for each in intact for other in each], max(1, len(intact))
+                leavers = [other for other in leavers if other not in survivors]
             self.members = [other for other in self.members if other is not member]
             if survivors:
-                self.order(survivors, [], abort=True)
+                self.order(survivors, leavers, abort=True)
         elif member in self.members:
             self._tell_all("end")
 

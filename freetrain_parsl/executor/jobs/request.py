@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
+from freetrain_parsl.planning.sizes import ANY_COUNT, AllowedCounts
 from freetrain_parsl.protocol.options import SessionOptions, digest_of
 from freetrain_parsl.settings_checks import check_count
 
@@ -173,6 +174,12 @@ class TrainingRequest:
             )
         if isinstance(self.deadline, timedelta) and self.deadline <= timedelta(0):
             raise InvalidApp(f"training job {self.name!r}: deadline must be positive, got {self.deadline}")
+        replicas = self.options.replicas
+        if replicas > 1 and self.max_nodes < replicas * self.min_nodes:
+            raise InvalidApp(
+                f"training job {self.name!r}: replicas={replicas} of at least min_nodes={self.min_nodes} each need "
+                f"max_nodes={replicas * self.min_nodes} or more, got {self.max_nodes}"
+            )
         self.trainer()  # its own checks
 
     @property
@@ -240,7 +247,14 @@ class TrainingRequest:
             submitted=submitted,
             node_kinds=self.node_kinds,
             curves=self.scaling_by_kind,
+            allowed_counts=self.counts,
         )
+
+    @property
+    def counts(self) -> AllowedCounts:
+        """The numbers of units that can be divided into its replicas, each of which needs at least `min_nodes`."""
+        replicas = self.options.replicas
+        return AllowedCounts(replicas=replicas, replica_of=self.min_nodes) if replicas > 1 else ANY_COUNT
 
     def _deadline(self, submitted: float) -> float | None:
         if isinstance(self.deadline, timedelta):

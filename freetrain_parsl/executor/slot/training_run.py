@@ -297,6 +297,7 @@ class TrainingRun(Run):
             generation=place.generation,
             rank=place.rank,
             world_size=place.size,
+            replicas=place.replicas,
             meeting=meeting,
             interface=self._interface,
             address=self._address,

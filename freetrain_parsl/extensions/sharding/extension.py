@@ -14,6 +14,7 @@ from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.extension import SessionExtension
+from freetrain_parsl.training.group.replica_groups import AN_INT_IS_REFUSED
 from freetrain_parsl.training.loop_state import LoopValue
 from freetrain_parsl.training.preparation import size_of
 
@@ -105,7 +106,7 @@ class Sharding(SessionExtension):
     def obstacle(self, group: Group, size: int | None) -> str | None:
         """Return what cannot be moved, or what there is no memory for; see `Resharding.obstacle`."""
         self.resharding.check_loop()
-        return self.resharding.obstacle(group, size)
+        return self.resharding.obstacle(group, size, self._members.next_replicas)
 
     def hand_over(self, group: Group, hosts: Sequence[int], generation: int) -> None:
         """Move the shards of those that leave; see `Resharding.hand_over`."""
@@ -152,6 +153,15 @@ class Sharding(SessionExtension):
             )
         if KEEP in state.best_epochs.followed:
             raise UsageError("session.keep_best cannot keep a model that is sharded over the processes")
+
+    def use_replicas(self, members: GroupMember) -> None:
+        """Sum the gradients over the replicas, once they are reduced within each."""
+        _, ints = structures.group_sizes(self.resharding.models)
+        if ints:
+            raise UsageError(AN_INT_IS_REFUSED.format(min(ints)))
+        modules = structures.sharded_modules(self.resharding.models)
+        hook = lambda gradient: members.group.sum_gradient(gradient)  # noqa: E731, PLW0108 - the group changes
+        structures.sum_over_replicas(modules, hook)
 
     def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
         """Keep copies of the members' parts."""

@@ -58,6 +58,11 @@ class Traffic:
     rounds: int = 0
     staging: int = 0
 
+    def followed_by(self, other: Traffic) -> Traffic:
+        """Return what both moves were together, one after the other."""
+        staging = max(self.staging, other.staging)
+        return Traffic(self.sent + other.sent, self.received + other.received, self.rounds + other.rounds, staging)
+
 
 def move(
     layouts: Sequence[Layout],

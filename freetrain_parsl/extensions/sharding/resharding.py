@@ -198,7 +198,7 @@ class Resharding:
         """
         return structures.find_problem(self.models, mesh)
 
-    def obstacle(self, group: Group, size: int | None) -> str | None:
+    def obstacle(self, group: Group, size: int | None, replicas: int = 1) -> str | None:
         """Return why the members cannot change in place now; ``None`` if they can; see `SpreadState.obstacle`.
 
         The old shards are kept until all have their new ones, so that those of all members on a node, old and new, have
@@ -208,7 +208,9 @@ class Resharding:
         mine: list[Need] | str
         try:
             layouts = [entry.layout for entry in self.entries(self.tensors())]
-            mine = [] if size is None else needs(layouts, size, group.rank, self._budget)
+            # As whole replicas join or leave, those that stay keep their shards.
+            keeps = replicas > 1 and self._live is not None and self._live.owners == size
+            mine = [] if size is None or keeps else needs(layouts, size, group.rank, self._budget)
         except structures.NotFollowed as error:
             mine = str(error)
         theirs = group.gather_objects(mine)
@@ -252,7 +254,7 @@ class Resharding:
     def begin(self, group: Group) -> None:
         """Note that this member has its part of the state in its first group."""
         if self._live is None:
-            self._live = Holding(group.generation, group.size, group.rank)
+            self._live = Holding(group.generation, group.shards, group.position)
 
     def hand_over(self, group: Group, hosts: Sequence[int], made: int) -> None:
         """Give the shards of all members to those that stay, over the group that they are about to leave.
@@ -274,12 +276,14 @@ class Resharding:
             A member has failed.
         """
         assert self._live is not None, "it is a member"
+        if len({host % group.shards for host in hosts}) == group.shards:
+            return  # they have every part, as whole replicas leave
         began = time.monotonic()
         structures.reshard(self.models)
         tensors = self.tensors()
         new = _NewShards(tensors, self._present(tensors), structures.managed_parameters(self.models), len(hosts))
         layouts = [entry.layout for entry in self.entries(tensors)]
-        traffic = move(layouts, range(group.size), hosts, new, group, budget=self._budget)
+        traffic = move(layouts, range(group.shards), hosts, new, group, budget=self._budget)
         if group.rank in hosts:
             self._kept[Holding(made, len(hosts), hosts.index(group.rank))] = new.filled()
         group.sum(_AGREED)
@@ -287,6 +291,8 @@ class Resharding:
 
     def take_over(self, group: Group, mesh_of: Callable[[], DeviceMesh]) -> None:
         """Get this member's part of the state in a new group, from the members that hold it.
+
+        A replica whose members hold their parts of the newest set already keeps them; each other is filled from it.
 
         Parameters
         ----------
@@ -306,19 +312,19 @@ class Resharding:
         """
         began = time.monotonic()
         structures.reshard(self.models)
-        chosen, hosts = self._choose(group)
+        chosen, hosts, lacking = self._choose(group)
         tensors, entries = self._agree_on_entries(group, hosts[0], has_state=self._live is not None)
-        mine = Holding(group.generation, group.size, group.rank)
+        made = chosen.made if len(lacking) < group.replicas else group.generation
+        mine = Holding(made, group.shards, group.position)
         traffic = Traffic()
-        if (chosen.owners, list(hosts)) != (group.size, list(range(group.size))):
-            managed = structures.managed_parameters(self.models)
-            new = _NewShards(tensors, self._shards_of(chosen, tensors), managed, group.size)
-            traffic = move(
-                [entry.layout for entry in entries], hosts, range(group.size), new, group, budget=self._budget
-            )
-            self._kept[mine] = new.filled()
-        else:
-            mine = chosen._replace(owner=group.rank)
+        managed = structures.managed_parameters(self.models)
+        for first in lacking:
+            new = _NewShards(tensors, self._shards_of(chosen, tensors), managed, group.shards)
+            members = range(first, first + group.shards)
+            layouts = [entry.layout for entry in entries]
+            traffic = traffic.followed_by(move(layouts, hosts, members, new, group, budget=self._budget))
+            if group.rank in members:
+                self._kept[mine] = new.filled()
         group.sum(_AGREED)
         self._commit(mine, tensors, entries, mesh_of())
         group.sum(_AGREED)
@@ -327,11 +333,15 @@ class Resharding:
         before = self.moved if self.moved is not None and chosen.made == group.generation else None
         self.moved = Moved(time.monotonic() - began, traffic) if before is None else _joined(before, began, traffic)
 
-    def _choose(self, group: Group) -> tuple[Holding, list[int]]:
-        """Return the newest set of shards of which the members hold every part, and who holds each."""
+    def _choose(self, group: Group) -> tuple[Holding, list[int], list[int]]:
+        """Return the newest set of shards of which the members hold every part, who holds each, and who lacks them.
+
+        The last are the first ranks of the replicas in which a member does not hold its part.
+        """
         holdings = sorted(self._kept.keys() | ({self._live} if self._live is not None else set()))
         hosts: dict[tuple[int, int], dict[int, int]] = {}
-        for rank, theirs in enumerate(group.gather_objects(holdings)):
+        held = group.gather_objects(holdings)
+        for rank, theirs in enumerate(held):
             for holding in theirs:
                 hosts.setdefault(holding[:2], {}).setdefault(holding.owner, rank)
         whole = [made for made, owners in hosts.items() if len(owners) == made[1]]
@@ -341,7 +351,15 @@ class Resharding:
             )
         newest = max(whole)
         ranks = [hosts[newest][owner] for owner in range(newest[1])]
-        return Holding(*newest, ranks.index(group.rank) if group.rank in ranks else -1), ranks
+        wanted = [Holding(newest[0], group.shards, position) for position in range(group.shards)]
+        lacking = [
+            first
+            for first in range(0, group.size, group.shards)
+            if newest[1] != group.shards
+            or any(part not in theirs for part, theirs in zip(wanted, held[first:], strict=False))
+        ]
+        mine = ranks.index(group.rank) if group.rank in ranks else -1
+        return Holding(*newest, mine), ranks, lacking
 
     def _agree_on_entries(
         self, group: Group, source: int, *, has_state: bool
@@ -480,13 +498,7 @@ class _NewShards:
 
 def _joined(before: Moved, began: float, traffic: Traffic) -> Moved:
     """Return a change that has handed over before it took over."""
-    both = Traffic(
-        before.traffic.sent + traffic.sent,
-        before.traffic.received + traffic.received,
-        before.traffic.rounds + traffic.rounds,
-        max(before.traffic.staging, traffic.staging),
-    )
-    return Moved(before.seconds + time.monotonic() - began, both)
+    return Moved(before.seconds + time.monotonic() - began, before.traffic.followed_by(traffic))
 
 
 def _count(group: Group, *, of: bool) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from freetrain_parsl.extensions.sharding.state import INDEX
 from freetrain_parsl.storage.atomic_files import sync_directory
 from freetrain_parsl.storage.entry import SHARDS, checksum
@@ -87,7 +85,7 @@ class JointWrite:
             plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         except OSError as error:
             problem = error
-        gathered = _gather((problem, plan), group)
+        gathered = group.gather_objects((problem, plan))
         self._raise_first([problem for problem, _ in gathered])
         # Each member computes all plans from all members' data and takes its own: no plans are sent.
         plans, self._metadata = self._planner.create_global_plan([plan for _, plan in gathered])
@@ -114,7 +112,7 @@ class JointWrite:
         PeerFailed
             A member has failed.
         """
-        parts = _gather(part, self._group)
+        parts = self._group.gather_objects(part)
         self._raise_first([part.problem for part in parts])
         return parts
 
@@ -146,15 +144,6 @@ class JointWrite:
             if problem is not None:
                 attempt = f"cannot write a checkpoint in {self._where} (process {rank} of {self._group.size})"
                 raise storage_error(attempt, self._where.parent, problem) from problem
-
-
-def _gather(mine: Any, group: Group) -> list[Any]:
-    gathered: list[Any] = [mine]
-    if group.size > 1:
-        gathered = [None] * group.size
-        with group.waits():
-            dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def _torch_writes(folder: Path, local: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:

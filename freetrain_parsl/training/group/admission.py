@@ -18,6 +18,7 @@ import torch.distributed as dist
 from freetrain_parsl.errors import PeerFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import timedelta
 
     from torch._C._distributed_c10d import Store
@@ -41,7 +42,8 @@ class Admission:
 
     def __init__(self, rank: int, size: int, timeout: timedelta, secret: bytes) -> None:
         self._rank, self._size = rank, size
-        self._timeout = timeout
+        self.timeout = timeout
+        """Maximum wait for the others' proofs."""
         self._secret = secret
 
     @classmethod
@@ -66,6 +68,11 @@ class Admission:
         store.set(_KEY, secret)
         return cls(rank, size, timeout, secret.encode())
 
+    def of(self, ranks: Sequence[int]) -> Admission:
+        """Return the admission to a further group of some of the members, of which this one is one."""
+        digest = hmac.digest(self._secret, f"group of {list(ranks)}".encode(), "sha256")
+        return Admission(ranks.index(self._rank), len(ranks), self.timeout, digest)
+
     def check(self, group: dist.ProcessGroup | None = None) -> None:
         """Exchange proofs with every other member.
 
@@ -84,7 +91,7 @@ class Admission:
         others = range(self._size)
         sent = torch.cat([self._proof(self._rank, other) for other in others])
         received = torch.empty_like(sent)
-        dist.distributed_c10d._set_pg_timeout(self._timeout, group)  # noqa: SLF001 - no public API
+        dist.distributed_c10d._set_pg_timeout(self.timeout, group)  # noqa: SLF001 - no public API
         try:
             dist.all_to_all_single(received, sent, group=group)
         except RuntimeError as error:
@@ -92,7 +99,7 @@ class Admission:
                 raise
             raise PeerFailed(
                 f"no proof of membership arrived on a connection in a group of {self._size} within "
-                f"{self._timeout.total_seconds():g} s: a process hangs, or an impostor on the network took its place"
+                f"{self.timeout.total_seconds():g} s: a process hangs, or an impostor on the network took its place"
             ) from error
         for other, proof in zip(others, torch.split(received, _PROOF_BYTES), strict=True):
             if not hmac.compare_digest(bytes(proof.tolist()), bytes(self._proof(other, self._rank).tolist())):

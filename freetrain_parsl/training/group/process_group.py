@@ -24,9 +24,10 @@ from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
 from freetrain_parsl.training.group.connections import GroupConnections
 from freetrain_parsl.training.group.reachability import check_reachable
+from freetrain_parsl.training.group.replica_groups import NotStarted, ReplicaGroups, refuse_groups_within_replicas
 
 if TYPE_CHECKING:  # torch.distributed does not export these
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -143,6 +144,8 @@ class Group:
         Name of the training job.
     rehearsal
         Number of processes of the mesh that a newcomer prepares its model on, without communication.
+    replicas
+        Number of replicas of a sharded state into which the members are divided, by consecutive ranks.
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class Group:
         mailbox: ControlMailbox | None = None,
         trainer: str = "",
         rehearsal: int | None = None,
+        replicas: int = 1,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -169,6 +173,19 @@ class Group:
         self._trainer = trainer
         self._mesh: DeviceMesh | None = None
         self._rehearsal = rehearsal
+        self.replicas = replicas
+        """How many replicas there are."""
+        self._of_replicas: ReplicaGroups | None = None
+
+    @property
+    def shards(self) -> int:
+        """Number of members of one replica: those among which a sharded state is divided."""
+        return self.size // self.replicas
+
+    @property
+    def position(self) -> int:
+        """The part of a sharded state that this member has."""
+        return self.rank % self.shards
 
     @property
     def is_first(self) -> bool:
@@ -186,8 +203,7 @@ class Group:
         if self.size == 1:
             return values
         total = values.clone()
-        with self.waits():
-            dist.all_reduce(total)
+        self._jointly(lambda: dist.all_reduce(total))
         return total
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -201,8 +217,7 @@ class Group:
         if self.size == 1:
             return [values]
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        with self.waits():
-            dist.all_gather(parts, values, group=self.gradients if values.is_cuda else None)
+        self._jointly(lambda: dist.all_gather(parts, values, group=self.gradients if values.is_cuda else None))
         return parts
 
     def agree_on(self, value: T) -> T:
@@ -216,8 +231,7 @@ class Group:
         if self.size == 1:
             return value
         values = [value]
-        with self.waits():
-            dist.broadcast_object_list(values, src=0)
+        self._jointly(lambda: dist.broadcast_object_list(values, src=0))
         return values[0]
 
     def gather_objects(self, value: T) -> list[T]:
@@ -230,24 +244,78 @@ class Group:
         """
         values = [value] * self.size
         if self.size > 1:
-            with self.waits():
-                dist.all_gather_object(values, value)
+            self._jointly(lambda: dist.all_gather_object(values, value))
         return values
 
-    def begin_sum(self, values: torch.Tensor) -> dist.Work:
-        """Start to replace a tensor by its sum over all members; wait for it inside `waits`.
+    def begin_sum(self, values: torch.Tensor) -> dist.Work | NotStarted:
+        """Start to replace a tensor by its sum over all members; wait for it with `end_sums`.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed; with several replicas, `end_sums` raises it.
+        """
+        if self._of_replicas is not None and self._of_replicas.failure is not None:
+            return NotStarted(self._of_replicas.failure)
+        try:
+            with self._peers_expected():
+                work: dist.Work | None = dist.all_reduce(
+                    values, group=self.gradients if values.is_cuda else None, async_op=True
+                )
+        except PeerFailed as error:
+            if self._of_replicas is None:
+                raise
+            return NotStarted(error)
+        assert work is not None, "this process is a member"
+        return work
+
+    def end_sums(self, works: Iterable[dist.Work | NotStarted]) -> None:
+        """Wait for sums; all members call this.
 
         Raises
         ------
         PeerFailed
             A member has failed.
         """
-        with self._peers_expected():
-            work: dist.Work | None = dist.all_reduce(
-                values, group=self.gradients if values.is_cuda else None, async_op=True
-            )
-        assert work is not None, "this process is a member"
-        return work
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        self._jointly(wait)
+
+    def confirm(self) -> None:
+        """Make sure that all replicas have the gradients of a step, or none makes the step; all members call this.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed, perhaps in the backward pass: the gradients are not complete.
+        """
+        if self._of_replicas is not None:
+            self.sum(torch.zeros(1))
+
+    def sum_gradient(self, gradient: torch.Tensor) -> None:
+        """Sum a sharded gradient over the replicas; see `ReplicaGroups.sum_gradient`."""
+        if self._of_replicas is not None:
+            self._of_replicas.sum_gradient(gradient)
+
+    def note_failure(self, failure: PeerFailed) -> bool:
+        """Let the next operation of all members fail, on all members of this replica; return whether it will.
+
+        Without replicas it will not: the error is to be raised at once.
+        """
+        if self._of_replicas is None:
+            return False
+        self._of_replicas.note(failure)
+        return True
+
+    def _jointly(self, operation: Callable[[], T]) -> T:
+        """Return the result of an operation of all members, which fails on all members of a replica, or on none."""
+        if self._of_replicas is not None:
+            return self._of_replicas.jointly(operation, self.waits, self._cut)
+        with self.waits():
+            return operation()
 
     @contextmanager
     def waits(self) -> Iterator[None]:
@@ -292,13 +360,17 @@ class Group:
                     with self.waits():
                         admission.check(self.gradients)
             self.connections.form(self.gather)
+            if self.replicas > 1:
+                with self.waits():
+                    self._of_replicas = ReplicaGroups(self.rank, self.size, self.replicas, admission)
         except PeerFailed:
             self.leave()
             raise
-        dist.distributed_c10d._set_pg_timeout(timeout)  # noqa: SLF001 - no public API
+        for each in (None,) if self._of_replicas is None else (None, *self._of_replicas.groups):
+            dist.distributed_c10d._set_pg_timeout(timeout, each)  # noqa: SLF001 - no public API
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the members as a device mesh for sharded models; for this a group of one becomes a process group.
+        """Return this replica as a device mesh for sharded models; for this a group of one becomes a process group.
 
         The mesh has a unique name: torch identifies meshes by size and name, and its cached data of the mesh of an
         earlier group, in which this process had another rank, would be wrong in this one.
@@ -316,7 +388,7 @@ class Group:
         if self._mesh is None:
             if self.gradients is not None:
                 raise UsageError("session.mesh: processes that share a GPU cannot shard a model; use one GPU each")
-            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
             size = self.size
             if self._rehearsal is not None and _rehearse(self._rehearsal):
@@ -326,11 +398,26 @@ class Group:
                     dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
                 self._joined = True
             name = f"{self._trainer}/{self.generation}" if self._rehearsal is None else "rehearsal"
-            self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(name,))
+            if self._of_replicas is not None:
+                refuse_groups_within_replicas()
+                self._mesh = DeviceMesh.from_group(self._of_replicas.own, device.type, mesh_dim_names=(name,))
+            else:
+                self._mesh = init_device_mesh(device.type, (size,), mesh_dim_names=(name,))
         return self._mesh
 
-    def abort(self) -> None:
-        """Abort the collectives in which members wait; from any thread."""
+    def abort(self, *, replica: bool = True) -> None:
+        """Abort the collectives in which members wait; from any thread.
+
+        Parameters
+        ----------
+        replica
+            Whether also those of this member's replica; otherwise it is intact, and continues.
+        """
+        if self._of_replicas is not None:
+            self._of_replicas.shut_down(own=replica)
+        self._cut()
+
+    def _cut(self) -> None:
         self.connections.shut_down()
         if self.over_gpus and self._joined:
             group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - no public API
@@ -345,6 +432,8 @@ class Group:
             # While something refers to the group, such as a sharded model, its connections stay open, and a member
             # that has not noticed a failure would wait for this one.
             self.connections.shut_down()
+            if self._of_replicas is not None:
+                self._of_replicas.shut_down(own=True)
 
     @contextmanager
     def _peers_expected(self) -> Iterator[None]:
@@ -371,7 +460,14 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
     PeerFailed
         Other members did not connect in time, or left.
     """
-    group = Group(membership.rank, membership.world_size, membership.generation, mailbox, membership.trainer)
+    group = Group(
+        membership.rank,
+        membership.world_size,
+        membership.generation,
+        mailbox,
+        membership.trainer,
+        replicas=membership.replicas,
+    )
     if membership.world_size == 1:
         return group
     if store is None:
@@ -380,7 +476,7 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
     timeout = membership.meeting
     store.set_timeout(timeout)
     if mailbox is not None:
-        mailbox.on_abort = group.abort
+        mailbox.on_abort = lambda: group.abort(replica=mailbox.leaves)
         mailbox.blocked = BlockedThread(threading.get_ident(), time.monotonic).seconds
     # A separate variable: torch finds the Python store behind a PrefixStore only while it is referenced elsewhere.
     own_store = PrefixStore(f"{membership.trainer}/{membership.generation}", store)

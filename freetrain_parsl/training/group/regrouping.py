@@ -41,7 +41,7 @@ class GroupMember:
     report
         Receives the changes of the group.
     next_size
-        For a newcomer: how many members the group is going to have, as far as it is known.
+        For a newcomer: how many members its replica is going to have, as far as it is known.
     """
 
     def __init__(
@@ -99,14 +99,24 @@ class GroupMember:
         """
         command = self._mailbox.pending
         if command is not None and command.abort and self.group.size > 1:
-            raise PeerFailed("a member has failed")
+            failure = PeerFailed("a member has failed")
+            if not self.group.note_failure(failure):
+                raise failure
         return command is not None and not self.parts.is_pending()
 
     @property
     def next_size(self) -> int | None:
-        """Number of members of the group in which a command lets this member continue; ``None`` if it has none."""
+        """Number of members of a replica in the group of a command that lets this member continue; else ``None``."""
         command = self._mailbox.pending
-        return None if command is None or command.membership is None else command.membership.world_size
+        if command is None or command.membership is None:
+            return None
+        return command.membership.world_size // command.membership.replicas
+
+    @property
+    def next_replicas(self) -> int:
+        """Number of replicas in that group."""
+        command = self._mailbox.pending
+        return 1 if command is None or command.membership is None else command.membership.replicas
 
     def take_command(self) -> Regroup:
         """Take the command that all members have agreed to carry out."""

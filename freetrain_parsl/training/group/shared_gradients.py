@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from freetrain_parsl.errors import UsageError
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.group.shared_results import total
 
 if TYPE_CHECKING:
@@ -63,7 +63,14 @@ class Link:
         UsageError
             The result cannot be part of a loss.
         """
-        return total(self._group, gradient) if self._check() else gradient
+        if not self._check():
+            return gradient
+        try:
+            return total(self._group, gradient)
+        except PeerFailed as error:
+            if not self._group.note_failure(error):
+                raise
+            return gradient  # the pass continues, as the replica's own collectives do; then the step is dropped
 
 
 class Shared(torch.autograd.Function):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.data.order import Batch, Piece
     from freetrain_parsl.training.extension import SessionExtension
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.group.replica_groups import NotStarted
     from freetrain_parsl.training.step.bypass import BypassCheck
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
     from freetrain_parsl.training.step.learning_rate import RateScaling
@@ -98,7 +99,7 @@ class BatchRunner:
         self._weighing = Weighing("mean", None)  # of the current piece
         self._items: list[torch.Tensor | float] = []  # of this member's pieces for the current step so far
         self._step_tally: Tally  # that of the current step of the batch
-        self._tally_work: dist.Work | None = None
+        self._tally_work: dist.Work | NotStarted | None = None
         self._held: list[torch.Tensor | None] | None = None
         self._releases: list[Callable[[], None]] = []
         self._was_deterministic: bool | None = None
@@ -298,8 +299,7 @@ class BatchRunner:
             self._hold()
             return
         if self._tally_work is not None:
-            with self._group.waits():
-                self._tally_work.wait()
+            self._group.end_sums([self._tally_work])
         factor = self._factor
         if self._noise is not None:
             self._noise.factor = float(factor)
@@ -312,8 +312,9 @@ class BatchRunner:
         if self._spread:
             for parameter in self._summed:
                 if parameter.grad is not None:
-                    parameter.grad /= self._group.size
+                    parameter.grad /= self._group.shards
         self._statistics.complete(self._group, self.batch.shards)
+        self._group.confirm()
         self._complete = True
 
     def step(self, optimizer: Optimizer | None, scaling: RateScaling | None) -> bool:
@@ -457,7 +458,9 @@ class BatchRunner:
         """Average the model's running statistics over the members; raises PeerFailed if one has failed."""
         self._statistics.average(group)
 
-    def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> dist.Work | None:
+    def _tell(
+        self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None
+    ) -> dist.Work | NotStarted | None:
         """Add the loss to the tally; with the last piece, start to sum the tally over the members.
 
         A second step on a batch is not counted, but its items are. Sums count as means over samples.
@@ -482,8 +485,8 @@ class BatchRunner:
             return 1.0
         else:
             weight = items / self.batch.samples if piece.weight else 0.0
-        # Some are averaged over the members by the extension; those that are summed are divided afterwards, too.
-        return weight * self._group.size if self._spread else weight
+        # FSDP2 averages over the members of a replica; those that are summed are divided afterwards, too.
+        return weight * self._group.shards if self._spread else weight
 
     @property
     def _has_one_mean(self) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.data.order import Piece
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.group.replica_groups import NotStarted
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
 
 _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
@@ -57,7 +58,7 @@ class _Bucket:
         self._noise = noise
         self.parameters = parameters
         self.missing: set[torch.Tensor] = set()
-        self.work: dist.Work | None = None
+        self.work: dist.Work | NotStarted | None = None
         first = parameters[0]
         size = sum(parameter.numel() for parameter in parameters)
         sizes = [*(parameter.numel() for parameter in parameters), len(parameters), 0 if noise is None else 1]
@@ -143,14 +144,14 @@ class OverlappedSum:
         self._group = None
         if len(self._buckets) > 1:  # on the CPU: to read a number from a GPU would be to wait for it
             late = torch.tensor([float(self._late)])
-            _wait(group, [group.begin_sum(late)])
+            group.end_sums([group.begin_sum(late)])
             if late.item():
                 self._changes_late = True
-                _wait(group, [bucket.work for bucket in self._buckets])
+                group.end_sums(self._works(self._buckets))
                 for bucket in self._buckets:  # no sum has been unpacked: ``.grad`` is still this member's
                     bucket.send(group)
         for bucket in self._buckets:
-            _wait(group, [bucket.work])
+            group.end_sums(self._works([bucket]))
             bucket.unpack()
         if self._noise is not None and self._noise.measures_shards:
             self._noise.add_shards([b.noise_term for b in self._buckets], [b.gradients for b in self._buckets])
@@ -202,12 +203,9 @@ class OverlappedSum:
             bucket.send(self._group)
             self._launched += 1
 
-
-def _wait(group: Group, works: Iterable[dist.Work | None]) -> None:
-    with group.waits():
-        for work in works:
-            assert work is not None, "all buckets are sent"
-            work.wait()
+    @staticmethod
+    def _works(buckets: Iterable[_Bucket]) -> list[dist.Work | NotStarted]:
+        return [bucket.work for bucket in buckets if bucket.work is not None]
 
 
 class OrderedSum:

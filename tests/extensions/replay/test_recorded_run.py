@@ -286,6 +286,7 @@ EVERYTHING: tuple[ev.Event | ev.Action, ...] = (
     ev.TrainerFinished(12.0, "t"),
     ev.TrainerFailed(13.0, "t"),
     ev.TrainerWithheld(14.0, "t"),
+    ev.TrainerHolds(14.5, "t", frozenset({"n0"})),
     ev.TasksWaiting(15.0, 2, frozenset({"a"})),
     ev.RequestBlock("1", ("a",), 60.0, Window(("a",), 0.0, 90.0), pinned=False),
     ev.ReleaseBlock("1"),

@@ -108,17 +108,18 @@ class TrainingProcesses:
 
     # Start.
 
-    def start(self, nodes: frozenset[str], slots: Sequence[Slot]) -> None:
-        """Start a group on these units; `slots` are all slots there."""
-        group = GroupMembers(next(self._numbers), nodes, tuple(slot.name for slot in slots), self._response.now)
+    def start(self, nodes: frozenset[str], slots: Sequence[Slot], replicas: int = 1) -> None:
+        """Start a group on these units; `slots` are all slots there, in order of rank."""
+        ranks = tuple(slot.name for slot in slots)
+        group = GroupMembers(next(self._numbers), nodes, ranks, self._response.now, replicas)
         self._enter(Starting(group))
         self._response.do(do.OpenStore(group.number))
         for rank, slot in enumerate(slots):
-            self._run(slot, Place(group.number, rank, len(slots)))
+            self._run(slot, Place(group.number, rank, len(slots), replicas))
         self._log_start(group, in_place=False)
 
     def add_newcomer(self, slot: Slot, size: int) -> None:
-        """Start a process that prepares to join the group, of `size` members then."""
+        """Start a process that prepares to join the group, whose replicas have `size` members then."""
         self._run(slot, None, size)
 
     def _run(self, slot: Slot, place: Place | None, size: int | None = None) -> None:
@@ -145,7 +146,7 @@ class TrainingProcesses:
 
     # Changes in place.
 
-    def regroup(self, ranks: tuple[str, ...], *, failure: bool) -> None:
+    def regroup(self, ranks: tuple[str, ...], replicas: int = 1, *, failure: bool) -> None:
         """Command these slots to form the next group, and all other members of the current one to leave."""
         change = self.change
         pauses = isinstance(self._phase, Pausing) or (change is not None and change.pauses)
@@ -154,7 +155,7 @@ class TrainingProcesses:
         self.arrived = frozenset()
         participants = self.participants
         nodes = frozenset(participants[slot].place for slot in ranks)
-        after = GroupMembers(next(self._numbers), nodes, ranks, self._response.now)
+        after = GroupMembers(next(self._numbers), nodes, ranks, self._response.now, replicas)
         grows = any(not participants[slot].has_state for slot in ranks)
         self._enter(Regrouping(before, after, failure, grows, set(ranks), pauses))
         self._response.do(do.OpenStore(after.number))
@@ -168,7 +169,7 @@ class TrainingProcesses:
             # more time.
             if failure and (member.deadline is None or slot in arrived):
                 member.deadline = self._response.now + self._change_timeout
-            place = Place(after.number, rank, len(ranks))
+            place = Place(after.number, rank, len(ranks), replicas)
             self._send(member, ChangeGroup(self._name, member.run, after.number, place, abort=failure))
 
     def joined(self, member: Participant, report: Joined) -> None:

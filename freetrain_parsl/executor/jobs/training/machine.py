@@ -11,6 +11,7 @@ the training job's progress, and `PlannerView` reports it to the planner.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.errors import InvalidApp, TrainingCancelled
@@ -20,7 +21,13 @@ from freetrain_parsl.executor.jobs import events as on
 from freetrain_parsl.executor.jobs.commands import Response
 from freetrain_parsl.executor.jobs.training.group import TrainingProcesses
 from freetrain_parsl.executor.jobs.training.progress import PlannerView, ProgressTracker, stall_reason
-from freetrain_parsl.executor.jobs.training.rank_order import least_moved
+from freetrain_parsl.executor.jobs.training.rank_order import (
+    divided,
+    fitting,
+    in_order_of_place,
+    intact_after,
+    least_moved,
+)
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,
     Ended,
@@ -39,6 +46,7 @@ from freetrain_parsl.executor.jobs.training.states import (
     next_change,
     survivors,
 )
+from freetrain_parsl.planning.sizes import ANY_COUNT
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import RunEnded, RunReport
 from freetrain_parsl.protocol.reports import (
@@ -55,13 +63,13 @@ from freetrain_parsl.protocol.reports import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from freetrain_parsl.executor.driver.slot_registry import SlotRegistry
+    from freetrain_parsl.executor.driver.slot_registry import Slot, SlotRegistry
     from freetrain_parsl.executor.jobs.commands import Addressed, Command
     from freetrain_parsl.executor.jobs.events import Event
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
-    from freetrain_parsl.executor.jobs.training.states import Participant, Phase, State
+    from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
     from freetrain_parsl.protocol.reports import Report
 
@@ -258,15 +266,18 @@ class TrainingMachine:
                 self.desired,
                 self._registry,
                 least=self.request.min_nodes,
-                allowed=self._tracker.allowed_counts,
+                allowed=ANY_COUNT if self.request.options.replicas > 1 else self._tracker.allowed_counts,
                 now=self._response.now,
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
             for slot in change.start:
                 slots = self._registry.complete_slots(self.desired)
-                self._processes.add_newcomer(slot, len(slots or self.desired))
+                replicas = self.request.counts.replicas_in(len(self.desired))
+                self._processes.add_newcomer(slot, len(slots or self.desired) // replicas)
             if change.pause:
                 self._processes.pause()
+            elif change.ranks and self.request.options.replicas > 1:
+                self._regroup_replicas(phase.group, change.ranks)
             elif change.ranks:
                 ranks = change.ranks
                 if self._tracker.is_sharded:
@@ -278,6 +289,24 @@ class TrainingMachine:
         leaves = any(member.place not in wanted for member in self._processes.members)
         if leaves or (isinstance(phase, Running) and wanted != phase.group.nodes):
             self._processes.pause()
+
+    def _regroup_replicas(self, group: GroupMembers, ranks: tuple[str, ...]) -> None:
+        """Continue with those of these slots that form replicas, unless they are the present members."""
+        slots = self._registry.slots
+        ranks = fitting(group, ranks, lambda slot: slots[slot].place, self._planner.allowed_counts)
+        if not ranks:
+            self._processes.pause()
+        elif set(ranks) != set(group.ranks):
+            by_place = in_order_of_place([slots[slot] for slot in ranks], self._registry, self._response.now)
+            replicas = self._replicas_on(by_place)
+            self._processes.regroup(
+                divided(group, ranks, replicas, [slot.name for slot in by_place]), replicas, failure=False
+            )
+
+    def _replicas_on(self, slots: Sequence[Slot]) -> int:
+        """Return the number of replicas on units with these slots: each has whole units, and equally many slots."""
+        units = Counter(slot.place for slot in slots)
+        return self.request.counts.replicas_in(len(units)) if len(set(units.values())) == 1 else 1
 
     def _disconnection(self) -> str | None:
         return disconnection(
@@ -320,7 +349,9 @@ class TrainingMachine:
         """Start a new group if all slots of its nodes are connected and idle."""
         slots = self._registry.complete_slots(self.desired)
         if slots and not any(slot.busy is not None or slot.leaving for slot in slots):
-            self._processes.start(self.desired, slots)
+            if (replicas := self._replicas_on(slots)) > 1:
+                slots = in_order_of_place(slots, self._registry, self._response.now)
+            self._processes.start(self.desired, slots, replicas)
 
     # ── failures ──────────────────────────────────────────────────────────────────────────────────
 
@@ -392,16 +423,22 @@ class TrainingMachine:
         if not isinstance(phase, Abandoning):
             reported = not isinstance(phase, Starting) and not (isinstance(phase, Pausing) and not phase.reported)
             ranks: tuple[str, ...] = ()
-            if self._tracker.in_place and reported:
+            replicas, change = 1, self._processes.change
+            if self._tracker.in_place and reported and self.request.options.replicas > 1:
+                ranks, replicas = intact_after(self.participants, group, change)
+            elif self._tracker.in_place and reported:
                 ranks = survivors(
                     self.participants,
                     group,
-                    self._processes.change,
+                    change,
                     with_newcomers=with_newcomers,
                     allowed=self._tracker.allowed_counts,
                 )
             if ranks:
-                self._processes.regroup(ranks, failure=True)
+                self._processes.regroup(ranks, replicas, failure=True)
+                if self.request.options.replicas > 1:  # whatever the planner has chosen from the nodes that are left
+                    self.desired = frozenset(self.participants[slot].place for slot in ranks)
+                    self._planner.hold(self.desired)
                 return
             self._do(do.CountRestart())
             self._processes.abandon()

@@ -336,6 +336,11 @@ class PlannerView:
         self._costs = self._trainer.costs
         self._response = response
 
+    @property
+    def allowed_counts(self) -> AllowedCounts:
+        """The numbers of units that it may have, as far as is known."""
+        return self._trainer.allowed_counts
+
     def submit(self) -> None:
         """Let the planner assign nodes to it."""
         self._response.inform(planner.TrainerSubmitted(self._response.now, self._trainer))
@@ -343,6 +348,10 @@ class PlannerView:
     def withhold(self) -> None:
         """Let the planner assign it no nodes until it is submitted again."""
         self._response.inform(planner.TrainerWithheld(self._response.now, self._name))
+
+    def hold(self, nodes: frozenset[str]) -> None:
+        """Report that it continues on these units only."""
+        self._response.inform(planner.TrainerHolds(self._response.now, self._name, nodes))
 
     def describe_model(self, progress: Progress, processes_per_unit: int) -> None:
         """Report what limits the numbers of units, what a change in place has to move, and how long it saves.

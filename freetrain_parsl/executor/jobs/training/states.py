@@ -115,6 +115,8 @@ class GroupMembers:
         Their slots, in order of rank.
     began
         When it was commanded, seconds.
+    replicas
+        Number of replicas of a sharded state into which they are divided, by consecutive ranks.
     running
         The slots whose run has not ended.
     """
@@ -123,6 +125,7 @@ class GroupMembers:
     nodes: frozenset[str]
     ranks: tuple[str, ...]
     began: float
+    replicas: int = 1
     running: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,170 @@
+"""Replicas of a sharded state: how the others continue when one loses a process, and how it is built again.
+
+Use ``--quick`` for a short run, ``--json FILE`` to save the figures. Two replicas of two processes each train with
+FSDP2 and AdamW on one machine. A process of the first is killed in the middle of a backward pass; the second continues
+in the same processes. Two new processes then join as the first replica. ``continues_s`` begins when the death of the
+process has been noticed, and ends with the first step of the last survivor; ``paused_ms`` and ``moved_ms`` are what the
+processes report of a change: without training, and in which the state moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from _report import report
+from torch.distributed import TCPStore
+from torch.nn.functional import mse_loss
+
+from freetrain_parsl.errors import PeerFailed
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.protocol.reports import Joined, Ready
+from freetrain_parsl.training.fragment import run_fragment
+from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Regroup
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+KILL_AT, STEPS, LAYERS = 5, 10, 8
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class Data:
+    """Seeded vectors."""
+
+    def __init__(self, width: int) -> None:
+        self.x = torch.randn(1024, width, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        return self.x[position]
+
+
+def train(session: Any, *, width: int, dies: bool) -> dict[str, Any]:
+    """Train until all have made `STEPS` steps as four again; return the times of the steps, and the bytes of a part."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
+    for layer in net:
+        fully_shard(layer, mesh=session.mesh)
+    fully_shard(net, mesh=session.mesh)
+    model, _ = session.prepare(net, torch.optim.AdamW, lr=1e-4)
+    data = session.loader(Data(width), 24)
+    ended: list[tuple[int, int, float]] = []  # step, members, time
+    net[LAYERS // 2].register_full_backward_pre_hook(
+        lambda *_: os.kill(os.getpid(), signal.SIGKILL) if dies and session.metrics["steps"] == KILL_AT else None
+    )
+    after = session.state(rebuilt=0)
+    for _ in session.epochs(1 << 20):
+        for x in data:
+            if after.rebuilt == STEPS:
+                size = sum(p.to_local().nbytes for p in net.parameters()) * 3
+                return {"ended": ended, "bytes": size}
+            before = session.metrics["steps"]
+            session.step(mse_loss(model(x), x))
+            if session.metrics["steps"] > before:
+                ended.append((session.metrics["steps"], session.world_size, time.monotonic()))
+                after.rebuilt += session.metrics["steps"] > KILL_AT and session.world_size == 4
+    raise AssertionError("there are more epochs than steps")
+
+
+def serve(channel: Connection, port: int) -> None:
+    """Run one fragment, and pass its reports and commands on."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    membership, options, arguments = channel.recv()
+    mailbox = ControlMailbox()
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                mailbox.post(channel.recv())
+
+    threading.Thread(target=listen, daemon=True).start()
+    with contextlib.suppress(PeerFailed):  # in the broken replica
+        end: Any = run_fragment(
+            train, (), arguments, options=options, membership=membership, meet=lambda _: store, mailbox=mailbox,
+            report=lambda item: channel.send(item) if isinstance(item, (Joined, Ready)) else None, next_size=2,
+        )  # fmt: skip
+        channel.send(getattr(end, "value", None))
+
+
+def failure(width: int, killed: int) -> dict[str, Any]:
+    """Kill one of four processes, of rank `killed`; let two others take the place of its replica."""
+    port_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    channels = []
+    for _ in range(6):
+        ours, theirs = _SPAWN.Pipe()
+        _SPAWN.Process(target=serve, args=(theirs, port_store.port), daemon=True).start()
+        theirs.close()
+        channels.append(ours)
+
+    def places(generation: int, size: int, replicas: int) -> list[Membership]:
+        return [Membership("net", generation, rank, size, replicas, interface="lo") for rank in range(size)]
+
+    def await_reports(members: list[int], kind: type, generation: int = 0) -> list[Any]:
+        found = []
+        for member in members:
+            while not isinstance(told := channels[member].recv(), kind) or getattr(told, "generation", 9) < generation:
+                pass
+            found.append(told)
+        return found
+
+    with tempfile.TemporaryDirectory() as root:
+        options = SessionOptions("net", Path(root), replicas=2)
+        for rank, place in enumerate(places(1, 4, 2)):
+            channels[rank].send((place, options, {"width": width, "dies": rank == killed}))
+        for newcomer in (4, 5):
+            channels[newcomer].send((None, options, {"width": width, "dies": False}))
+        await_reports([4, 5], Ready)
+        multiprocessing.connection.wait([channels[killed]])  # nothing but its end
+        noticed = time.monotonic()
+        first = killed // 2 * 2
+        survivors = [member for member in range(4) if member // 2 != killed // 2]
+        channels[first + 1 - killed % 2].send(Regroup(None, abort=True))
+        for member, place in zip(survivors, places(2, 2, 1), strict=True):
+            channels[member].send(Regroup(place, abort=True))
+        continued = await_reports(survivors, Joined, 2)
+        members = [*survivors, 4, 5]
+        for member, place in zip(members, places(3, 4, 2), strict=True):
+            channels[member].send(Regroup(place))
+        rebuilt = await_reports(members, Joined, 3)
+        answers = [await_reports([member], dict)[0] for member in survivors]
+    made = answers[0]["ended"]
+    return {
+        "failure": f"replica, rank {killed} killed",
+        "part_mb": answers[0]["bytes"] / 1e6,
+        "step_s": statistics.median(b[2] - a[2] for a, b in itertools.pairwise(made)),
+        "continues_s": max(next(at for step, _, at in one["ended"] if step > KILL_AT) for one in answers) - noticed,
+        "paused_ms": max(told.paused for told in continued) * 1e3,
+        "steps_repeated": len(made) - len({step for step, _, _ in made}),
+        "rebuild_paused_ms": max(told.paused for told in rebuilt[:2]) * 1e3,
+        "rebuild_moved_ms": max(told.transferred for told in rebuilt[:2]) * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows = [failure(256 if given.quick else 1280, killed) for killed in ((1,) if given.quick else (1, 2))]
+    report("Replicas of a sharded state", rows, ["torch", "freetrain-parsl"], given.json)
+
+
+if __name__ == "__main__":
+    main()
