@@ -55,7 +55,7 @@ BUDGET: Final = {
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_700,
-    "protocol": 1_970,
+    "protocol": 2_000,
     "report": 3_120,
     "storage": 2_220,
     "testing": 1_680,
