@@ -78,6 +78,10 @@ class AllowedCounts:
         fits = replicas == self.replicas or size == self.replica_of
         return fits and size % self.multiple_of == 0 and self.divisor_of % size == 0
 
+    @property
+    def _of_replicas(self) -> bool:
+        return self.replicas > 1 or self.replica_of > 1
+
     def replicas_in(self, count: int) -> int:
         """Return the number of equal replicas of so many processes; at least 1, also if the count is not allowed."""
         room = min(self.replicas, count // self.replica_of)
@@ -113,14 +117,14 @@ class AllowedCounts:
 
     def at_most(self, count: int) -> int:
         """Return the largest allowed count that is not larger; zero if there is none."""
-        if self.replicas > 1:
+        if self._of_replicas:
             return next((n for n in range(count, 0, -1) if n in self), 0)
         times = range(count // self.multiple_of, 0, -1)
         return next((n * self.multiple_of for n in times if n * self.multiple_of in self), 0)
 
     def at_least(self, count: int) -> int:
         """Return the smallest allowed count that is not smaller; zero if there is none."""
-        if self.replicas > 1:
+        if self._of_replicas:
             # From the size of all replicas on, a period has an allowed count, unless what it divides ends before.
             period = self.replicas * self.multiple_of
             last = self.replicas * self.divisor_of or max(count, self.replicas * self.replica_of) + period
@@ -135,7 +139,7 @@ class AllowedCounts:
         multiple = f"multiples of {self.multiple_of}" if self.multiple_of > 1 else ""
         divisor = f"divisors of {self.divisor_of}" if self.divisor_of else ""
         which = " that are ".join(filter(None, (multiple, divisor))) or "all"
-        if self.replicas == 1:
+        if not self._of_replicas:
             return which
         sizes = "" if which == "all" else f" in sizes that are {which}"
         return f"up to {self.replicas} equal replicas of at least {self.replica_of}{sizes}"

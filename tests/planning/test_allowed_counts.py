@@ -239,7 +239,7 @@ def test_a_rule_is_on_the_size_of_one_replica(
     allowed = AllowedCounts(replicas=replicas, replica_of=least) & rule
     expected = [n for r in range(1, replicas + 1) for size in range(least, 81) for n in [r * size]
                 if size in rule and (r == replicas or size == least)]  # fmt: skip
-    assert {n for n in range(1, 81) if n in allowed} == {n for n in expected if n <= 80 and n in allowed}
+    assert {n for n in range(1, 81) if n in allowed} == {n for n in expected if n <= 80}
     assert [bool(each) for each in allowed.mask(np.array(counts))] == [count in allowed for count in counts]
     for count in counts:
         fitting = [n for n in range(1, 2000) if n in allowed]
