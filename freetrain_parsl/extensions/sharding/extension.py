@@ -75,6 +75,7 @@ class Sharding(SessionExtension):
         self._members, self._device, self._objects = members, device, objects
         mesh = members.mesh(device)
         sharded.check_meshes(objects, mesh)
+        sharded.check_optimizers(objects)
         if self._resharding is None:
             self._resharding = Resharding(objects)
             if not members.is_newcomer:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from freetrain_parsl.errors import DamagedCheckpoint, PeerFailed, UsageError
 from freetrain_parsl.storage.entry import SHARDS
@@ -68,6 +70,26 @@ def check_meshes(objects: Mapping[str, Stateful], mesh: DeviceMesh) -> None:
                     f"session.prepare: the {name} is sharded over a mesh that does not belong to this session; "
                     "use fully_shard(…, mesh=session.mesh)"
                 )
+
+
+def check_optimizers(objects: Mapping[str, Stateful]) -> None:
+    """Check that no optimizer has parameters as they were before ``fully_shard``, which would never change.
+
+    Raises
+    ------
+    UsageError
+        One has.
+    """
+    models = [each for each in objects.values() if isinstance(each, nn.Module)]
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for name, optimizer in objects.items():
+        groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        if parameters and not any(id(each) in known or is_spread(each) for each in parameters):
+            raise UsageError(
+                f"session.prepare: the {name} has none of the model's parameters: fully_shard has replaced them; make "
+                "the optimizer after it"
+            )
 
 
 def split(state: Any) -> tuple[Any, dict[str, DTensor]]:

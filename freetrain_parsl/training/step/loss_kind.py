@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LossReader",
+    "MeanOverItems",
     "Reduction",
     "Weighing",
     "check_weighing",
@@ -40,7 +41,7 @@ _IGNORED = -100  # torch's default for ``ignore_index``
 _MOST_NODES = 20_000  # looked at for one loss
 _FIRST, _EVERY = 16, 64  # looks at losses with several terms
 
-_NEGATIVE_LOG_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0")
+_NEGATIVE_LOG_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0", "MeanOverItemsBackward")
 _SUMS = ("SumBackward0", "SumBackward1")
 _MEANS = ("MeanBackward0", "MeanBackward1")
 _TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "RsubBackward1", "StackBackward0", "CatBackward0")
@@ -105,6 +106,25 @@ class _Path(NamedTuple):
 
     before: _Path | None
     place: int
+
+
+class MeanOverItems(torch.autograd.Function):
+    """A loss as it is, and the number of items that it is a mean over, where its graph does not have it.
+
+    ``apply`` has the loss, the number of items, and how many there would be if each counted alike, 0 if unknown: where
+    this is the number of samples, the loss may be a mean over these.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, items: torch.Tensor, targets: int) -> torch.Tensor:
+        """Return the loss."""
+        ctx.items, ctx.targets = items, targets
+        return loss.clone()  # which may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ARG004
+        """Return the gradient."""
+        return gradient, None, None
 
 
 class LossReader:
@@ -254,7 +274,7 @@ def _by_items(terms: list[_Term], samples: int) -> tuple[Weighing, _Path | None]
 
 
 def _items_of(node: Any) -> Weighing:
-    items = node._saved_total_weight  # noqa: SLF001 - torch has no other way
+    items = node.items if _is_stated(node) else node._saved_total_weight  # noqa: SLF001 - torch has no other way
     return Weighing("mean", items.item() if items.device.type == "cpu" else items.detach())
 
 
@@ -275,6 +295,8 @@ def _follow(node: Any, path: _Path) -> Any:
 
 def _weighs_items(node: Any, samples: int) -> bool:
     """Return whether a loss may be a mean over another number than that of the samples."""
+    if _is_stated(node):
+        return bool(node.targets != samples)
     if _has(node, "weight") or node._saved_ignore_index not in (_IGNORED, _IGNORED % _UNSIGNED):  # noqa: SLF001
         return True
     return _is_readable(node) and node._saved_target.numel() != samples  # noqa: SLF001
@@ -289,8 +311,12 @@ def _is_unpacked(node: Any, name: str) -> bool:
     return getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is None
 
 
+def _is_stated(node: Any) -> bool:
+    return type(node).__name__ == MeanOverItems.__name__ + "Backward"
+
+
 def _is_readable(node: Any) -> bool:
-    return _is_unpacked(node, "target") and _is_unpacked(node, "total_weight")
+    return _is_stated(node) or (_is_unpacked(node, "target") and _is_unpacked(node, "total_weight"))
 
 
 def _terms(root: Any, samples: int = 0) -> Iterator[_Term]:

@@ -153,6 +153,15 @@ def shard_over_any_mesh(session: Any) -> None:
     )
 
 
+def shard_after_the_optimizer(session: Any) -> None:
+    """Make the optimizer before the parameters are replaced."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = training_crew.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(fully_shard(model, mesh=session.mesh), optimizer)
+
+
 def whole(value: torch.Tensor) -> torch.Tensor:
     """Return a whole tensor, sharded or not."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharded_trainings import classify_sharded, shard_over_any_mesh
+from sharded_trainings import classify_sharded, shard_after_the_optimizer, shard_over_any_mesh
 from training_crew import SAMPLES, run_member
 
 from freetrain_parsl.protocol.reports import Progress
@@ -143,6 +143,12 @@ def test_a_model_that_is_sharded_over_another_mesh_is_refused(crew: Crew, tmp_pa
     for outcome in outcomes:
         assert outcome is not None
         assert outcome.error.startswith("UsageError: session.prepare: the model is sharded over a mesh that does not")
+
+
+def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused(tmp_path: Path) -> None:
+    """It would change nothing: the model would stay as it is, without any error."""
+    outcome = run_member(shard_after_the_optimizer, {}, root=tmp_path, membership=Membership("net"))
+    assert outcome.error.startswith("UsageError: session.prepare: the optimizer has none of the model's parameters")
 
 
 def test_an_order_to_leave_wakes_those_who_wait_for_a_stopped_member(crew: Crew, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.forward.loss_items import with_items
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -38,7 +39,7 @@ class CallGraph:
         if not output.requires_grad:
             return output.unbind(0)
         rows: tuple[torch.Tensor, ...] = _Rows.apply(self, output, {each.grad_fn for each in inputs})  # type: ignore[no-untyped-call]
-        return rows
+        return with_items(rows, output)
 
     def backward(
         self, losses: Sequence[torch.Tensor], rows: Collection[int], *, retain_graph: bool

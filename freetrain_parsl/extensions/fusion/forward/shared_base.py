@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["FROZEN", "ChangesShared", "FrozenTensors", "SharedTensor", "is_shared"]
+__all__ = ["FROZEN", "ChangesShared", "FrozenTensors", "SharedTensor", "is_shared", "overlapping"]
 
 _SAMPLES = 16  # elements that tell most tensors of one shape apart
 
@@ -82,8 +82,9 @@ class FrozenTensors:
                 parameters = list(model.parameters())
                 if all(parameter.requires_grad for parameter in parameters):
                     continue
+                seen_twice = overlapping([*parameters, *model.buffers()])
                 for tensor in [*parameters, *model.buffers()]:
-                    if not tensor.requires_grad and _is_plain(tensor):
+                    if not tensor.requires_grad and id(tensor) not in seen_twice and _is_plain(tensor):
                         freed += self._share(tensor)
         return freed
 
@@ -121,6 +122,24 @@ def is_shared(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a tensor of all members is one frozen tensor."""
     first = tensors[0]
     return all(not tensor.requires_grad and is_clone_of(tensor, first) for tensor in tensors)
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the identities of tensors whose memory is also another one's, as with views: a write changes both."""
+    spans = []
+    for tensor in {id(each): each for each in tensors if _is_plain(each)}.values():
+        first = int(tensor.storage_offset())
+        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        width = tensor.element_size()
+        spans.append((tensor.untyped_storage()._cdata, first * width, (last + 1) * width, id(tensor)))
+    found: set[int] = set()
+    widest: tuple[int, int, int] = (0, 0, 0)  # memory, end, tensor
+    for memory, begin, end, tensor_id in sorted(spans):
+        if memory == widest[0] and begin < widest[1]:
+            found |= {tensor_id, widest[2]}
+        if memory != widest[0] or end > widest[1]:
+            widest = memory, end, tensor_id
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
 from freetrain_parsl.extensions.fusion.engine.engine import UNFUSED, FusionEngine
 from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
 from freetrain_parsl.extensions.fusion.engine.memory import return_freed_memory
-from freetrain_parsl.extensions.fusion.forward.shared_base import FROZEN
+from freetrain_parsl.extensions.fusion.forward.shared_base import FROZEN, overlapping
 from freetrain_parsl.extensions.fusion.slot.shared_batches import MemberBatches
 from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.step.closure import needs_closure
@@ -172,4 +172,7 @@ def _reason_against(state: SessionState) -> str:
             return "it has a GradScaler, whose scale and skipped steps are its own"
         if isinstance(thing, Optimizer) and needs_closure(thing):
             return f"its {type(thing).__name__} evaluates the loss several times in a step"
+    for model in _models(state.objects.values()):
+        if overlapping([*model.parameters(), *model.buffers()]):
+            return "parameters or buffers of its model are views of one another, which stacking would part"
     return ""

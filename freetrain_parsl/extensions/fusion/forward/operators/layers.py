@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
+from freetrain_parsl.extensions.fusion.forward.loss_items import note_items
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.fusion.forward.operators.mode import FusedOperators, Rule
@@ -74,22 +75,63 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute the losses of all members' samples as of one batch, then each member's sum or mean."""
-    plain = weight is None and size_average is None and reduce is None and reduction in {"mean", "sum"}
+    plain = size_average is None and reduce is None and reduction in {"mean", "sum"}
     classes = not target.is_floating_point() and input.dim() > 1
     if not plain or not classes or not fused.is_stacked(input):
         return NotImplemented
+    if weight is not None and label_smoothing:
+        raise CannotFuse("cross_entropy with class weights and label smoothing inside the model: compute it outside")
+    options = {"label_smoothing": label_smoothing} if label_smoothing else {}
+    return _likelihood(fused, func, input, target, weight, ignore_index, reduction, options)
+
+
+def nll_loss(
+    fused: FusedOperators,
+    func: Any,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """Do the same with log-probabilities."""
+    if (
+        size_average is not None
+        or reduce is not None
+        or reduction not in {"mean", "sum"}
+        or not fused.is_stacked(input)
+    ):
+        return NotImplemented
+    return _likelihood(fused, func, input, target, weight, ignore_index, reduction, {})
+
+
+def _likelihood(
+    fused: FusedOperators,
+    func: Any,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    options: dict[str, Any],
+) -> Any:
     logits, labels = fused.rows(input), fused.rows(target)
+    weights = None if weight is None else fused.rows(weight)
     with fused.level.suspended():
         losses = func(
-            logits.flatten(0, 1),
-            labels.flatten(0, 1),
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
+            logits.flatten(0, 1), labels.flatten(0, 1), ignore_index=ignore_index, reduction="none", **options
         )
-        result = losses.view(fused.size, -1).sum(1)
+        losses, counts = losses.view(fused.size, -1), (labels != ignore_index).flatten(1)
+        items = counts.sum(1)
+        if weights is not None:
+            of_classes = weights.gather(1, torch.where(counts, labels.flatten(1), 0)) * counts
+            losses, items = losses * of_classes, of_classes.sum(1)
+        result = losses.sum(1)
         if reduction == "mean":
-            result = result / (labels.flatten(1) != ignore_index).sum(1)
+            result = result / items
+            note_items(result, items, labels[0].numel(), ignore_index, has_weights=weights is not None)
     return fused.wrap(result)
 
 
@@ -363,6 +405,7 @@ RULES: dict[Any, Rule] = {
     F.linear: linear,
     torch.addmm: addmm,
     F.cross_entropy: cross_entropy,
+    F.nll_loss: nll_loss,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     torch.embedding: torch_embedding,

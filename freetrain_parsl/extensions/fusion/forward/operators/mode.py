@@ -30,7 +30,7 @@ Rule = Any
 _OPAQUE: set[Any] = {
     *(F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.binary_cross_entropy, F.elu, F.glu, F.group_norm),
     *(F.binary_cross_entropy_with_logits, F.hardtanh, F.huber_loss, F.instance_norm, F.interpolate, F.l1_loss),
-    *(F.layer_norm, F.leaky_relu, F.local_response_norm, F.log_softmax, F.mish, F.mse_loss, F.nll_loss, F.normalize),
+    *(F.layer_norm, F.leaky_relu, F.local_response_norm, F.log_softmax, F.mish, F.mse_loss, F.normalize),
     *(F.relu, F.relu6, F.rms_norm, F.selu, F.sigmoid, F.silu, F.smooth_l1_loss, F.softmax, F.softmin, F.tanh),
 }
 
