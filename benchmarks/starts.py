@@ -1,12 +1,12 @@
 """The start of a node, from its job script to a job's first step, on a shared file system that is more or less slow.
 
-Use ``--latencies MS…`` for the times that each metadata operation takes, ``--image off auto``, ``--json FILE`` to save
-the rows. As root: the environment, the interpreter that it was made from and this checkout are covered by a FUSE
-passthrough under their own names, in a mount namespace of this process only. It counts lookups, opens, links and
-listings (``shared_tree_calls``) from the job script to the first step; the kernel keeps names for a second, as with
-NFS. It is slow for the nodes only, and counts only theirs: the driver's session is exempt. Rows: nodes without an
-image, with one that they unpack first, and with one that another block has unpacked (``unpacks`` false). The app
-imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
+Use ``--latencies MS…`` for the times that each metadata operation takes, ``--image off auto``, ``--unpacks yes no``,
+``--json FILE`` to save the rows. As root: the environment, the interpreter that it was made from and this checkout are
+covered by a FUSE passthrough under their own names, in a mount namespace of this process only. It counts lookups,
+opens, links and listings (``shared_tree_calls``) from the job script to the first step; the kernel keeps names for a
+second, as with NFS. It is slow for the nodes only, and counts only theirs: the driver's session is exempt. Rows: nodes
+without an image, with one that they unpack first, and with one that another block has unpacked (``unpacks`` false). The
+app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
             )  # the next image has what the function has imported
         for latency in options.latencies:
             for image in options.image:
-                for unpacks in (True,) if image == "off" else (True, False):
+                for unpacks in (True,) if image == "off" else [choice == "yes" for choice in options.unpacks]:
                     some = [one_start(work, trees, image, latency, unpacks=unpacks) for _ in range(options.repeat)]
                     rows.append({key: _middle([row[key] for row in some]) for key in some[0]})
                     print(rows[-1], file=sys.stderr)
@@ -169,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--latencies", type=float, nargs="+", default=[0.0, 1.0, 5.0], metavar="MS")
     parser.add_argument("--image", nargs="+", choices=("off", "auto"), default=["off", "auto"])
+    parser.add_argument("--unpacks", nargs="+", choices=("yes", "no"), default=["yes", "no"])
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 505
+MOST_FILES: Final = 506
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -40,7 +40,7 @@ BUDGET: Final = {
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 8_790,
+    "extensions/fusion": 8_850,
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -49,7 +49,7 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_090,
+    "extensions/sharding": 3_120,
     "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
@@ -59,7 +59,7 @@ BUDGET: Final = {
     "report": 3_120,
     "storage": 2_220,
     "testing": 1_680,
-    "training": 13_640,
+    "training": 13_700,
     "windows": 3_350,
 }
 

@@ -7,12 +7,14 @@ group of one needs no store and no network.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import pickle
 import re
 import threading
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -50,6 +52,8 @@ _FEW_STORE_CALLS = {
     "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",  # one address of each member, instead of one for each of its peers
 }
 _LOOPBACK = "lo"
+_LOOK = timedelta(milliseconds=200)
+_LOST_SEND = 2.0  # seconds after which an operation of closed connections has not ended by itself
 
 
 class KeyValue(Protocol):
@@ -176,6 +180,8 @@ class Group:
         self.replicas = replicas
         """How many replicas there are."""
         self._of_replicas: ReplicaGroups | None = None
+        self._cut_at: float | None = None  # when the connections were shut down
+        self._stuck = False
 
     @property
     def shards(self) -> int:
@@ -203,7 +209,7 @@ class Group:
         if self.size == 1:
             return values
         total = values.clone()
-        self._jointly(lambda: dist.all_reduce(total))
+        self._jointly(lambda: self._await(dist.all_reduce(total, async_op=True)))
         return total
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -217,7 +223,8 @@ class Group:
         if self.size == 1:
             return [values]
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        self._jointly(lambda: dist.all_gather(parts, values, group=self.gradients if values.is_cuda else None))
+        group = self.gradients if values.is_cuda else None
+        self._jointly(lambda: self._await(dist.all_gather(parts, values, group=group, async_op=True)))
         return parts
 
     def agree_on(self, value: T) -> T:
@@ -230,9 +237,7 @@ class Group:
         """
         if self.size == 1:
             return value
-        values = [value]
-        self._jointly(lambda: dist.broadcast_object_list(values, src=0))
-        return values[0]
+        return self.gather_objects(value if self.is_first else None)[0]  # type: ignore[return-value]
 
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all members, objects that can be pickled, by rank.
@@ -242,10 +247,14 @@ class Group:
         PeerFailed
             A member has failed.
         """
-        values = [value] * self.size
-        if self.size > 1:
-            self._jointly(lambda: dist.all_gather_object(values, value))
-        return values
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self.gather(torch.tensor([data.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = zip(self.gather(padded), sizes, strict=True)
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]  # noqa: S301 - of proven members
 
     def begin_sum(self, values: torch.Tensor) -> dist.Work | NotStarted:
         """Start to replace a tensor by its sum over all members; wait for it with `end_sums`.
@@ -280,7 +289,7 @@ class Group:
 
         def wait() -> None:
             for work in works:
-                work.wait()
+                self._await(work)
 
         self._jointly(wait)
 
@@ -309,6 +318,24 @@ class Group:
             return False
         self._of_replicas.note(failure)
         return True
+
+    def _await(self, work: dist.Work | NotStarted | None) -> None:
+        """Wait for an operation, but not after the connections have been shut down for more than a moment.
+
+        gloo (torch 2.13) loses a send whose connection ends when the peer has just become ready to receive: its error
+        is raised in gloo's own thread, and nobody wakes the thread that waits for it.
+        """
+        if isinstance(work, NotStarted) or self.over_gpus or work is None:
+            if work is not None:
+                work.wait()
+            return
+        while not work.is_completed():
+            if self._cut_at is not None and time.monotonic() - self._cut_at > _LOST_SEND:
+                self._stuck = True
+                raise PeerFailed(f"a member of a group of {self.size} failed (gloo has lost a message)")
+            with suppress(RuntimeError):
+                work.wait(_LOOK)
+        work.wait()
 
     def _jointly(self, operation: Callable[[], T]) -> T:
         """Return the result of an operation of all members, which fails on all members of a replica, or on none."""
@@ -418,6 +445,7 @@ class Group:
         self._cut()
 
     def _cut(self) -> None:
+        self._cut_at = self._cut_at or time.monotonic()
         self.connections.shut_down()
         if self.over_gpus and self._joined:
             group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - no public API
@@ -427,6 +455,8 @@ class Group:
         """Leave the process group; the process stays. Has no effect if it has left already."""
         if self._joined:
             self._joined = False
+            if self._stuck:  # its destructor would wait for its thread, which waits for what gloo has lost
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
             with self._environment:
                 dist.destroy_process_group()
             # While something refers to the group, such as a sharded model, its connections stay open, and a member

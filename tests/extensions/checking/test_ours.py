@@ -31,6 +31,7 @@ SMALL = {
     "char_lm": {"epochs": 3, "width": 16, "characters": 10_000},
     "hf_style": {"epochs": 3},
     "llm": {"epochs": 1, "windows": 20, "batch_size": 8, "micro_batch": 2, "width": 16, "layers": 1, "context": 16},
+    "lora": {"epochs": 1, "samples": 20, "width": 16, "layers": 1},
 }
 
 
