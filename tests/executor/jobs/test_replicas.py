@@ -13,17 +13,11 @@ from freetrain_parsl.planning.events import TrainerHolds, TrainerSubmitted
 from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.protocol.messages import ChangeGroup, StartRun
 from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, Progress, RunPaused
-from tests.executor.stage import Stage
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from tests.executor.stage import Stage
 
 OPTIONS = {"replicas": 2, "min_nodes": 2, "sharded_bytes": 1000}
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
 
 
 def begin(stage: Stage, *nodes: str, replicas: int = 2, least: int = 2) -> None:
