@@ -47,16 +47,22 @@ class Data:
         return self.x[position]
 
 
-def train(
-    session: Any, *, width: int, steps: int, kill: bool = False, alternate: bool = False, pause: float = 0.0
-) -> dict[str, Any]:
-    """Train for some steps; return the times of the steps, and the processor time of the blocks without and with."""
+def sharded_net(session: Any, width: int) -> torch.nn.Sequential:
+    """Make a network of which each layer is sharded."""
     from torch.distributed.fsdp import fully_shard
 
     net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
     for layer in net:
         fully_shard(layer, mesh=session.mesh)
     fully_shard(net, mesh=session.mesh)
+    return net
+
+
+def train(
+    session: Any, *, width: int, steps: int, kill: bool = False, alternate: bool = False, pause: float = 0.0
+) -> dict[str, Any]:
+    """Train for some steps; return the times of the steps, and the processor time of the blocks without and with."""
+    net = sharded_net(session, width)
     model, _ = session.prepare(net, torch.optim.AdamW, lr=1e-4)
     data = session.loader(Data(width), 24)
     ended: list[float] = []

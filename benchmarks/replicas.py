@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from _lost_process import LAYERS, Data, sharded_net
 from _report import report
 from torch.distributed import TCPStore
 from torch.nn.functional import mse_loss
@@ -37,31 +38,13 @@ from freetrain_parsl.training.mailbox import ControlMailbox, Membership, Regroup
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-KILL_AT, STEPS, LAYERS = 5, 10, 8
+KILL_AT, STEPS = 5, 10
 _SPAWN = multiprocessing.get_context("spawn")
-
-
-class Data:
-    """Seeded vectors."""
-
-    def __init__(self, width: int) -> None:
-        self.x = torch.randn(1024, width, generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, position: int) -> torch.Tensor:
-        return self.x[position]
 
 
 def train(session: Any, *, width: int, dies: bool) -> dict[str, Any]:
     """Train until all have made `STEPS` steps as four again; return the times of the steps, and the bytes of a part."""
-    from torch.distributed.fsdp import fully_shard
-
-    net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
-    for layer in net:
-        fully_shard(layer, mesh=session.mesh)
-    fully_shard(net, mesh=session.mesh)
+    net = sharded_net(session, width)
     model, _ = session.prepare(net, torch.optim.AdamW, lr=1e-4)
     data = session.loader(Data(width), 24)
     ended: list[tuple[int, int, float]] = []  # step, members, time

@@ -26,7 +26,7 @@ from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
 from freetrain_parsl.training.group import process_group
 from freetrain_parsl.training.group.admission import Admission
-from freetrain_parsl.training.group.process_group import RendezvousStore, join
+from freetrain_parsl.training.group.process_group import Group, RendezvousStore, join
 from freetrain_parsl.training.group.reachability import check_reachable
 
 if TYPE_CHECKING:
@@ -139,6 +139,34 @@ def test_all_members_refuse_a_training_whose_checkpoints_are_all_damaged(crew: C
     (paused.checkpoint / "state.pt").write_bytes(b"")
     outcomes = crew.run(2, tmp_path, classify)
     assert [outcome.error.split(":")[0] for outcome in outcomes if outcome] == ["DamagedCheckpoint"] * 2
+
+
+class _Operation:
+    """Of a group: ends after some looks, or never, as when gloo has lost its message."""
+
+    def __init__(self, looks: int | None) -> None:
+        self.looks = looks
+
+    def is_completed(self) -> bool:
+        return self.looks == 0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.looks is not None and timeout is not None:
+            self.looks -= 1
+        if self.looks != 0:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+
+def test_an_operation_whose_message_is_lost_ends_once_the_group_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_LOST_SEND", 0.0)
+    group = Group(0, 2)
+    slow, lost = _Operation(looks=3), _Operation(looks=None)
+    group._await(slow)  # type: ignore[arg-type]
+    assert slow.looks == 0
+    group.abort()
+    with pytest.raises(PeerFailed, match="gloo has lost a message"):
+        group._await(lost)  # type: ignore[arg-type]
 
 
 def test_members_that_do_not_come_are_lost_peers() -> None:

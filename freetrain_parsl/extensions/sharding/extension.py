@@ -160,9 +160,8 @@ class Sharding(SessionExtension):
         _, ints = structures.group_sizes(self.resharding.models)
         if ints:
             raise UsageError(AN_INT_IS_REFUSED.format(min(ints)))
-        modules = structures.sharded_modules(self.resharding.models)
-        hook = lambda gradient: members.group.sum_gradient(gradient)  # noqa: E731, PLW0108 - the group changes
-        structures.sum_over_replicas(modules, hook)
+        for module in structures.sharded_modules(self.resharding.models):
+            module.set_all_reduce_hook(lambda gradient: members.group.sum_gradient(gradient))  # noqa: PLW0108 - the group changes
 
     def use_memory(self, memory: NodeMemory, options: SessionOptions, members: GroupMember) -> None:
         """Keep copies of the members' parts."""

@@ -18,10 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from freetrain_parsl.errors import UsageError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,7 +42,6 @@ __all__ = [
     "reshard",
     "shard_dim",
     "sharded_modules",
-    "sum_over_replicas",
 ]
 
 _asked: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # parameter group -> the int of reshard_after_forward
@@ -89,20 +86,6 @@ def sharded_modules(models: Iterable[nn.Module]) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def sum_over_replicas(modules: Iterable[Any], hook: Callable[[torch.Tensor], None]) -> None:
-    """Let FSDP2 call `hook` with each sharded gradient once it is reduced within this member's replica.
-
-    Raises
-    ------
-    UsageError
-        This version of torch has no such hooks.
-    """
-    for module in modules:
-        if not hasattr(module, "set_all_reduce_hook"):
-            raise UsageError(f"replicas of a sharded model need torch 2.7 or newer, and this is {torch.__version__}")
-        module.set_all_reduce_hook(hook)
 
 
 def is_pending(models: Iterable[nn.Module]) -> bool:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["address_of", "are_same", "can_clone", "clone_of", "is_clone", "is_clone_of", "places_of", "plain"]
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> type with as many
-
-
 _PLAIN = (torch.Tensor, nn.Parameter)  # other classes may have no memory of their own, as DTensors
 _lazy_clone: Any = getattr(torch, "_lazy_clone", None)
 _address: Any = getattr(torch._C, "_data_address", None)  # noqa: SLF001
@@ -50,7 +48,7 @@ def clone_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     if tensor.untyped_storage().resizable():  # else a write to a clone, for which there is no allocator, would crash
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # memory of another kind that torch cannot share so
             return cast("torch.Tensor", _lazy_clone(tensor))
     return cast("torch.Tensor", _lazy_clone(tensor.clone()))
 

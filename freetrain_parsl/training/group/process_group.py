@@ -325,15 +325,12 @@ class Group:
         gloo (torch 2.13) loses a send whose connection ends when the peer has just become ready to receive: its error
         is raised in gloo's own thread, and nobody wakes the thread that waits for it.
         """
-        if isinstance(work, NotStarted) or self.over_gpus or work is None:
-            if work is not None:
-                work.wait()
-            return
-        while not work.is_completed():
+        assert work is not None, "this process is a member"
+        while not (isinstance(work, NotStarted) or self.over_gpus or work.is_completed()):
             if self._cut_at is not None and time.monotonic() - self._cut_at > _LOST_SEND:
                 self._stuck = True
                 raise PeerFailed(f"a member of a group of {self.size} failed (gloo has lost a message)")
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # not yet; an error of the operation is raised below
                 work.wait(_LOOK)
         work.wait()
 

@@ -10,7 +10,7 @@ Only the structure is looked at, and what is the same in all processes: they mus
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "SAME_VALUE",
     "LossReader",
     "MeanOverItems",
     "Reduction",
@@ -41,15 +42,17 @@ _IGNORED = -100  # torch's default for ``ignore_index``
 _MOST_NODES = 20_000  # looked at for one loss
 _FIRST, _EVERY = 16, 64  # looks at losses with several terms
 
-_NEGATIVE_LOG_LIKELIHOODS = ("NllLossBackward0", "NllLoss2DBackward0", "MeanOverItemsBackward")
+_MEANS_OVER_ITEMS = ("NllLossBackward0", "NllLoss2DBackward0", "MeanOverItemsBackward")
 _SUMS = ("SumBackward0", "SumBackward1")
 _MEANS = ("MeanBackward0", "MeanBackward1")
 _TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "RsubBackward1", "StackBackward0", "CatBackward0")
 _PRODUCTS = ("MulBackward0", "MulBackward1")
-_SAME = (
+SAME_VALUE: Final = (
     "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
     "CloneBackward0", "ToCopyBackward0", "AliasBackward0",
 )  # fmt: skip
+"""Operations that leave a loss what it is."""
+
 # Operations between a parameter and a penalty on it; those that take data, such as Addmm, are not among them.
 _ON_PARAMETERS = {
     "AccumulateGrad", "PowBackward0", "AbsBackward0", "DivBackward0", "ExpBackward0", "LogBackward0",
@@ -57,7 +60,7 @@ _ON_PARAMETERS = {
     "MmBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ExpandBackward0", "SelectBackward0",
     "SliceBackward0", "LinalgVectorNormBackward0", "NormBackward1", "SoftmaxBackward0", "LogSoftmaxBackward0",
     "UnbindBackward0", "SplitBackward0", "DiagonalBackward0", "RepeatBackward0",
-    *_PRODUCTS, *_TERMS, *_SAME, *_SUMS, *_MEANS,
+    *_PRODUCTS, *_TERMS, *SAME_VALUE, *_SUMS, *_MEANS,
 }  # fmt: skip
 
 
@@ -183,7 +186,7 @@ class LossReader:
             if path is None:
                 return weighing
             node = _follow(loss.grad_fn, path)
-            if type(node).__name__ in _NEGATIVE_LOG_LIKELIHOODS and _is_readable(node):
+            if type(node).__name__ in _MEANS_OVER_ITEMS and _is_readable(node):
                 return _items_of(node)
         self._known[step, name] = _look(loss, samples, gathered=gathered)
         return self._known[step, name][0]
@@ -257,16 +260,16 @@ def _look(loss: torch.Tensor, samples: int, *, gathered: bool) -> tuple[Weighing
 
 def _by_items(terms: list[_Term], samples: int) -> tuple[Weighing, _Path | None]:
     """Return how a sum of means is to be weighed, of which some may be means over tokens or class weights."""
-    likelihoods = [term.node for term in terms if type(term.node).__name__ in _NEGATIVE_LOG_LIKELIHOODS]
-    weighed = [node for node in likelihoods if _weighs_items(node, samples)]
+    of_items = [term.node for term in terms if type(term.node).__name__ in _MEANS_OVER_ITEMS]
+    weighed = [node for node in of_items if _weighs_items(node, samples)]
     if weighed and (len(terms) > 1 or not _is_readable(weighed[0])):
         raise UsageError(
             "session.step: cross_entropy is a mean over targets or class weights here, not over samples, and only a "
             "part of the loss: say over how many with session.step(loss, items=…), such as "
             'items=(y != ignore_index).sum() or items=weight[y].sum(); or, if samples are to count, reduction="mean"'
         )
-    if len(terms) == 1 and likelihoods and _is_readable(likelihoods[0]):
-        weighing = _items_of(likelihoods[0])
+    if len(terms) == 1 and of_items and _is_readable(of_items[0]):
+        weighing = _items_of(of_items[0])
         # On a CPU they are free: then targets of -100 among one per sample do not count, either.
         if weighed or not isinstance(weighing.items, torch.Tensor):
             return weighing, terms[0].path
@@ -337,7 +340,7 @@ def _terms(root: Any, samples: int = 0) -> Iterator[_Term]:
         children = [(child, _Path(path, index)) for index, child in enumerate(_inputs(node))]
         if name in _PRODUCTS and len(children) > 1:  # a learned weight is no other than a constant one
             children = [(child, place) for child, place in children if not _is_penalty(child)]
-        if name in _TERMS or name in _SAME or (name == "DivBackward0" and _divides_by_one(node)):
+        if name in _TERMS or name in SAME_VALUE or (name == "DivBackward0" and _divides_by_one(node)):
             nodes.extend((child, summed, times, place) for child, place in children)
         elif name in _PRODUCTS and len(children) == 1:
             nodes.append((children[0][0], summed, True, children[0][1]))

@@ -328,7 +328,7 @@ class FusionEngine:
         )
 
     def _refuse(self, error: CannotFuse, *, of_kinds: bool = False) -> None:
-        """Go on one by one; if there are several kinds of participants, until those of other kinds have left."""
+        """Continue one by one; if there are several kinds of participants, until those of other kinds have left."""
         self._dissolve()
         self.reason = str(error)
         logger.warning("%d training jobs go on one by one: %s", len(self._participants), error)
@@ -400,7 +400,7 @@ class FusionEngine:
             strand.result = whole([each[row] for each in rows], structure)
 
     def _note_apart(self) -> None:
-        """Go on one by one if all have called a model, and that not for the first time, with different arguments."""
+        """Continue one by one if all have called a model, and that not for the first time, with different arguments."""
         meetings = [each.meeting for each in self._lockstep.strands if each.meeting and each.meeting.order == _FORWARD]
         calls = [(meeting.item.participant, meeting.kind) for meeting in meetings]
         if len(calls) < len(self._participants) or not self._apart.note(calls):

@@ -1,14 +1,15 @@
 """The number of items of a loss that is computed inside a fused model.
 
 The session weighs a loss by the items that it is a mean over, such as the tokens that count, and reads their number in
-the graph of the loss. That of a fused loss has other operations, and only the call of the model is in a member's graph.
+the graph of the loss. A fused loss is computed by other operations, and a member's graph has only the
+call of the model.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.training.step.loss_kind import MeanOverItems
+from freetrain_parsl.training.step.loss_kind import SAME_VALUE, MeanOverItems
 
 if TYPE_CHECKING:
     import torch
@@ -17,11 +18,6 @@ __all__ = ["note_items", "with_items"]
 
 _KEY = "freetrain items"
 _IGNORED = -100  # torch's default
-# Operations that leave a loss what it is.
-_SAME = {
-    "AliasBackward0", "CloneBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
-    "ToCopyBackward0", "UnsqueezeBackward0", "ViewBackward0",
-}  # fmt: skip
 
 
 def note_items(losses: torch.Tensor, items: torch.Tensor, targets: int, ignored: int, *, has_weights: bool) -> None:
@@ -46,7 +42,7 @@ def note_items(losses: torch.Tensor, items: torch.Tensor, targets: int, ignored:
 def with_items(rows: tuple[torch.Tensor, ...], losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the members' losses with the number of items in their graphs, if it was noted for all losses."""
     node: Any = losses.grad_fn if losses.dim() == 1 else None
-    while node is not None and type(node).__name__ in _SAME and _KEY not in node.metadata:
+    while node is not None and type(node).__name__ in SAME_VALUE and _KEY not in node.metadata:
         node = node.next_functions[0][0]
     if node is None or _KEY not in node.metadata:
         return rows
