@@ -204,7 +204,7 @@ def test_formatting_does_not_count_in_any_function_of_large_modules(module: str)
     )
     assert len(one) > 5
     for left, right in zip(one, other, strict=True):
-        assert _digest(left) == _digest(right), left.co_name
+        assert _digest(left, left.co_filename) == _digest(right, right.co_filename), left.co_name
 
 
 DIFFERENT = {
@@ -299,6 +299,13 @@ def test_wrappers_are_looked_through() -> None:
         train(session)
 
     assert code_of(wrapper).identity == code_of(train).identity
+
+
+def test_an_equal_function_without_a_source_does_not_stand_in_for_one_that_has_it() -> None:
+    """Python takes code of different files for equal."""
+    text = 'def train(session):\n    """{}."""\n    return 3.25'
+    code_of(compiled(text.format("One"), has_source=False))
+    assert code_of(compiled(text.format("One"))) == code_of(compiled(text.format("Other")))
 
 
 def test_a_closure_counts() -> None:

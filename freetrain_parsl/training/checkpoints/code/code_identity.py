@@ -90,13 +90,14 @@ class _Walk:
         return label
 
     def _function(self, function: types.FunctionType) -> str:
-        self._globals(function.__code__, function.__globals__)
+        code = function.__code__
+        self._globals(code, function.__globals__)
         closure = []
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":  # the class that contains the function
                 closure.append(f"{name}={self._cell(cell)}")
         defaults = [self.value(function.__defaults__), self.value(function.__kwdefaults__)]
-        return digest_of([_digest(function.__code__), *defaults, *closure])
+        return digest_of([_digest(code, code.co_filename), *defaults, *closure])
 
     def _cell(self, cell: Any) -> str:
         try:
@@ -197,11 +198,14 @@ class _Walk:
 
 
 @functools.lru_cache(maxsize=4096)  # also: an edit of its file does not change the digest of a function that runs
-def _digest(code: types.CodeType) -> str:
-    """Return a digest of a function's syntax tree, or of its bytecode if no source compiles to it."""
+def _digest(code: types.CodeType, file: str) -> str:
+    """Return a digest of a function's syntax tree, or of its bytecode if no source in its file compiles to it.
+
+    The file is an argument for the cache's sake: code of different files is equal for Python.
+    """
     running = _bytecode_digest(code)
-    linecache.checkcache(code.co_filename)
-    for name, compiled, tree in _functions_in("".join(linecache.getlines(code.co_filename))):
+    linecache.checkcache(file)
+    for name, compiled, tree in _functions_in("".join(linecache.getlines(file))):
         if name == code.co_name and _bytecode_digest(compiled) == running:
             return tree
     return running
