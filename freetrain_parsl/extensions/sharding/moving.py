@@ -205,6 +205,7 @@ class _Mover:
         with self._group.waits():
             for work in oldest.works:
                 work.wait()
+            self._group.settle()
         for packed, pieces in oldest.landing:
             self._unpack(packed, pieces)
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from freetrain_parsl.training.group import gpus
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from freetrain_parsl.training.group.process_group import Group
 
@@ -69,16 +71,16 @@ def pass_on(group: Group, sources: Sequence[int], receivers: Sequence[int], stat
 def _send(group: Group, targets: list[int], state: dict[str, Any]) -> None:
     tensors: list[torch.Tensor] = []
     skeleton = _lift_out(state, tensors)
-    facts = [(list(tensor.shape), tensor.dtype, tensor.is_cuda and group.over_gpus) for tensor in tensors]
+    facts = [(list(tensor.shape), tensor.dtype, gpus.is_on_gpu(tensor) and group.over_gpus) for tensor in tensors]
     head = io.BytesIO()
     torch.save({"skeleton": skeleton, "facts": facts}, head)
     head_bytes = torch.frombuffer(bytearray(head.getvalue()), dtype=torch.uint8)
     packets = [torch.tensor([head_bytes.numel()]), head_bytes, *_packets(tensors, facts)]
     with group.waits():
-        works = [dist.isend(packet, target) for packet in packets for target in targets]
+        works = [work for packet in packets for work in _exchange(dist.isend, packet, targets)]
         for work in works:
-            assert work is not None, "both are members"
             work.wait()
+        group.settle()
 
 
 def _receive(group: Group, source: int) -> Any:
@@ -88,19 +90,26 @@ def _receive(group: Group, source: int) -> Any:
         head_bytes = torch.empty(int(length), dtype=torch.uint8)
         dist.recv(head_bytes, source)
         head = torch.load(io.BytesIO(head_bytes.numpy().tobytes()), weights_only=True)
-        device = torch.device("cuda", torch.cuda.current_device()) if group.over_gpus else torch.device("cpu")
+        device = gpus.device() if group.over_gpus else torch.device("cpu")
         tensors = [
             torch.empty(shape, dtype=dtype, device=device if direct else "cpu")
             for shape, dtype, direct in head["facts"]
         ]
         for packet, parts in _landing(tensors, head["facts"]):
-            dist.recv(packet, source)
+            for work in _exchange(dist.irecv, packet, [source]):
+                work.wait()
             begin = 0
             for part in parts:
                 size = part.numel() * part.element_size()
                 _bytes_of(part).copy_(packet[begin : begin + size])
                 begin += size
+        group.settle()
     return _put_back(head["skeleton"], tensors)
+
+
+def _exchange(operation: Callable[..., Any], packet: torch.Tensor, ranks: Sequence[int]) -> list[dist.Work]:
+    """Start to send or receive a packet; as a batch, for which NCCL needs no further connections."""
+    return dist.batch_isend_irecv([dist.P2POp(operation, packet, rank) for rank in ranks])
 
 
 def _packets(tensors: Sequence[torch.Tensor], facts: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
