@@ -8,8 +8,8 @@ turns, in which both ways alternate in one process. *Auto* is the ratio of the w
 beyond its imports; `stacked` and `shared` are the distinct bytes of the parameters and buffers of all members, without
 and with a shared base. `base` and `adapter` are those of one member. Needs transformers and peft.
 
-``--gpu``: larger models in bfloat16 on a GPU, ``--gpu 256x1x8`` for one row (tokens, sequences, members). There the time
-is that on the clock, with all kernels done, and memory is what torch has allocated on the GPU at its peak.
+``--gpu``: larger models in bfloat16 on a GPU, ``--gpu 256x1x8`` for one row (tokens, sequences, members). There the
+time is that on the clock, with all kernels done, and memory is what torch has allocated on the GPU at its peak.
 """
 
 from __future__ import annotations

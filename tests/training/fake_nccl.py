@@ -10,9 +10,10 @@ backends. Those on the GPU's tensors have NCCL's rules:
 - Tensors are contiguous, in the GPU's memory, and of a type that NCCL knows; there are no tags, and no receipts from
   any source. Objects travel over the host's groups only.
 - Operations of one group are given by one thread.
-- An abort waits for the device, so for operations of other groups that have not ended and are not aborted.
-- Nobody is told of a failure: an operation whose peer has died never ends, and if it is aborted, its result is anything.
-  Meanwhile the host continues; only the device waits.
+- An abort waits for the device, so for operations of other groups that have not ended and are not aborted. So does
+  the end of a group.
+- Nobody is told of a failure: an operation whose peer has died never ends, and if it is aborted, its result is
+  anything. Meanwhile the host continues; only the device waits.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _KNOWN = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
 }  # fmt: skip
 _OF_ALL = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter", "all_to_all_single",
-    "broadcast", "reduce", "gather", "scatter",
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter",
+    "all_to_all_single", "broadcast", "reduce", "gather", "scatter",
 )  # fmt: skip
 _SINGLE = ("isend", "irecv", "send", "recv")
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
@@ -109,9 +110,14 @@ class Communicator:
         end = time.monotonic() + _LONGEST_ABORT
         while any(other.is_stuck for other in self._others()):
             if time.monotonic() > end:
-                os.write(2, b"NotWithNccl: an abort waits for an operation of another group for ever\n")
-                os._exit(1)
+                _hang("an abort waits for an operation of another group")
             time.sleep(0.01)
+
+
+def _hang(reason: str) -> None:
+    """End this process, which would hang."""
+    os.write(2, f"NotWithNccl: {reason} for ever\n".encode())
+    os._exit(1)
 
 
 class Work:
@@ -147,7 +153,7 @@ class Work:
                     self._work = None
                     return True
                 self._work.wait(_LOOK)
-            except RuntimeError:
+            except RuntimeError:  # noqa: PERF203 - it waits for seconds
                 self.is_stuck = not self._of_all or self._work.is_completed()
         if self._work is not None or self.is_stuck:
             for result in self._results:
@@ -178,6 +184,10 @@ class FakeNccl:
         # By the object, not its name: later groups may have the same one.
         known = lambda: list(self._communicators.values())  # noqa: E731 - short
         return self._communicators.setdefault(group or dist.group.WORLD, Communicator(known))
+
+    def check_ended(self) -> None:
+        if any(each.is_stuck for each in self._communicators.values()):
+            _hang("destroy_process_group waits for an operation")
 
     def forget(self) -> None:
         """Drop all groups, which are kept alive, with their connections, as long as something refers to them."""
@@ -210,8 +220,8 @@ class FakeNccl:
         except (RuntimeError, ValueError):  # its connections have ended already
             return Work(communicator, None, results)
         of_all = name in _OF_ALL
-        each = [Work(communicator, one, results, of_all=of_all) for one in (works if isinstance(works, list) else [works])]
-        return each[-1]
+        works = works if isinstance(works, list) else [works]
+        return [Work(communicator, work, results, of_all=of_all) for work in works][-1]
 
 
 def install() -> None:
@@ -243,6 +253,7 @@ def install() -> None:
     destroy = dist.destroy_process_group
 
     def destroyed(group: Any = None) -> None:
+        nccl.check_ended()
         nccl.forget()
         destroy(group)
 

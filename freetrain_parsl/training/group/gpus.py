@@ -26,7 +26,17 @@ from freetrain_parsl.errors import PeerFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["ENVIRONMENT", "SHARED_GPU", "GpuGroups", "GpuWork", "backend", "device", "facts", "is_on_gpu", "may_use_nccl"]
+__all__ = [
+    "ENVIRONMENT",
+    "SHARED_GPU",
+    "GpuGroups",
+    "GpuWork",
+    "backend",
+    "device",
+    "facts",
+    "is_on_gpu",
+    "may_use_nccl",
+]
 
 ENVIRONMENT: Final = {
     # A failed operation is aborted, so that nobody waits for it for ever; by default torch ends the whole process.
@@ -43,6 +53,7 @@ SHARED_GPU: Final = (
 )
 
 _SHARES_GPUS: Final = 23000  # first version of NCCL that does, and only with the variable
+_LONGEST_END: Final = 1.0  # seconds for operations in progress when a member leaves
 _LONGEST_ABORT: Final = 20.0  # seconds, of .5 as measured; then this process is of no use to the training job
 _FIRST_LOOKS, _LOOK, _PEEK = 50, 5e-4, 0.05  # polls without sleep, seconds between later ones, and between peeks
 
@@ -153,10 +164,21 @@ class GpuGroups:
                 return
         raise PeerFailed("a member failed while tensors were sent between GPUs")
 
+    def close(self) -> None:
+        """End operations that do not end by themselves, before the groups are destroyed, which would wait for them.
+
+        In a change of the group there are none; after an error, the other members may never take part in some.
+        """
+        mark, end = _mark_of_now(), time.monotonic() + _LONGEST_END
+        while not (self._aborted or mark.query()):
+            if time.monotonic() > end:
+                self.abort()
+            time.sleep(_LOOK)
+
     def abort(self, but: dist.ProcessGroup | None = None) -> None:
         """End all operations, so that nobody waits for them, except those of a group; from any thread.
 
-        All groups at once: the abort of one frees memory, and waits for the device, so for the operations of the others.
+        All groups at once: the abort of one frees memory, and waits for the device, so for the operations of others.
         """
         self._aborted = True
         aborts = [threading.Thread(target=_nccl(each).abort, daemon=True) for each in self._groups if each is not but]

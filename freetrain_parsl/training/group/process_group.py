@@ -25,8 +25,8 @@ from freetrain_parsl.training.group import gpus
 from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
 from freetrain_parsl.training.group.connections import GroupConnections
-from freetrain_parsl.training.group.reachability import check_reachable
 from freetrain_parsl.training.group.gpus import GpuGroups, GpuWork
+from freetrain_parsl.training.group.reachability import check_reachable
 from freetrain_parsl.training.group.replica_groups import NotStarted, ReplicaGroups, refuse_groups_within_replicas
 
 if TYPE_CHECKING:  # torch.distributed does not export these
@@ -497,7 +497,9 @@ class Group:
             self._joined = False
             if self._stuck:  # its destructor would wait for its thread, which waits for what gloo has lost
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
-            self._gpus = None  # which refers to the groups
+            if self._gpus is not None:
+                self._gpus.close()
+            self._gpus = None  # it refers to the groups
             with self._environment:
                 dist.destroy_process_group()
             # While something refers to the group, such as a sharded model, its connections stay open, and a member

@@ -25,7 +25,6 @@ from freetrain_parsl.training.step.once_per_step import Hyperparameters, guard
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
     from freetrain_parsl.training.data.order import Batch, Piece
     from freetrain_parsl.training.extension import SessionExtension
     from freetrain_parsl.training.group.process_group import Group
@@ -457,9 +456,7 @@ class BatchRunner:
         """Average the model's running statistics over the members; raises PeerFailed if one has failed."""
         self._statistics.average(group)
 
-    def _tell(
-        self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None
-    ) -> Pending | None:
+    def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> Pending | None:
         """Add the loss to the tally; with the last piece, start to sum the tally over the members.
 
         A second step on a batch is not counted, but its items are. Sums count as means over samples.
