@@ -53,6 +53,7 @@ _FEW_STORE_CALLS = {
 }
 _LOOPBACK = "lo"
 _LOOK = timedelta(milliseconds=200)
+_FAILED_TOGETHER = (RuntimeError, TimeoutError, ConnectionError)  # by torch, and by the store of a group that forms
 _LOST_SEND = 2.0  # seconds after which an operation of closed connections has not ended by itself
 
 
@@ -466,7 +467,7 @@ class Group:
     def _peers_expected(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except _FAILED_TOGETHER as error:
             raise PeerFailed(f"a member of a group of {self.size} failed ({gist(error)})") from error
 
 
@@ -525,7 +526,7 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
                 world_size=membership.world_size,
                 timeout=timeout,
             )
-        except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch raises RuntimeErrors
+        except _FAILED_TOGETHER as error:
             # torch numbers its groups, and the number is part of the rendezvous keys: newcomers count from 0.
             dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public API
             raise PeerFailed(

@@ -245,6 +245,9 @@ class TrainingMachine:
         elif (cut := self._disconnection()) is not None:
             self._note_failure(Failure(cut, crash=True))
             self._recover(with_newcomers=False)  # they may be the cause
+        elif isinstance(phase, Regrouping) and (lost := self._processes.missed_leavers()):
+            for failure in lost:
+                self._note_failure(failure)
         elif isinstance(phase, Regrouping):
             limit = self._limits.peer_timeout
             if not phase.begun and self._response.now - phase.after.began > limit:
@@ -400,8 +403,19 @@ class TrainingMachine:
         if missed and self.over:
             self._processes.dismiss(self.participants.values(), abort=True)
         elif missed:
-            self._note_failure(Failure(event.reason, event.crash))
+            self._miss(participant, Failure(event.reason, event.crash))
         self._end_group_if_empty()
+
+    def _miss(self, lost: Participant, failure: Failure) -> None:
+        """Note the loss of a slot; that of one that leaves in a change only unless the others have left it behind.
+
+        A command to continue after a failure would interrupt them in the next group.
+        """
+        change = self._processes.change
+        if change is None or lost.role is not Role.LEAVER:
+            self._note_failure(failure)
+        elif not change.failure:
+            change.lost_leavers.append((failure, self._response.now))
 
     def _note_failure(self, failure: Failure) -> None:
         before = [] if self._recovering is None else self._recovering.failures

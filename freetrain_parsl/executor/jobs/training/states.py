@@ -198,6 +198,8 @@ class Regrouping:
         Bytes that members have received from others, as far as they have reported.
     begun
         Whether a member has reported: the training job continues in the new group.
+    lost_leavers
+        Failures of members that were to leave, and when they were noticed, in seconds.
     """
 
     before: GroupMembers
@@ -210,6 +212,7 @@ class Regrouping:
     transferred: float = 0.0
     moved: int = 0
     begun: bool = False
+    lost_leavers: list[tuple[Failure, float]] = field(default_factory=list)
 
     @property
     def group(self) -> GroupMembers:
