@@ -44,6 +44,7 @@ from freetrain_parsl.executor.jobs.training.states import (
     fewest_to_exclude,
     hanging_newcomers,
     next_change,
+    stuck_members,
     survivors,
 )
 from freetrain_parsl.planning.sizes import ANY_COUNT
@@ -253,6 +254,8 @@ class TrainingMachine:
             if not phase.begun and self._response.now - phase.after.began > limit:
                 for slot in hanging_newcomers(self.participants, phase, arrived):
                     self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
+            for slot in stuck_members(self.participants, phase, arrived, self._response.now):
+                self._do(do.Kill(slot, "it waits for a member that has failed, although its connections were closed"))
         elif not any(member.group_failed is not None for member in self._processes.members):
             self._approach_desired_nodes()
 
