@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def test_a_member_that_an_abort_does_not_wake_is_ended_in_seconds(stage: Stage) -> None:
-    """gloo has lost a message: a model's own collective waits for ever, and heartbeats continue."""
+    """A model's own collective waits for ever for a message that gloo has lost, and heartbeats continue."""
     stage.running("n0", "n1", "n2")
     stage.lose("s2", crash=False)
     stage.now += 0.2

@@ -202,7 +202,7 @@ def _pid_of_a_slot(site: Any, node: str) -> int:
 
 
 def test_one_node_is_preempted_and_the_others_continue_with_its_part_of_the_state(start, tmp_path: Path) -> None:
-    """3 nodes in two batch jobs; the one of the third is preempted with 4 s of grace, in which it gives its part away."""
+    """3 nodes in two batch jobs: that of the third is preempted, and gives its part away in the 4 s of grace."""
     slow, calls = tmp_path / "slow", tmp_path / "calls"
     slow.touch()
     train = make_app()

@@ -246,18 +246,21 @@ class TrainingMachine:
         elif (cut := self._disconnection()) is not None:
             self._note_failure(Failure(cut, crash=True))
             self._recover(with_newcomers=False)  # they may be the cause
-        elif isinstance(phase, Regrouping) and (lost := self._processes.missed_leavers()):
-            for failure in lost:
-                self._note_failure(failure)
         elif isinstance(phase, Regrouping):
-            limit = self._limits.peer_timeout
-            if not phase.begun and self._response.now - phase.after.began > limit:
-                for slot in hanging_newcomers(self.participants, phase, arrived):
-                    self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
-            for slot in stuck_members(self.participants, phase, arrived, self._response.now):
-                self._do(do.Kill(slot, "it waits for a member that has failed, although its connections were closed"))
+            self._watch(phase, arrived)
         elif not any(member.group_failed is not None for member in self._processes.members):
             self._approach_desired_nodes()
+
+    def _watch(self, change: Regrouping, arrived: frozenset[str]) -> None:
+        """Note what is missed in a change, and end the processes that hang in it."""
+        for failure in self._processes.missed_leavers():
+            self._note_failure(failure)
+        limit = self._limits.peer_timeout
+        if not change.begun and self._response.now - change.after.began > limit:
+            for slot in hanging_newcomers(self.participants, change, arrived):
+                self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
+        for slot in stuck_members(self.participants, change, arrived, self._response.now):
+            self._do(do.Kill(slot, "it waits for a member that has failed, although its connections were closed"))
 
     def _approach_desired_nodes(self) -> None:
         phase = self.phase
