@@ -538,7 +538,8 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
         try:
             if membership.address is not None:
                 members = check_reachable(own_store, membership.rank, membership.world_size, membership.address)
-                group.connections = GroupConnections(members)
+                before, group.connections = group.connections, GroupConnections(members)
+                group.connections.cut_at = before.cut_at  # by an abort in the meantime
                 # All have arrived. gloo waits this long for a peer that has died since, and no abort wakes it before it
                 # has a socket.
                 timeout = min(timeout, _CONNECT_TIMEOUT)

@@ -157,7 +157,7 @@ class CountedNet(nn.Module):
 
     def __init__(self, epochs: int, samples: int, *, batch_norm: bool, smooth: bool = False) -> None:
         super().__init__()
-        dtype = torch.float64 if smooth else torch.float32
+        self._dtype = dtype = torch.float64 if smooth else torch.float32
         self.net = nn.Sequential(
             nn.Linear(_FEATURES, 32),
             nn.BatchNorm1d(32) if batch_norm else nn.Identity(),
@@ -169,7 +169,7 @@ class CountedNet(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
-        logits: torch.Tensor = self.net(inputs.to(self.net[0].weight.dtype))
+        logits: torch.Tensor = self.net(inputs.to(self._dtype))
         return logits
 
 

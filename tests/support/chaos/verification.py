@@ -70,9 +70,9 @@ def problems_of(subject: Subject, out: Path, epochs: int, samples: int) -> list[
     if subject.deterministic or subject.sharded:
         problems += _different(got["model"], expected["model"], 0.0 if subject.deterministic else _ROUNDING)
     if subject.sharded:
-        losses = [[row["loss"] for row in one["metrics"]["history"]] for one in (got, expected)]
-        if not torch.allclose(*map(torch.tensor, losses), rtol=_LOSS_ROUNDING, atol=0.0):
-            problems.append(f"losses {losses[0]}, undisturbed {losses[1]}")
+        ours, theirs = ([row["loss"] for row in one["metrics"]["history"]] for one in (got, expected))
+        if not torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=_LOSS_ROUNDING, atol=0.0):
+            problems.append(f"losses {ours}, undisturbed {theirs}")
     elif not subject.deterministic:
         ours, theirs = metrics["history"][-1]["loss"], expected["metrics"]["history"][-1]["loss"]
         if abs(ours - theirs) > _LOSS_TOLERANCE * abs(theirs):
