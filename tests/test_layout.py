@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 506
+MOST_FILES: Final = 507
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_360,
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_840,
+    "executor": 14_900,  # leavers that others have left behind, members that an abort does not wake
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -59,7 +59,7 @@ BUDGET: Final = {
     "report": 3_120,
     "storage": 2_220,
     "testing": 1_680,
-    "training": 13_700,
+    "training": 13_840,  # waits that end although gloo has lost a message
     "windows": 3_350,
 }
 

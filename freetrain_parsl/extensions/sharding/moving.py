@@ -202,9 +202,7 @@ class _Mover:
     def _finish(self) -> None:
         """Wait for the oldest round."""
         oldest = self._underway.popleft()
-        with self._group.waits():
-            for work in oldest.works:
-                work.wait()
+        self._group.end_transfers(oldest.works)
         for packed, pieces in oldest.landing:
             self._unpack(packed, pieces)
 

@@ -76,30 +76,31 @@ def _send(group: Group, targets: list[int], state: dict[str, Any]) -> None:
     packets = [torch.tensor([head_bytes.numel()]), head_bytes, *_packets(tensors, facts)]
     with group.waits():
         works = [dist.isend(packet, target) for packet in packets for target in targets]
-        for work in works:
-            assert work is not None, "both are members"
-            work.wait()
+    group.end_transfers(works)
 
 
 def _receive(group: Group, source: int) -> Any:
-    with group.waits():
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, source)
-        head_bytes = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(head_bytes, source)
-        head = torch.load(io.BytesIO(head_bytes.numpy().tobytes()), weights_only=True)
-        device = torch.device("cuda", torch.cuda.current_device()) if group.over_gpus else torch.device("cpu")
-        tensors = [
-            torch.empty(shape, dtype=dtype, device=device if direct else "cpu")
-            for shape, dtype, direct in head["facts"]
-        ]
-        for packet, parts in _landing(tensors, head["facts"]):
-            dist.recv(packet, source)
-            begin = 0
-            for part in parts:
-                size = part.numel() * part.element_size()
-                _bytes_of(part).copy_(packet[begin : begin + size])
-                begin += size
+    def receive(tensor: torch.Tensor) -> None:
+        with group.waits():
+            work = dist.irecv(tensor, source)
+        group.end_transfers([work])
+
+    length = torch.zeros(1, dtype=torch.int64)
+    receive(length)
+    head_bytes = torch.empty(int(length), dtype=torch.uint8)
+    receive(head_bytes)
+    head = torch.load(io.BytesIO(head_bytes.numpy().tobytes()), weights_only=True)
+    device = torch.device("cuda", torch.cuda.current_device()) if group.over_gpus else torch.device("cpu")
+    tensors = [
+        torch.empty(shape, dtype=dtype, device=device if direct else "cpu") for shape, dtype, direct in head["facts"]
+    ]
+    for packet, parts in _landing(tensors, head["facts"]):
+        receive(packet)
+        begin = 0
+        for part in parts:
+            size = part.numel() * part.element_size()
+            _bytes_of(part).copy_(packet[begin : begin + size])
+            begin += size
     return _put_back(head["skeleton"], tensors)
 
 
