@@ -17,6 +17,7 @@ from tests.extensions.fusion.models import (
     BufferAssigned,
     Counting,
     Doubled,
+    KeepsOutput,
     NewDoubled,
     PositionalEmbedding,
     Result,
@@ -346,6 +347,7 @@ CASES: list[Case] = [
             ("forward hook", with_hook),
             ("buffer assigned anew", BufferAssigned),
             ("attribute assigned", Counting),
+            ("attribute assigned: of the batch", KeepsOutput),
             ("autocast (bfloat16)", Autocast),
             (
                 "checkpoint(use_reentrant=False)",

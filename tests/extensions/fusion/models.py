@@ -81,6 +81,16 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+class KeepsOutput(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.last = None
+
+    def forward(self, x):
+        self.last = super().forward(x).detach()
+        return self.last + super().forward(x)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -20,16 +20,19 @@ from freetrain_parsl.extensions.fusion.engine.calls import (
     ModelCall,
     arguments_of,
     call_of,
+    check_stackable,
     difference,
     is_same,
 )
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
 from freetrain_parsl.extensions.fusion.forward.differences import compare
-from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
+from freetrain_parsl.extensions.fusion.forward.operators import reason_of
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.verification import verify
+from freetrain_parsl.extensions.fusion.messages import FAILED
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import (
     OwnOptimizers,
     RowOptimizer,
@@ -366,18 +369,17 @@ class FusionEngine:
         self._array.take_assigned_buffers()
         models = [member.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
-        stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
-        args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
         try:
+            stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
+            args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
             if self._calls[kind] in _VERIFIED_CALLS:
                 _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
             with _kept(state[1].values()):
-                output = fused_call(
-                    models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
-                )
+                options = {"differing": self._differing[number], "assigned": (assigned := {})}
+                output = fused_call(models[0], functions[0], *state, args, kwargs, streams, **options)
         except CannotFuse as error:
             if self._stacks_more(error):
                 self._fused_forward(strands)
@@ -385,9 +387,10 @@ class FusionEngine:
                 self._refuse(error)
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
-            self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
+            self._refuse(CannotFuse(f"{FAILED}, {type(error).__name__}: {reason_of(error)}"))
             return
         streams.close()
+        assign(models, assigned)
         self._calls[kind] += 1
         self._open = set(self._members)
         leaves, structure = opened(output)
@@ -437,6 +440,7 @@ class FusionEngine:
         first = values[0]
         if not isinstance(first, torch.Tensor) or all(is_same(value, first) for value in values):
             return first
+        check_stackable(values)
         return Stacked(self._graph.stack(values))
 
     def _backward(self, strands: Sequence[Strand]) -> None:

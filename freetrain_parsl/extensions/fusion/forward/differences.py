@@ -24,6 +24,7 @@ from freetrain_parsl.extensions.fusion.forward.adapters import (
     shape_without,
     without_ranks,
 )
+from freetrain_parsl.extensions.fusion.forward.sparse import is_sparse, same_sparse
 from freetrain_parsl.training.step.bypass import BypassCheck
 
 if TYPE_CHECKING:
@@ -299,6 +300,8 @@ class _Comparison:
             if one.requires_grad or other.requires_grad:
                 raise _Incomparable("it is a tensor with a gradient, but no parameter")
             alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+            if is_sparse(one) or is_sparse(other):
+                return same_sparse(one, other)
             return alike and torch.equal(one, other)
         if None in paths:
             raise _Incomparable(f"a {type(one).__name__} that is no submodule")
