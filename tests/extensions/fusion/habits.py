@@ -90,18 +90,16 @@ def language(session: Any, *, lr: float, cells: str, epochs: int = 2) -> dict[st
 
 
 class MaskKept(nn.Module):
-    """Keeps the mask of the last length, and counts its calls."""
+    """Keeps the mask of the last length."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mask: torch.Tensor | None = None
-        self.calls = 0
         self.table = nn.Embedding(WORDS, 8)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 8, 0.2)
         self.score = nn.Linear(8, WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
         if self.mask is None or len(self.mask) != len(words):
             self.mask = torch.ones(len(words), len(words), dtype=torch.float64).tril().log()
         return self.score(self.encoder(self.table(words), self.mask))
@@ -116,7 +114,7 @@ def masked(session: Any, *, lr: float, epochs: int = 2) -> dict[str, Any]:
             targets = piece[:, 1:].t().flatten()
             loss = functional.cross_entropy(model(piece[:, :-1].t()).flatten(0, 1), targets)
             session.step(loss, items=len(targets))
-    return {**states(session, model), "calls": model.calls, "mask": model.mask}
+    return {**states(session, model), "mask": model.mask}
 
 
 class Variational(nn.Module):

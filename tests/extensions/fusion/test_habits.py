@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from tests.extensions.fusion import habits
 from tests.extensions.fusion.sweep_trainings import alone, distance, together
 
@@ -56,3 +57,13 @@ def test_what_a_sparse_tensor_does_not_allow_is_refused_before_the_first_step(
     for number, point in enumerate(points):
         expected = alone(tmp_path / "alone", str(number), point, habits.graph)
         assert distance(outcome.value(str(number)), expected) == 0.0
+
+
+def test_a_member_that_joins_later_gets_what_the_others_keep(tmp_path: Path) -> None:
+    """Two train fused, then a third takes the place of the first one, whose model keeps a mask; it has none yet."""
+    points = [{"lr": 0.01, "epochs": 1}, *({"lr": 0.01 * (number + 1), "epochs": 4} for number in range(2))]
+    outcome = together(tmp_path / "array", points, habits.masked, sizing=ArraySizing(2, 2))
+    assert outcome.engine.fused_steps > 6 + 6
+    for number, point in enumerate(points):
+        expected = alone(tmp_path / "alone", str(number), point, habits.masked)
+        assert distance(outcome.value(str(number)), expected) < 1e-10

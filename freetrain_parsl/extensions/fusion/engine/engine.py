@@ -26,7 +26,7 @@ from freetrain_parsl.extensions.fusion.engine.calls import (
 )
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
-from freetrain_parsl.extensions.fusion.forward.differences import compare
+from freetrain_parsl.extensions.fusion.forward.differences import KeptBySome, compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
 from freetrain_parsl.extensions.fusion.forward.operators import reason_of
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
@@ -62,6 +62,8 @@ UNFUSED: Final = object()
 """Result of a meeting that was not held for all members: the member does the work alone."""
 
 _VERIFIED_CALLS = (0, 4)  # of each kind: at first training jobs with one seed have equal parameters
+
+_ROUNDS_APART = 2  # after which members have what others keep, as a mask
 
 _SMALL_SHARE = 0.2  # of the calls with differing arguments: the last batch of an epoch may be another one
 
@@ -125,6 +127,7 @@ class FusionEngine:
         self._attributes = AttributeWatch()
         self._graph = CallGraph()
         self._apart = CallsApart()
+        self._rounds_apart = 0  # in which a model was called alone, so that it has what those of others keep
         self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
         self._shares = {"share_parameters": True, "share_buffers": True}  # until a model writes to such in its forward
 
@@ -266,8 +269,11 @@ class FusionEngine:
             ]
             check_parameters(self._participants)
         except CannotFuse as error:
-            self._refuse(error)
+            self._rounds_apart += 1
+            if not isinstance(error, KeptBySome) or self._rounds_apart > _ROUNDS_APART:
+                self._refuse(error)
             return False
+        self._rounds_apart = 0
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
         self._array = Array(self._members, **self._shares)

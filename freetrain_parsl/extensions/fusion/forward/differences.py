@@ -47,6 +47,10 @@ _DETAILS_OF_CLASSES = {
 }
 
 
+class KeptBySome(CannotFuse):
+    """Some models have a tensor where others have None: perhaps one that they keep from their calls so far."""
+
+
 def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> Differing:
     """Compare the models of several training jobs.
 
@@ -167,7 +171,10 @@ def _compare_values(path: str, values: list[Any], comparisons: list[_Comparison]
     except _Incomparable as error:
         raise CannotFuse(f"{path} cannot be compared between the training jobs: {error}") from None
     if not all(equal):
-        raise CannotFuse(f"{path} differs between the training jobs: {', '.join(map(_brief, values))}")
+        kept = [value for value in values if value is not None]
+        some = len(kept) < len(values) and all(isinstance(value, torch.Tensor) for value in kept)
+        kind = KeptBySome if some else CannotFuse
+        raise kind(f"{path} differs between the training jobs: {', '.join(map(_brief, values))}")
 
 
 def _brief(value: Any) -> str:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Place = dict[str, Any]
 
 _PLAIN = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
+_CHANGES = "the model changes its attribute {}: return the value, or write it to a buffer"
 _COLLECTIONS = {list, dict, set}
 _OF_MODULES = {"_parameters", "_modules", "_non_persistent_buffers_set"}
 _ABOUT_VMAP = ("vmap", "functorch", "batching rule", "Batching rule", "BatchedTensor")
@@ -121,8 +122,8 @@ def swapped(
     Raises
     ------
     CannotFuse
-        If the model has removed attributes, or changed a list, dictionary or set: those of the other members would be
-        as before.
+        If the model has removed attributes, or changed a number, a list, a dictionary or a set: those of the other
+        members would be as before.
     """
     layout = _layout_of(model)
     before = [dict(attributes) for attributes in layout.attributes]
@@ -154,20 +155,25 @@ def swapped(
             recurrent.pop("flatten_parameters", None)
         changed = _restore_attributes(layout, before, sizes, assigned)
     if changed is not None:
-        raise CannotFuse(f"the model changes its attribute {changed}")
+        raise CannotFuse(_CHANGES.format(changed))
 
 
 def _restore_attributes(layout: _Layout, before: list[Place], sizes: list[int], assigned: Place) -> str | None:
-    """Restore attributes; note those that were assigned, and return the path of one that was removed or has grown."""
+    """Restore attributes; note those that were assigned, and return the path of one that is not to be.
+
+    Such as a count of the calls, which others that join later would not have.
+    """
     changed = None
     nothing = object()
     for (path, _), now, attributes in zip(layout.modules, layout.attributes, before, strict=True):
         if len(now) != len(attributes) or not all(map(operator.is_, now.values(), attributes.values())):
             for key in {**now, **attributes}:
-                if key not in now:
+                one, other = attributes.get(key, nothing), now.get(key, nothing)
+                numbers = _is_number(one) and _is_number(other)
+                if other is nothing or (numbers and one != other):
                     changed = f"{path}.{key}".lstrip(".")
-                elif now[key] is not attributes.get(key, nothing):
-                    assigned[f"{path}.{key}".lstrip(".")] = now[key]
+                elif one is not other and not numbers:
+                    assigned[f"{path}.{key}".lstrip(".")] = other
             now.clear()
             now.update(attributes)
     for collection, size in zip(layout.collections, sizes, strict=True):
@@ -180,6 +186,10 @@ def _restore_attributes(layout: _Layout, before: list[Place], sizes: list[int], 
                 if value is collection
             )
     return changed
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -309,7 +319,7 @@ def _check_same_for_all(assigned: Mapping[str, Any], level: VmapLevel | None) ->
         else:
             same = level is not None and isinstance(value, _PLAIN) and not isinstance(value, PerMember)
         if not same:
-            raise CannotFuse(f"the model changes its attribute {path}: return the value, or write it to a buffer")
+            raise CannotFuse(_CHANGES.format(path))
 
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:

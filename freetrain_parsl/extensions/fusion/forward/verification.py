@@ -208,7 +208,7 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], dict[str, Any]]]:
             f"{path}.{name}".lstrip("."): value
             for path, now, before in modules
             for name, value in now.items()
-            if name not in before or before[name] is not value
+            if name not in before or not (before[name] is value or _equal_numbers(before[name], value))
         }
 
     tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
@@ -338,6 +338,10 @@ def _difference(fused: _Step, serial: _Step) -> str | None:
                 what = f"the gradient of {name}" if kind == "gradients" else name
                 return f"{what} differs by {error:.1e} from that of the training job alone"
     return None
+
+
+def _equal_numbers(one: object, other: object) -> bool:
+    return isinstance(one, (int, float)) and type(one) is type(other) and one == other
 
 
 def _equal(one: Any, other: Any) -> bool:
