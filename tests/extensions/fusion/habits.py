@@ -99,7 +99,7 @@ class MaskKept(nn.Module):
         self.encoder = nn.TransformerEncoderLayer(8, 2, 8, 0.2)
         self.score = nn.Linear(8, WORDS)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor) -> Any:
         if self.mask is None or len(self.mask) != len(words):
             self.mask = torch.ones(len(words), len(words), dtype=torch.float64).tril().log()
         return self.score(self.encoder(self.table(words), self.mask))
@@ -179,7 +179,7 @@ class Graph(nn.Module):
         self.first, self.second = (nn.Parameter(drawn(rows, columns)) for rows, columns in ((6, 4), (4, 3)))
         self.drop, self.dense = nn.Dropout(0.5), dense
 
-    def forward(self, features: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, edges: torch.Tensor) -> Any:
         hidden = functional.relu(torch.spmm(edges, torch.mm(features, self.first)))
         output = (edges @ (self.drop(hidden) @ self.second)).log_softmax(1)
         return output if self.dense else output.to_sparse()
@@ -218,7 +218,7 @@ class Patches(nn.Module):
         self.token, self.places = nn.Parameter(drawn(1, 1, 8)), nn.Parameter(drawn(1, 5, 8))
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> Any:
         patches = images.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).contiguous()
         tokens = torch.cat((self.token.expand(len(images), -1, -1), self.patch(patches.view(len(images), 4, -1))), 1)
         tokens += self.places

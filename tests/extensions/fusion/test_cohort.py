@@ -136,3 +136,11 @@ def test_the_curve_of_a_cohort_is_that_of_its_best_arrays(make) -> None:
     # A gain of 1.4 with two members, which have 10 samples/s each, then 2.8 with four.
     assert curve(2) == pytest.approx(2 * curve(1))
     assert curve(8) > curve(2)
+
+
+def test_the_first_measurement_is_recorded_before_the_best_size_is_known(make) -> None:
+    """Many sweeps end before it is."""
+    world = make(nodes=1)
+    world.best_size = 100
+    train(world, 4)
+    assert records(world, record.ArrayMeasured) == [record.ArrayMeasured("cohort-1", 2, 1.4)]

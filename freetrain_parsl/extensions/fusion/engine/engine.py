@@ -378,14 +378,17 @@ class FusionEngine:
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
+        assigned: dict[str, Any] = {}
         try:
             stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
             args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
             if self._calls[kind] in _VERIFIED_CALLS:
                 _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
             with _kept(state[1].values()):
-                options = {"differing": self._differing[number], "assigned": (assigned := {})}
-                output = fused_call(models[0], functions[0], *state, args, kwargs, streams, **options)
+                differing = self._differing[number]
+                output = fused_call(
+                    models[0], functions[0], *state, args, kwargs, streams, differing=differing, assigned=assigned
+                )
         except CannotFuse as error:
             if self._stacks_more(error):
                 self._fused_forward(strands)

@@ -119,9 +119,10 @@ def _fused(
     leaves = {name: _copied(parameters[name]) for name, _ in template.named_parameters()}
     own = {name: _copied(buffers[name]) for name, _ in template.named_buffers()}
     assigned: dict[str, Any] = {}
-    options = {"differing": differing, "assigned": assigned}
     try:
-        outputs = _named(fused_call(template, function, leaves, own, args, kwargs, streams, **options))
+        outputs = _named(
+            fused_call(template, function, leaves, own, args, kwargs, streams, differing=differing, assigned=assigned)
+        )
         gradients = _gradients(outputs, {**leaves, **_arguments((args, kwargs))})
     except ChangesShared:
         raise
