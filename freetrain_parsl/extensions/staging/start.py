@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.executor.htex.node_start import NodeStart
 from freetrain_parsl.executor.slot.loaded_files import unpack_files
+from freetrain_parsl.extensions.staging.file_systems import file_system_of, is_shared
 from freetrain_parsl.extensions.staging.make import facts_of, learned_path, read_learned, write_learned
 from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.texts import text_of
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ImageStart", "cache_directory", "file_system_of", "is_shared"]
+__all__ = ["ImageStart", "cache_directory"]
 
-_LOCAL: Final = "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs tmpfs ramfs rootfs overlay squashfs erofs iso9660 devtmpfs"
 _LONG: Final = 3.0  # seconds that imports wait for files, of about 3 that they take on a local disk
 _PAUSE: Final = 60.0  # seconds between two images of a run
 _LOOK: Final = 5.0  # seconds for which the files that an image was made of are taken to be the same
@@ -284,24 +284,3 @@ def cache_directory() -> Path:
 def _trees_of(python: str) -> list[str]:
     """Return where the files of an interpreter are: of its environment, and of the one that that was made from."""
     return [os.path.dirname(os.path.abspath(python)), os.path.dirname(os.path.realpath(python))]
-
-
-def file_system_of(path: str, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the type of the file system that a path is on, empty: unknown."""
-    best, kind = "", ""
-    real = f"{os.path.realpath(path)}/"
-    try:
-        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        _, point, found, *_ = line.split(" ")
-        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)
-        if real.startswith(f"{point.rstrip('/')}/") and len(point) >= len(best):
-            best, kind = point, found
-    return kind
-
-
-def is_shared(kind: str) -> bool:
-    """Return whether nodes may share a file system of a type: of any that is not known to be a node's own."""
-    return kind != "" and kind not in _LOCAL.split()
