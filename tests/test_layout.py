@@ -32,8 +32,8 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_200,
-    "campaign": 5_360,
+    "": 2_220,  # the app's option `stage`
+    "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
     "executor": 14_900,  # leavers that others have left behind, members that an abort does not wake
@@ -50,7 +50,7 @@ BUDGET: Final = {
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 3_120,
-    "extensions/staging": 1_110,
+    "extensions/staging": 1_370,  # copies of users' data on nodes
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
