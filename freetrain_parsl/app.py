@@ -20,6 +20,7 @@ from freetrain_parsl.planning.settings import RescaleCosts
 from freetrain_parsl.protocol.options import SessionOptions, snapshot_steps
 from freetrain_parsl.sweep import SweepPoint, check_template, combined, fill_template, is_template, zipped
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
+from freetrain_parsl.training.data.staging import described, paths_of
 from freetrain_parsl.training.signature import bind_call, check_signature
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.executor.jobs.size import Size
-    from freetrain_parsl.protocol.options import Code
+    from freetrain_parsl.protocol.options import Code, StagedPath
 
 __all__ = ["Scaling", "TrainingApp", "training_app"]
 
@@ -91,6 +92,11 @@ class TrainingApp(AppBase):
         """The plain function; `run_local` calls it."""
         function: Callable[..., Any] = self.func
         return function
+
+    @property
+    def stage(self) -> tuple[StagedPath, ...]:
+        """What its training jobs read from copies on the nodes."""
+        return paths_of(self._options.stage)
 
     @property
     def node_kinds(self) -> tuple[str, ...]:
@@ -257,6 +263,7 @@ class TrainingApp(AppBase):
             "code": code,
             "call": call,
             "snapshot_every": copies,
+            "stage": self.stage,
         }
         size = options.size
         size.check(f"training job {name!r}")
@@ -296,11 +303,17 @@ class TrainingApp(AppBase):
             The arguments of the call, which have been checked.
         code
             The code of the function, if it is known already.
+
+        Raises
+        ------
+        InvalidApp
+            A file that is to be staged is missing.
         """
         code = code_of(self.func) if code is None else code
         name, call = self.names_of(args, kwargs)
         request = self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
-        return replace(request, likeness=likeness_of(self.func, code, args, {**self.kwargs, **kwargs}))
+        likeness = likeness_of(self.func, code, args, {**self.kwargs, **kwargs})
+        return replace(request, options=described(request.options), likeness=likeness)
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingFuture:
         """Submit the training job of one call, described by `call_request`."""
@@ -473,6 +486,10 @@ def training_app(
     tracker
         Tracker of the values of ``session.log``: ``"csv"``, ``"tensorboard"``, ``"mlflow"``, ``"wandb"``,
         ``"module:Class"``, a mapping from these to options, or a list. Default: the executor's.
+    stage
+        Files and directories that each node copies to its own storage, once for all its training jobs:
+        ``session.staged`` returns where. Names that are not absolute are looked up in the current directory of the
+        process that calls the app, or that of a campaign's file.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 507  # gpus: what NCCL does differently
+MOST_FILES: Final = 513  # gpus: what NCCL does differently
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -32,15 +32,15 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_200,
-    "campaign": 5_360,
+    "": 2_220,  # the app's option `stage`
+    "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_840,
+    "executor": 14_900,  # leavers that others have left behind, members that an abort does not wake
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 8_850,
+    "extensions/fusion": 9_150,  # sparse arguments, attributes that models keep, refusals that are remembered
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -50,16 +50,16 @@ BUDGET: Final = {
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 3_120,
-    "extensions/staging": 1_110,
+    "extensions/staging": 1_370,  # copies of users' data on nodes
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_700,
     "protocol": 2_000,
-    "report": 3_120,
+    "report": 3_140,  # futures read on where they have read the journal before
     "storage": 2_220,
     "testing": 1_680,
-    "training": 13_980,  # NCCL: settle before use, abort all groups at once
+    "training": 14_260,  # NCCL: settle before use, abort all groups at once; waits without lost messages
     "windows": 3_350,
 }
 

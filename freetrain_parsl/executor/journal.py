@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
 
+_LAST_ID: Final = (1 << 63) - 1  # of SQLite
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS event (
     id INTEGER PRIMARY KEY,
@@ -281,13 +283,17 @@ def _in_order(reading: DatabaseReading, rows: Iterable[tuple[Any, ...]]) -> Iter
         reading.restart()
 
 
-def read_kinds(path: Path, kinds: Sequence[type[Record]]) -> Iterator[JournalEntry]:
-    """Yield the entries of some kinds of records, in order, without reading the others."""
+def read_kinds(
+    path: Path, kinds: Sequence[type[Record]], after: int = 0, upto: int = _LAST_ID
+) -> Iterator[JournalEntry]:
+    """Yield the entries of some kinds of records, with ids in ``(after, upto]``, without reading the others."""
     names = [type_name(kind) for kind in kinds]
     places = ", ".join("?" * len(names))
-    query = f"SELECT id, time, kind, subject, detail FROM event WHERE kind IN ({places}) ORDER BY id"  # noqa: S608 - only ?
+    where = f"kind IN ({places}) AND id > ? AND id <= ?"
+    query = f"SELECT id, time, kind, subject, detail FROM event WHERE {where} ORDER BY id"  # noqa: S608 - only ?
     with _opened(path) as reading:
-        for _number, time, kind, subject, detail in _in_order(reading, reading.connection.execute(query, names)):
+        rows = reading.connection.execute(query, (*names, after, upto))
+        for _number, time, kind, subject, detail in _in_order(reading, rows):
             yield JournalEntry(time, kind, subject, parse_stored(detail))
 
 

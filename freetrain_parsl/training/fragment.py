@@ -200,6 +200,7 @@ def run_local(
     InvalidApp
         The function has no parameter for the session.
     """
+    stage = getattr(function, "stage", None)
     function = getattr(function, "training_function", function)
     check_signature(function)
     mailbox = ControlMailbox()
@@ -209,7 +210,12 @@ def run_local(
             args,
             kwargs,
             options=SessionOptions(
-                "alone", directory or Path(scratch), seed=seed, code=code_of(function), on_code_change=on_code_change
+                "alone",
+                directory or Path(scratch),
+                seed=seed,
+                code=code_of(function),
+                on_code_change=on_code_change,
+                stage=stage,
             ),
             membership=Membership("alone"),
             meet=_nobody_to_meet,

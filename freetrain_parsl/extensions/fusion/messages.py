@@ -8,7 +8,10 @@ from freetrain_parsl.protocol.codec import Count, Duration, Name, Text
 from freetrain_parsl.protocol.messages import Keys, RunMessage, RunStart, StoredValue, WithFunction
 from freetrain_parsl.protocol.reports import Progress, RunEnd
 
-__all__ = ["AddMember", "ArraySized", "MemberEnded", "MemberReport", "ReleaseMember", "StartArray"]
+__all__ = ["FAILED", "AddMember", "ArraySized", "MemberEnded", "MemberReport", "ReleaseMember", "StartArray"]
+
+FAILED = "the fused call failed"
+"""Beginning of the reason if members are not fused because of an error that may not occur again."""
 
 # ── driver to slot ────────────────────────────────────────────────────────────────────────────────
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.sharding.rounds import ColumnRange, Layout
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.group.replica_groups import Pending
 
 __all__ = ["BUDGET", "Shards", "Traffic", "move"]
 
@@ -116,7 +117,7 @@ class _Round:
         Bytes of its buffers.
     """
 
-    works: list[dist.Work]
+    works: list[Pending]
     operations: dict[str, list[dist.P2POp]]
     landing: list[tuple[torch.Tensor, list[ColumnRange]]]
     staging: int
@@ -179,10 +180,7 @@ class _Mover:
                 tensors.append(torch.empty(size, dtype=torch.uint8, device=self._target(small[0]).device))
                 landing.append((tensors[-1], small))
             operations.setdefault(device, []).extend(dist.P2POp(dist.irecv, tensor, source) for tensor in tensors)
-        works: list[dist.Work] = []
-        with self._group.waits():
-            for device in sorted(operations):
-                works += dist.batch_isend_irecv(operations[device])
+        works = [work for device in sorted(operations) for work in self._group.begin_transfers(operations[device])]
         self._underway.append(_Round(works, operations, landing, staging))
         traffic = self.traffic
         traffic.sent += sum(piece.size for pieces in out.values() for piece in pieces)
@@ -202,10 +200,7 @@ class _Mover:
     def _finish(self) -> None:
         """Wait for the oldest round."""
         oldest = self._underway.popleft()
-        with self._group.waits():
-            for work in oldest.works:
-                work.wait()
-            self._group.settle()
+        self._group.end_transfers(oldest.works)
         for packed, pieces in oldest.landing:
             self._unpack(packed, pieces)
 

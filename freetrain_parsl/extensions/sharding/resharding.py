@@ -13,7 +13,6 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -368,12 +367,8 @@ class Resharding:
         tensors = self.tensors()
         if _count(group, of=has_state) == group.size:
             return tensors, self.entries(tensors)
-        theirs: list[Any] = [None]
-        if group.rank == source:
-            theirs = [(self.entries(tensors), structures.int_of_each_group(self.models))]
-        with group.waits():
-            dist.broadcast_object_list(theirs, src=source)
-        entries, ints = theirs[0]
+        own = (self.entries(tensors), structures.int_of_each_group(self.models)) if group.rank == source else None
+        entries, ints = group.broadcast(own, source)
         problem = "" if has_state else self._difference(tensors, entries)
         if _count(group, of=problem != ""):
             problems = group.gather_objects(problem)

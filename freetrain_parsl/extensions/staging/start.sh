@@ -52,7 +52,7 @@ choose() {
 unpack() {  # by whoever holds the lock; a killed one leaves .part, which the next one removes
     local part=$cache/.part source=$image
     rm -rf "$cache"/.part* "$cache"/*.part
-    find "$cache" -mindepth 1 -maxdepth 1 -name 'image-*' -mtime +0 -exec flock -n -x {} rm -rf {} \; 2>/dev/null
+    find "$cache" -mindepth 1 -maxdepth 1 \( -name 'image-*' -o -name 'data-*' \) -mtime +0 -exec flock -n -x {} rm -rf {} \; 2>/dev/null
     if [ -f "$sent" ] && [ ! -L "$sent" ] && [ "$(stat -c %u "$sent")" = "$user" ]; then
         source=$sent
     elif [ "$spread" != 0 ]; then  # the nodes of a block do not all read at the same moment

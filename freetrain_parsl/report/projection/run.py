@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.journal import last_record, read_journal, read_kinds, read_progress
+from freetrain_parsl.executor.journal import last_record, newest_entry, read_journal, read_kinds, read_progress
 from freetrain_parsl.places import node_of, slots_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.blocks import BlockFold
@@ -208,6 +208,10 @@ class TrainingState:
             noise = ", gradient lost in its noise"
         return f"in batches of {batch['size']} (at first {batch['initial']}{changed}){noise}"
 
+    def whereabouts(self) -> str:
+        """Say on which nodes it runs; empty if it does not."""
+        return f"runs on {', '.join(self.nodes)}" if self.state == "running" and self.nodes else ""
+
     def fusion_remark(self) -> str:
         """Say with how many others it is fused, or why it is not; empty if nothing is known against it."""
         if self.state == "running" and self.array:
@@ -273,12 +277,18 @@ class RunState:
         sqlite3.Error
             It cannot be read.
         """
-        run = cls()
-        for entry in read_kinds(journal, _KINDS_WITH_REASONS):
-            run.take(entry.time, entry.record)
-        run.take(0.0, last_record(journal, record.PlannerStep, containing='"windows": '))
-        run.take_progress(read_progress(journal))
-        return run
+        return cls().follow_reasons(journal)
+
+    def follow_reasons(self, journal: Path) -> RunState:
+        """Read new entries, of those that `with_reasons` reads."""
+        newest = newest_entry(journal)
+        if newest > self._read:
+            for entry in read_kinds(journal, _KINDS_WITH_REASONS, self._read, newest):
+                self.take(entry.time, entry.record)
+            self.take(0.0, last_record(journal, record.PlannerStep, containing='"windows": '))
+            self._read = newest
+        self.take_progress(read_progress(journal))
+        return self
 
     def refresh(self) -> RunState:
         """Read new entries."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,10 @@ class GroupConnections:
         self._peers: frozenset[int] = frozenset()
         self._open: frozenset[str] = frozenset()
         self._formed = False
+        self.cut_at: float | None = None
+        """When the connections were shut down, on ``time.monotonic()``."""
+        self.has_lost = False
+        """Whether a thread waits for ever for a message that gloo lost."""
 
     def form(self, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
         """Exchange the listening ports once the group has formed; all members call this.
@@ -64,6 +69,7 @@ class GroupConnections:
 
     def shut_down(self) -> None:
         """Shut the group's connections down; may be called from any thread."""
+        self.cut_at = self.cut_at or time.monotonic()
         for descriptor in self._ours().values():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -13,7 +13,7 @@ import pickle
 import re
 import threading
 import time
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
 from freetrain_parsl.training.group.connections import GroupConnections
 from freetrain_parsl.training.group.gpus import GpuGroups, GpuWork
+from freetrain_parsl.training.group.lost_messages import await_collective, await_transfers
 from freetrain_parsl.training.group.reachability import check_reachable
 from freetrain_parsl.training.group.replica_groups import NotStarted, ReplicaGroups, refuse_groups_within_replicas
 
@@ -54,8 +55,7 @@ _FEW_STORE_CALLS = {
     "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",  # one address of each member, instead of one for each of its peers
 }
 _LOOPBACK = "lo"
-_LOOK = timedelta(milliseconds=200)
-_LOST_SEND = 2.0  # seconds after which an operation of closed connections has not ended by itself
+_FAILED_TOGETHER = (RuntimeError, TimeoutError, ConnectionError)  # by torch, and by the store of a group that forms
 
 
 class KeyValue(Protocol):
@@ -181,8 +181,6 @@ class Group:
         self.replicas = replicas
         """How many replicas there are."""
         self._of_replicas: ReplicaGroups | None = None
-        self._cut_at: float | None = None  # when the connections were shut down
-        self._stuck = False
 
     @property
     def over_gpus(self) -> bool:
@@ -233,7 +231,8 @@ class Group:
 
         def wait() -> None:
             self._await(self._pending(dist.all_gather(parts, values, group=group, async_op=True), values))
-            self._settle_if(values)
+            if gpus.is_on_gpu(values):
+                self.settle()
 
         self._jointly(wait)
         return parts
@@ -352,24 +351,65 @@ class Group:
         assert work is not None, "this process is a member"
         return GpuWork(work) if self._gpus is not None and gpus.is_on_gpu(values) else work
 
-    def _settle_if(self, values: torch.Tensor) -> None:
-        if gpus.is_on_gpu(values):
+    def broadcast(self, value: T | None, source: int) -> T:
+        """Return the value of one member, an object that can be pickled, on all; all members call this.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._jointly(lambda: self._await(dist.broadcast(size, source, async_op=True)))
+        if self.rank != source:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._jointly(lambda: self._await(dist.broadcast(data, source, async_op=True)))
+        received: T = pickle.loads(data.numpy().tobytes())  # noqa: S301 - of a proven member
+        return received
+
+    def begin_transfers(self, operations: list[dist.P2POp]) -> list[Pending]:
+        """Start to send and receive; as a batch, for which NCCL needs no further connections.
+
+        Parameters
+        ----------
+        operations
+            At least one; their tensors are on one device.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        with self.waits():
+            return [self._pending(work, operations[0].tensor) for work in dist.batch_isend_irecv(operations)]
+
+    def end_transfers(self, works: Iterable[Pending]) -> None:
+        """Wait for sends and receives.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        others: list[Any] = []
+        with self.waits():
+            for work in works:
+                if isinstance(work, GpuWork):
+                    work.wait()  # this thread's stream does
+                else:
+                    others.append(work)
             self.settle()
+            if others:
+                await_transfers(others, self.connections)
 
     def _await(self, work: Any) -> None:
-        """Wait for an operation, but not after the connections have been shut down for more than a moment.
-
-        gloo (torch 2.13) loses a send whose connection ends when the peer has just become ready to receive: its error
-        is raised in gloo's own thread, and nobody wakes the thread that waits for it.
-        """
+        """Wait for an operation."""
         assert work is not None, "this process is a member"
-        while not (isinstance(work, (GpuWork, NotStarted)) or work.is_completed()):
-            if self._cut_at is not None and time.monotonic() - self._cut_at > _LOST_SEND:
-                self._stuck = True
-                raise PeerFailed(f"a member of a group of {self.size} failed (gloo has lost a message)")
-            with suppress(RuntimeError):  # not yet; an error of the operation is raised below
-                work.wait(_LOOK)
-        work.wait()
+        if isinstance(work, (GpuWork, NotStarted)):
+            work.wait()
+        else:
+            await_collective(work, self.connections)
 
     def _jointly(self, operation: Callable[[], T]) -> T:
         """Return the result of an operation of all members, which fails on all members of a replica, or on none."""
@@ -486,7 +526,6 @@ class Group:
         self._cut(replica=replica)
 
     def _cut(self, *, replica: bool = False) -> None:
-        self._cut_at = self._cut_at or time.monotonic()
         self.connections.shut_down()
         if (between := self._gpus) is not None and self._joined:
             between.abort(but=None if replica or self._of_replicas is None else self._of_replicas.own)
@@ -495,8 +534,11 @@ class Group:
         """Leave the process group; the process stays. Has no effect if it has left already."""
         if self._joined:
             self._joined = False
-            if self._stuck:  # its destructor would wait for its thread, which waits for what gloo has lost
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+            stuck = [dist.group.WORLD] if self.connections.has_lost else []
+            if self._of_replicas is not None:
+                stuck += self._of_replicas.stuck
+            for group in stuck:  # its destructor would wait for its thread, which waits for what gloo has lost
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
             if self._gpus is not None:
                 self._gpus.close()
             self._gpus = None  # it refers to the groups
@@ -512,7 +554,7 @@ class Group:
     def _peers_expected(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except _FAILED_TOGETHER as error:
             raise PeerFailed(f"a member of a group of {self.size} failed ({gist(error)})") from error
 
 
@@ -558,7 +600,8 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
         try:
             if membership.address is not None:
                 members = check_reachable(own_store, membership.rank, membership.world_size, membership.address)
-                group.connections = GroupConnections(members)
+                before, group.connections = group.connections, GroupConnections(members)
+                group.connections.cut_at = before.cut_at  # by an abort in the meantime
                 # All have arrived. gloo waits this long for a peer that has died since, and no abort wakes it before it
                 # has a socket.
                 timeout = min(timeout, _CONNECT_TIMEOUT)
@@ -571,7 +614,7 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
                 world_size=membership.world_size,
                 timeout=timeout,
             )
-        except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch raises RuntimeErrors
+        except _FAILED_TOGETHER as error:
             # torch numbers its groups, and the number is part of the rendezvous keys: newcomers count from 0.
             dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public API
             raise PeerFailed(

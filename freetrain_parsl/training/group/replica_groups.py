@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.training.group import gpus
 from freetrain_parsl.training.group.connections import GroupConnections
+from freetrain_parsl.training.group.lost_messages import await_collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,6 +91,11 @@ class ReplicaGroups:
         return self._failure
 
     @property
+    def stuck(self) -> list[dist.ProcessGroup]:
+        """The process groups in which a thread waits for ever."""
+        return [self._across] if self._connections.has_lost else []
+
+    @property
     def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Both process groups."""
         return self.own, self._across
@@ -102,8 +109,12 @@ class ReplicaGroups:
         if self._failure is not None:
             return
         try:
-            dist.all_reduce(gradient, group=self._across)
-        except RuntimeError as error:
+            work = dist.all_reduce(gradient, group=self._across, async_op=True)
+            if gpus.is_on_gpu(gradient):
+                work.wait()
+            else:
+                await_collective(work, self._connections)
+        except (RuntimeError, PeerFailed) as error:
             self.note(PeerFailed(f"a process of another replica failed ({error})"))
             self._connections.shut_down()  # the same position of other replicas may wait for this one
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from freetrain_parsl.training.group import gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.group.replica_groups import Pending
 
 _MARK = "\0tensor"  # placeholder for a tensor in the skeleton of a state
 _PACK = 1 << 20  # smaller tensors are sent together
@@ -76,40 +77,36 @@ def _send(group: Group, targets: list[int], state: dict[str, Any]) -> None:
     torch.save({"skeleton": skeleton, "facts": facts}, head)
     head_bytes = torch.frombuffer(bytearray(head.getvalue()), dtype=torch.uint8)
     packets = [torch.tensor([head_bytes.numel()]), head_bytes, *_packets(tensors, facts)]
-    with group.waits():
-        works = [work for packet in packets for work in _exchange(dist.isend, packet, targets)]
-        for work in works:
-            work.wait()
-        group.settle()
+    works = [work for packet in packets for work in _begin(group, dist.isend, packet, targets)]
+    group.end_transfers(works)
 
 
 def _receive(group: Group, source: int) -> Any:
-    with group.waits():
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, source)
-        head_bytes = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(head_bytes, source)
-        head = torch.load(io.BytesIO(head_bytes.numpy().tobytes()), weights_only=True)
-        device = gpus.device() if group.over_gpus else torch.device("cpu")
-        tensors = [
-            torch.empty(shape, dtype=dtype, device=device if direct else "cpu")
-            for shape, dtype, direct in head["facts"]
-        ]
-        for packet, parts in _landing(tensors, head["facts"]):
-            for work in _exchange(dist.irecv, packet, [source]):
-                work.wait()
-            begin = 0
-            for part in parts:
-                size = part.numel() * part.element_size()
-                _bytes_of(part).copy_(packet[begin : begin + size])
-                begin += size
-        group.settle()
+    def receive(tensor: torch.Tensor) -> None:
+        group.end_transfers(_begin(group, dist.irecv, tensor, [source]))
+
+    length = torch.zeros(1, dtype=torch.int64)
+    receive(length)
+    head_bytes = torch.empty(int(length), dtype=torch.uint8)
+    receive(head_bytes)
+    head = torch.load(io.BytesIO(head_bytes.numpy().tobytes()), weights_only=True)
+    device = gpus.device() if group.over_gpus else torch.device("cpu")
+    tensors = [
+        torch.empty(shape, dtype=dtype, device=device if direct else "cpu") for shape, dtype, direct in head["facts"]
+    ]
+    for packet, parts in _landing(tensors, head["facts"]):
+        receive(packet)
+        begin = 0
+        for part in parts:
+            size = part.numel() * part.element_size()
+            _bytes_of(part).copy_(packet[begin : begin + size])
+            begin += size
     return _put_back(head["skeleton"], tensors)
 
 
-def _exchange(operation: Callable[..., Any], packet: torch.Tensor, ranks: Sequence[int]) -> list[dist.Work]:
-    """Start to send or receive a packet; as a batch, for which NCCL needs no further connections."""
-    return dist.batch_isend_irecv([dist.P2POp(operation, packet, rank) for rank in ranks])
+def _begin(group: Group, operation: Any, packet: torch.Tensor, ranks: Sequence[int]) -> list[Pending]:
+    """Start to send or receive a packet."""
+    return group.begin_transfers([dist.P2POp(operation, packet, rank) for rank in ranks])
 
 
 def _packets(tensors: Sequence[torch.Tensor], facts: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:

@@ -15,6 +15,35 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def test_a_member_that_an_abort_does_not_wake_is_ended_in_seconds(stage: Stage) -> None:
+    """A model's own collective waits for ever for a message that gloo has lost, and heartbeats continue."""
+    stage.running("n0", "n1", "n2")
+    stage.lose("s2", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    stage.calls_store("s1", stage.group("s1"), "get", timeout=60.0)
+    for waited, killed in ((4.0, []), (6.0, ["s0"])):
+        stage.now += 4
+        for slot in ("s0", "s1"):
+            stage.waits(slot, waited)
+        stage.turn()
+        assert stage.killed == killed
+    stage.now += 0.2
+    stage.turn()
+    assert stage.place("s1") == (0, 1, True)
+
+
+def test_a_member_of_an_intact_replica_may_wait_for_another(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2", "n3", replicas=2, min_nodes=2)
+    stage.lose("s1")
+    stage.now += 0.2
+    stage.turn()
+    stage.now += 9
+    stage.waits("s2", 9.0)
+    stage.turn()
+    assert stage.killed == []
+
+
 def test_after_a_loss_the_survivors_are_ordered_into_the_next_group_at_once(stage: Stage) -> None:
     stage.running("n0", "n1", "n2")
     stage.lose("s1")

@@ -103,6 +103,8 @@ class ArrayWorld:
         self.best_size = 4
         self.steps = STEPS
         self.fuses = True
+        self.refusal = ("they differ", 1)
+        """Why arrays do not fuse, and with how many members they have timed that."""
         self.structures: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
         """Training -> its structure, if it is not that of most."""
@@ -123,9 +125,13 @@ class ArrayWorld:
         self.storage = StorageModel(lambda: self.now)
         self.manager._storage = self.storage  # type: ignore[assignment]
 
-    def submit(self, name: str, *, max_nodes: int = 1, limit: int | None = None, key: str = "key") -> Future[Any]:
+    def submit(
+        self, name: str, *, max_nodes: int = 1, limit: int | None = None, key: str = "key", likeness: str = ""
+    ) -> Future[Any]:
         """Submit a training job that may be fused with all others."""
-        request = TrainingRequest(SessionOptions(name), 1, max_nodes, ScalingCurve.default(), fusion=Fusion(key, limit))
+        request = TrainingRequest(
+            SessionOptions(name), 1, max_nodes, ScalingCurve.default(), fusion=Fusion(key, limit), likeness=likeness
+        )
         training = Training(request, name.encode(), Future())
         self.futures[name] = training.future
         self.manager.submit(training)
@@ -281,7 +287,10 @@ class ArrayWorld:
         elif len(process.members) > 1 and (
             not self.fuses or len({self.structures.get(name, "common") for name in process.members}) > 1
         ):
-            process.outbox.append(fused.ArraySized(process.name, process.run, 1, decided=True, reason="they differ"))
+            reason, measured = self.refusal
+            process.outbox.append(
+                fused.ArraySized(process.name, process.run, 1, gain_size=measured, decided=True, reason=reason)
+            )
         elif len(process.members) == process.size > process.measured:
             process.measured, decided = process.size, process.size >= self.best_size
             process.size *= 1 if decided else 2

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.commands import Response
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.progress import PlannerView
-    from freetrain_parsl.executor.jobs.training.states import Phase
+    from freetrain_parsl.executor.jobs.training.states import Failure, Phase
     from freetrain_parsl.protocol.reports import Joined
 
 __all__ = ["TrainingProcesses"]
+
+_LEFT_BEHIND = 1.0  # seconds within which members come to the next group once one that leaves has nothing left to give
 
 
 class TrainingProcesses:
@@ -270,6 +272,22 @@ class TrainingProcesses:
         if self.change is not None:
             self.change.awaited.discard(participant.slot)
         return missed
+
+    def missed_leavers(self) -> list[Failure]:
+        """Take the failures of members that were to leave, if the others may not have left them behind.
+
+        All that stay are at the meeting of the next group once they have: only then do they not need them any more.
+        """
+        change = self.change
+        if change is None or not change.lost_leavers:
+            return []
+        stay = {slot for slot in change.after.running if self.participants[slot].has_state}
+        failed = any(self.participants[slot].group_failed is not None for slot in stay)
+        left_behind = change.begun or (stay <= self.arrived and not failed)
+        if not (left_behind or failed or self._response.now - change.lost_leavers[0][1] > _LEFT_BEHIND):
+            return []
+        lost, change.lost_leavers = change.lost_leavers, []
+        return [] if left_behind else [failure for failure, _ in lost]
 
     def end_group_if_empty(self) -> None:
         """End the current group once all its processes have ended."""

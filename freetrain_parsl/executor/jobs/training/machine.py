@@ -44,6 +44,7 @@ from freetrain_parsl.executor.jobs.training.states import (
     fewest_to_exclude,
     hanging_newcomers,
     next_change,
+    stuck_members,
     survivors,
 )
 from freetrain_parsl.planning.sizes import ANY_COUNT
@@ -246,12 +247,20 @@ class TrainingMachine:
             self._note_failure(Failure(cut, crash=True))
             self._recover(with_newcomers=False)  # they may be the cause
         elif isinstance(phase, Regrouping):
-            limit = self._limits.peer_timeout
-            if not phase.begun and self._response.now - phase.after.began > limit:
-                for slot in hanging_newcomers(self.participants, phase, arrived):
-                    self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
+            self._watch(phase, arrived)
         elif not any(member.group_failed is not None for member in self._processes.members):
             self._approach_desired_nodes()
+
+    def _watch(self, change: Regrouping, arrived: frozenset[str]) -> None:
+        """Note what is missed in a change, and end the processes that hang in it."""
+        for failure in self._processes.missed_leavers():
+            self._note_failure(failure)
+        limit = self._limits.peer_timeout
+        if not change.begun and self._response.now - change.after.began > limit:
+            for slot in hanging_newcomers(self.participants, change, arrived):
+                self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
+        for slot in stuck_members(self.participants, change, arrived, self._response.now):
+            self._do(do.Kill(slot, "it waits for a member that has failed, although its connections were closed"))
 
     def _approach_desired_nodes(self) -> None:
         phase = self.phase
@@ -400,8 +409,19 @@ class TrainingMachine:
         if missed and self.over:
             self._processes.dismiss(self.participants.values(), abort=True)
         elif missed:
-            self._note_failure(Failure(event.reason, event.crash))
+            self._miss(participant, Failure(event.reason, event.crash))
         self._end_group_if_empty()
+
+    def _miss(self, lost: Participant, failure: Failure) -> None:
+        """Note the loss of a slot; that of one that leaves in a change only unless the others have left it behind.
+
+        A command to continue after a failure would interrupt them in the next group.
+        """
+        change = self._processes.change
+        if change is None or lost.role is not Role.LEAVER:
+            self._note_failure(failure)
+        elif not change.failure:
+            change.lost_leavers.append((failure, self._response.now))
 
     def _note_failure(self, failure: Failure) -> None:
         before = [] if self._recovering is None else self._recovering.failures

@@ -26,7 +26,7 @@ from freetrain_parsl.extensions.fusion.driver.members import (
     Refuse,
     TrainAlone,
 )
-from freetrain_parsl.extensions.fusion.messages import ArraySized, MemberEnded, MemberReport
+from freetrain_parsl.extensions.fusion.messages import FAILED, ArraySized, MemberEnded, MemberReport
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import RunEnded
 from freetrain_parsl.protocol.reports import (
@@ -119,6 +119,7 @@ class Cohort:
         self._desired: frozenset[str] = frozenset()
         self._holds = False  # the checkpoint directory cannot be used
         self._gain = 0.0  # of arrays of the best size
+        self._measured = False  # whether an array has timed fused steps
         self._structure = key.structure
         self._stall = ""
         self._stands_since = now  # without an array, or without nodes
@@ -305,24 +306,28 @@ class Cohort:
                 for member in array.members.values():
                     member.differs = member.differs and sized.reason
             elif all(member.goal is not MemberGoal.REGROUP for member in array.members.values()):
-                self._refuse(sized.reason)
+                self._refuse(array, sized)
             return
         array.size = sized.size
         if sized.reason:  # the array was too large
             self._arrays.limit_to(sized.size)
             return
+        decided = sized.decided and sized.fused
         if sized.gain_size > 1:  # else nothing was timed
             self._trainer.measured_gain(sized.gain_size, sized.gain)
-        if sized.decided and sized.fused:
-            if sized.gain > self._gain:  # else another array has found a better size
-                self._arrays.size, self._gain = sized.size, sized.gain
-            self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
+            if decided or not self._measured:  # a short sweep ends before the best size is known
+                self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
+                self._measured = True
+        if decided and sized.gain > self._gain:  # else another array has found a better size
+            self._arrays.size, self._gain = sized.size, sized.gain
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, array: RunningArray, sized: ArraySized) -> None:
         """Let all members train alone."""
-        self._do(Refuse(reason))
+        tried = frozenset(member.request.likeness for member in array.members.values())
+        lasting = sized.gain_size == 1 and not sized.reason.startswith(FAILED)  # else it was timed, or may be transient
+        self._do(Refuse(sized.reason, tried, lasting))
         for member in list(self._members.values()):
-            self._leave(member, reason)
+            self._leave(member, sized.reason)
 
     def _leave(self, member: CohortMember, reason: str) -> None:
         """Let a member train alone, once it has left its array."""

@@ -11,6 +11,7 @@ from freetrain_parsl.extensions.fusion.driver.cohort import Cohort
 from freetrain_parsl.extensions.fusion.driver.cohort_trainer import cohort_as_trainer
 from freetrain_parsl.extensions.fusion.driver.gathering import Gathering, cohort_key
 from freetrain_parsl.extensions.fusion.driver.members import JoinCohort, Refuse, TrainAlone
+from freetrain_parsl.extensions.fusion.driver.refusals import Refusals
 from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
     ArraySized,
@@ -46,7 +47,7 @@ class FusionKind(JobKind):
         super().__init__(jobs)
         self._gathering = Gathering()
         self._cohorts: dict[CohortKey, Cohort] = {}  # the last of each key
-        self._refused: dict[CohortKey, str] = {}  # why training jobs of these keys cannot be fused
+        self._refusals = Refusals(jobs.settings.options.checkpoint_root)
         self._differ: dict[str, str] = {}  # how training jobs that change their cohort differ from those in the last
         self._names = count(1)
 
@@ -62,8 +63,8 @@ class FusionKind(JobKind):
         key = cohort_key(training.request)
         if key is None:
             return False
-        if key in self._refused:
-            self.jobs.log(record.TrainsAlone(training.name, self._refused[key]))
+        if reason := self._refusals.reason(key, training.request):
+            self.jobs.log(record.TrainsAlone(training.name, reason))
             return False
         self._gathering.add(key, training, self.jobs.clock())
         return True
@@ -84,7 +85,7 @@ class FusionKind(JobKind):
         known = self._cohorts.get(key)
         if known is not None and not known.over:
             self.jobs.extend(known, trainings)
-        elif key in self._refused or (len(trainings) == 1 and not key.structure):
+        elif self._refusals.reason(key, trainings[0].request) or (len(trainings) == 1 and not key.structure):
             for training in trainings:
                 self.jobs.offer(training, after=self)
         else:
@@ -107,8 +108,8 @@ class FusionKind(JobKind):
     def carry_out(self, job: Cohort, training: Training | None, command: OwnCommand) -> None:
         """Let a member of a cohort train elsewhere."""
         match command:
-            case Refuse(reason):
-                self._refused[job.key] = reason
+            case Refuse():
+                self._refusals.add(job.key, command.likenesses, command.reason, lasting=command.lasting)
             case JoinCohort(structure, differs):
                 assert training is not None
                 self._differ[training.name] = differs

@@ -42,9 +42,21 @@ class JoinCohort(OwnCommand):
 
 @dataclass(frozen=True)
 class Refuse(OwnCommand):
-    """Fuse no further training jobs of this key, for this reason."""
+    """Fuse no further training jobs of this key that are like these, for this reason.
+
+    Parameters
+    ----------
+    reason
+        Why.
+    likenesses
+        Of those that were tried, as in `TrainingRequest`.
+    lasting
+        Whether it is so on any node.
+    """
 
     reason: str
+    likenesses: frozenset[str]
+    lasting: bool
 
 
 class MemberGoal(Enum):

@@ -20,16 +20,19 @@ from freetrain_parsl.extensions.fusion.engine.calls import (
     ModelCall,
     arguments_of,
     call_of,
+    check_stackable,
     difference,
     is_same,
 )
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
-from freetrain_parsl.extensions.fusion.forward.differences import compare
-from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.differences import KeptBySome, compare
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
+from freetrain_parsl.extensions.fusion.forward.operators import reason_of
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
 from freetrain_parsl.extensions.fusion.forward.verification import verify
+from freetrain_parsl.extensions.fusion.messages import FAILED
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import (
     OwnOptimizers,
     RowOptimizer,
@@ -59,6 +62,8 @@ UNFUSED: Final = object()
 """Result of a meeting that was not held for all members: the member does the work alone."""
 
 _VERIFIED_CALLS = (0, 4)  # of each kind: at first training jobs with one seed have equal parameters
+
+_ROUNDS_APART = 2  # after which members have what others keep, as a mask
 
 _SMALL_SHARE = 0.2  # of the calls with differing arguments: the last batch of an epoch may be another one
 
@@ -122,6 +127,7 @@ class FusionEngine:
         self._attributes = AttributeWatch()
         self._graph = CallGraph()
         self._apart = CallsApart()
+        self._rounds_apart = 0  # in which a model was called alone, so that it has what those of others keep
         self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
         self._shares = {"share_parameters": True, "share_buffers": True}  # until a model writes to such in its forward
 
@@ -263,8 +269,11 @@ class FusionEngine:
             ]
             check_parameters(self._participants)
         except CannotFuse as error:
-            self._refuse(error)
+            self._rounds_apart += 1
+            if not isinstance(error, KeptBySome) or self._rounds_apart > _ROUNDS_APART:
+                self._refuse(error)
             return False
+        self._rounds_apart = 0
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
         self._array = Array(self._members, **self._shares)
@@ -366,17 +375,19 @@ class FusionEngine:
         self._array.take_assigned_buffers()
         models = [member.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
-        stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
-        args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
+        assigned: dict[str, Any] = {}
         try:
+            stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
+            args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
             if self._calls[kind] in _VERIFIED_CALLS:
                 _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
             with _kept(state[1].values()):
+                differing = self._differing[number]
                 output = fused_call(
-                    models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
+                    models[0], functions[0], *state, args, kwargs, streams, differing=differing, assigned=assigned
                 )
         except CannotFuse as error:
             if self._stacks_more(error):
@@ -385,9 +396,10 @@ class FusionEngine:
                 self._refuse(error)
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
-            self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
+            self._refuse(CannotFuse(f"{FAILED}, {type(error).__name__}: {reason_of(error)}"))
             return
         streams.close()
+        assign(models, assigned)
         self._calls[kind] += 1
         self._open = set(self._members)
         leaves, structure = opened(output)
@@ -437,6 +449,7 @@ class FusionEngine:
         first = values[0]
         if not isinstance(first, torch.Tensor) or all(is_same(value, first) for value in values):
             return first
+        check_stackable(values)
         return Stacked(self._graph.stack(values))
 
     def _backward(self, strands: Sequence[Strand]) -> None:

@@ -277,7 +277,9 @@ class ArrayRun(Run):
         self._send(ArraySized(self._training, self.number, size, *details, **more))
 
     def _refused(self, reason: str) -> None:
-        self._send_size(1, decided=True, reason=reason)
+        sizing = self._sizing
+        measured = (False, sizing.gain, sizing.gain_size) if sizing is not None else ()
+        self._send_size(1, *measured, decided=True, reason=reason)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
