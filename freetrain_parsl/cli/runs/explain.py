@@ -125,6 +125,8 @@ def runs_here() -> Iterator[str]:
                 reasons[why].append(training.name)
             if training.not_fused:
                 reasons[f"not fused: {training.not_fused}"].append(training.name)
+            if training.in_turns and training.fused_with:
+                reasons[training.fusion_remark()].append(training.name)
             if training.note:
                 reasons[training.note].append(training.name)
             if batch := training.batch_remark():

@@ -14,6 +14,7 @@ from freetrain_parsl.extensions.fusion.driver.members import JoinCohort, Refuse,
 from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
     ArraySized,
+    BaseShared,
     MemberEnded,
     MemberReport,
     ReleaseMember,
@@ -40,7 +41,7 @@ class FusionKind(JobKind):
     """Cohorts of training jobs that may run fused."""
 
     to_slot = (StartArray, AddMember, ReleaseMember)
-    to_driver = (ArraySized, MemberReport, MemberEnded)
+    to_driver = (ArraySized, BaseShared, MemberReport, MemberEnded)
 
     def __init__(self, jobs: Jobs) -> None:
         super().__init__(jobs)
