@@ -36,11 +36,11 @@ BUDGET: Final = {
     "campaign": 5_360,
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_840,
+    "executor": 14_850,  # a mark for jobs that are not fused, or share a base
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 8_850,
+    "extensions/fusion": 9_050,  # time or memory: members that share a base step in turns, sizes know the host's memory
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -55,7 +55,7 @@ BUDGET: Final = {
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_700,
-    "protocol": 2_000,
+    "protocol": 2_030,  # what the members of an array share
     "report": 3_120,
     "storage": 2_220,
     "testing": 1_680,

@@ -221,15 +221,17 @@ class TrainingState:
             return f"in {self.array}, alone" + (f": {self.alone_because}" if self.alone_because else "")
         return f"not fused: {self.alone_because}" if self.alone_because else ""
 
+    def fusion_notice(self) -> str:
+        """Say why it is not fused, whether it trains alone or in turns with others; empty if nothing is known."""
+        if self.in_turns and self.fused_with:
+            return self.fusion_remark()
+        alone = "" if self.array and self.fused_with else self.alone_because
+        return f"not fused: {alone}" if alone else ""
+
     @property
     def in_turns(self) -> bool:
         """Whether the members of its array are not fused, but step in turns."""
         return bool(self.array and self.shared is not None and self.shared.turns)
-
-    @property
-    def not_fused(self) -> str:
-        """Why it is not fused with others, although it may be; empty if it is, or if nothing is known against it."""
-        return "" if self.array and self.fused_with else self.alone_because
 
     @property
     def share_done(self) -> float | None:

@@ -299,7 +299,7 @@ def test_members_that_take_turns_stay_in_arrays_of_which_none_is_faster_than_one
     world.settle(12)
     assert arrays(world) == [3, 3]
     assert {process.turns for process in world.processes.values()} == {world.turns}, "it need not find out again"
-    world.crash(sorted(slot for slot, process in world.processes.items() if process.is_array)[0])
+    world.crash(min(slot for slot, process in world.processes.items() if process.is_array))
     world.settle(12)
     assert arrays(world) == [3, 3]
     assert not records(world, record.TrainsAlone)

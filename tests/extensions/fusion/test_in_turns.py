@@ -46,8 +46,8 @@ def never_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(array_run, "_SMALLEST_BASE", 0)
 
 
-def assert_as_alone(root: Path, name: str, value: Any, point: dict[str, Any]) -> None:
-    assert distance(value, alone(root / "alone", name, point, tune)) < 1e-12
+def assert_as_alone(root: Path, name: str, value: Any, point: dict[str, Any], most: float = 1e-12) -> None:
+    assert distance(value, alone(root / "alone", name, point, tune)) <= most
 
 
 @pytest.mark.parametrize("act", ["", "merge", "in place"])
@@ -56,7 +56,7 @@ def test_each_has_the_base_and_the_result_that_it_has_alone(tmp_path: Path, act:
     outcome = together(tmp_path / "array", points, tune, sizing=ArraySizing(3, 3, turns=WHY))
     assert outcome.engine.fused_steps == 0
     for me, point in enumerate(points):
-        assert_as_alone(tmp_path, str(me), outcome.value(str(me)), point)
+        assert_as_alone(tmp_path, str(me), outcome.value(str(me)), point, most=0.0)
     assert PLACES[:12] == [1] * 12
 
 
@@ -116,7 +116,7 @@ def test_members_that_are_paused_resume_with_one_base(tmp_path: Path, monkeypatc
         assert isinstance(end, Finished)
         assert end.progress.samples == 48
         whole = alone(tmp_path / "alone", str(me), point, tune)
-        assert distance(end.value["model"], whole["model"]) < 1e-12
+        assert distance(end.value["model"], whole["model"]) == 0.0
 
 
 def test_the_driver_learns_that_they_take_turns_and_what_they_share(tmp_path: Path, never_pays: None) -> None:
@@ -126,7 +126,7 @@ def test_the_driver_learns_that_they_take_turns_and_what_they_share(tmp_path: Pa
     assert (last.size, last.fused, last.decided, last.reason) == (2, False, True, "")
     assert last.turns.startswith("fused they are ")
     (base,) = [message for message in slot.sent if isinstance(message, BaseShared)]
-    frozen = [each for each in test_shared_base.Adapted().double().body.parameters()]
+    frozen = list(test_shared_base.Adapted().double().body.parameters())
     assert base.size > sum(each.nbytes for each in frozen)
     assert all(isinstance(slot.end_of(name).end, RunFinished) for name in "01")
     assert [type(message) for message in slot.sent].index(BaseShared) < slot.sent.index(last)
