@@ -140,7 +140,7 @@ def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind
         case record.FragmentStarted(nodes=nodes, array=array, in_place=in_place, paused=paused, generation=number):
             how = f", in place after {paused:.2f} s" if in_place else ""
             how += f", {entry.moved / 1e6:,.1f} MB moved" if entry.moved else ""
-            where = f", fused in {array}" if array else ""
+            where = f", in {array}" if array else ""
             return f"trains on {_names(nodes)} (fragment {number}{how}){where}"
         case record.FragmentResumed(step=step, from_memory=from_memory):
             return f"resumed from {'copies in memory' if from_memory else 'the checkpoint'} of step {step}"
@@ -148,6 +148,10 @@ def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind
             return f"a process failed on {_names(nodes)}"
         case record.FragmentEnded(nodes=nodes):
             return f"left {_names(nodes)}"
+        case record.TrainsAlone(reason=reason):
+            return f"not fused: {reason}"
+        case record.BaseShared(array=array):
+            return f"in {array}, {entry.how()}"
         case record.CodeChanged(note=note) | record.TrainingNoted(note=note):
             return note
         case record.TrainingWaits(reason=reason):

@@ -14,6 +14,7 @@ __all__ = [
     "ArrayMeasured",
     "ArrayStarted",
     "Assign",
+    "BaseShared",
     "BatchChanged",
     "BatchRequests",
     "BlockEnded",
@@ -395,6 +396,27 @@ class ArrayMeasured(Record):
 
     members: int
     gain: float
+
+
+@dataclass(frozen=True)
+class BaseShared(Record):
+    """A member has `size` bytes of frozen tensors in common with all `members` of its array, in memory once.
+
+    Parameters
+    ----------
+    turns
+        Why the members of the array are not fused, but step in turns; empty: they are fused.
+    """
+
+    array: str
+    members: int
+    size: int
+    turns: str = ""
+
+    def how(self, members: int | None = None) -> str:
+        """Say how the members train, and what they share; `members`: how many they are by now."""
+        base = f", base shared: {self.size / 1e6:.1f} MB once for {members or self.members} members"
+        return f"{'in turns' if self.turns else 'fused'}{base if self.size else ''}{self.turns and '; '}{self.turns}"
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
             return IncidentLevel.FAILURE, f"the process of {entry.array} on {entry.node} failed"
         case record.TrainsAlone():
             return IncidentLevel.NOTICE, f"not fused: {entry.reason}"
+        case record.BaseShared() if entry.turns:
+            return IncidentLevel.NOTICE, f"in {entry.array}, {entry.how()}"
         case record.SlotLost(planned=False):
             return IncidentLevel.FAILURE, f"slot on {entry.node} lost: {entry.reason}"
         case record.NodeSetAside():

@@ -142,6 +142,9 @@ class SessionExtension(SpreadState):
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
         """Note new objects, which are not restored yet; raises UsageError to refuse them."""
 
+    def loaded_again(self) -> None:
+        """Note that restored objects have the checkpoint's state again, after user code before its batches."""
+
     def data(self, source: DataSource) -> BatchSource | None:  # noqa: ARG002
         """Return the source of a loader's batches; ``None``: the loader fetches them."""
         return None

@@ -379,6 +379,7 @@ class Runtime:
         restored.load_again(self.state.objects, tell=tell)
         self.state.trainable.load(restored.state["trainable"])
         self.state.loop.load(restored.loop(self.state.loop), rank=self.members.group.rank)
+        self.extension.loaded_again()
 
     def backward(
         self,

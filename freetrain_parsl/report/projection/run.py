@@ -45,6 +45,7 @@ _KINDS_WITH_REASONS = (
     record.TrainingFailed,
     record.TrainingCancelled,
     record.TrainsAlone,
+    record.BaseShared,
     record.CodeChanged,
     record.TrainingNoted,
     record.BatchChanged,
@@ -125,6 +126,8 @@ class TrainingState:
     """The array in which it trains now, fused with others."""
     fused_with: int = 0
     """Number of other training jobs in this array."""
+    shared: record.BaseShared | None = None
+    """What the members of the array have in memory once, and whether they step in turns; ``None``: not known."""
     cohort: str = ""
     """The training jobs with which it may run fused."""
     waits_with_cohort: str = ""
@@ -217,14 +220,22 @@ class TrainingState:
         if self.state == "running" and self.array:
             others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
             if self.fused_with:
-                return f"in {self.array} {others}, fused"
+                how = "fused" if self.shared is None else self.shared.how(self.fused_with + 1)
+                return f"in {self.array} {others}, {how}"
             return f"in {self.array}, alone" + (f": {self.alone_because}" if self.alone_because else "")
         return f"not fused: {self.alone_because}" if self.alone_because else ""
 
+    def fusion_notice(self) -> str:
+        """Say why it is not fused, whether it trains alone or in turns with others; empty if nothing is known."""
+        if self.in_turns and self.fused_with:
+            return self.fusion_remark()
+        alone = "" if self.array and self.fused_with else self.alone_because
+        return f"not fused: {alone}" if alone else ""
+
     @property
-    def not_fused(self) -> str:
-        """Why it is not fused with others, although it may be; empty if it is, or if nothing is known against it."""
-        return "" if self.array and self.fused_with else self.alone_because
+    def in_turns(self) -> bool:
+        """Whether the members of its array are not fused, but step in turns."""
+        return bool(self.array and self.shared is not None and self.shared.turns)
 
     @property
     def share_done(self) -> float | None:
@@ -469,6 +480,8 @@ class RunState:
                 training.note = entry.note
             case record.TrainsAlone():
                 training.alone_because = entry.reason
+            case record.BaseShared():
+                training.shared = entry
             case record.TrainingWaits():
                 training.waits_for, training.next_attempt = entry.reason, entry.until
             case record.TrainingTriesAgain():
@@ -498,7 +511,7 @@ class RunState:
                 training.state, training.nodes, training.error = "running", nodes, ""
                 training.fragments += 1
                 training.slots_per_node = self.slots_per_node
-                training.array = entry.array
+                training.array, training.shared = entry.array, None
                 training.cohort = training.cohort if entry.array else ""
                 training.node_kind = ", ".join(sorted({self.node_kinds.get(node_of(node), "") for node in nodes}))
                 fragment = Fragment(
