@@ -71,7 +71,7 @@ class Fragment:
     in_place: bool = False
     """Whether it continues the previous fragment without a checkpoint."""
     paused: float = 0.0
-    """Seconds without progress before it, if it continues in place."""
+    """Seconds without progress before it, if it continues in place or has resumed after a failure."""
     array: str = ""
     """The array in which it trains, fused with others."""
     lane: int = 0
@@ -121,6 +121,10 @@ class TrainingState:
     """Remark for the user on a change of its code."""
     note: str = ""
     """What else its user should know, as its processes have said last."""
+    lost: float | None = None
+    """When a failure ended its last group, seconds since the epoch; ``None``: something else did."""
+    repair: str = ""
+    """What the last failure was, and how it continued, until it changes its nodes as planned."""
     array: str = ""
     """The array in which it trains now, fused with others."""
     fused_with: int = 0
@@ -151,7 +155,7 @@ class TrainingState:
         self.min_nodes, self.max_nodes = min_nodes, max_nodes
         self.state, self.ended, self.trained, self.error = "waiting", None, True, ""
         self.nodes, self.array, self.cohort = (), "", ""
-        self.waits_for = self.stalled = self.code_note = self.note = self.alone_because = ""
+        self.waits_for = self.stalled = self.code_note = self.note = self.alone_because = self.repair = ""
 
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
@@ -171,7 +175,7 @@ class TrainingState:
             return self.code_note or self.fusion_remark()
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            doing = (self._on_kind(), self.batch_remark(), self.fusion_remark(), self.note)
+            doing = (self._on_kind(), self.batch_remark(), self.fusion_remark(), self.note, self.repair.rstrip("; "))
             waiting = self.waiting_reason()
             return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
@@ -487,6 +491,10 @@ class RunState:
                 training.rescales += last is not None and last.nodes != nodes
                 training.state, training.nodes, training.error = "running", nodes, ""
                 training.fragments += 1
+                if entry.repaired:
+                    training.repair += "the others continued, no step was repeated"
+                elif training.lost is None:
+                    training.repair = ""
                 training.slots_per_node = self.slots_per_node
                 training.array = entry.array
                 training.cohort = training.cohort if entry.array else ""
@@ -507,9 +515,14 @@ class RunState:
                 if last is not None:
                     last.resumed_from = entry.step
                     training.resumes += 1
+                    if training.lost is not None:
+                        last.paused = time - training.lost
+                        training.repair += f"resumed from {entry.source}"
             case record.FragmentEnded():
                 if last is not None:
                     last.end, last.failure = time, entry.failure
+                training.lost = time if entry.failure else None
+                training.repair = f"{entry.loss}; " if entry.failure else training.repair
                 training.nodes, training.array = (), ""
                 if training.state == "running":
                     training.state = "waiting"

@@ -376,6 +376,7 @@ class TrainingMachine:
             member.unreachable = True
             reason = f"other nodes of training job {self.name} cannot reach it, though it reaches the driver"
             self._do(do.SetAside(slot, reason))
+            self._processes.blame(slot, member.node)
             self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
 
     def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
@@ -390,6 +391,7 @@ class TrainingMachine:
         reason = f"training job {self.name} could not join its group there: {end.reason}"
         self._do(do.SetAside(participant.slot, reason))
         if missed and participant.role is Role.MEMBER:
+            self._processes.blame(participant.slot, participant.node)
             self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
 
     def _slot_lost(self, event: on.SlotLost) -> None:
@@ -400,6 +402,7 @@ class TrainingMachine:
         if missed and self.over:
             self._processes.dismiss(self.participants.values(), abort=True)
         elif missed:
+            self._processes.blame(participant.slot, participant.node)
             self._note_failure(Failure(event.reason, event.crash))
         self._end_group_if_empty()
 
@@ -484,7 +487,11 @@ class TrainingMachine:
         first = self._processes.report_training()
         if first and progress.resumed_from is not None:
             resumed = record.FragmentResumed(
-                self.name, progress.resumed_from, progress.slot_seconds, progress.from_memory
+                self.name,
+                progress.resumed_from,
+                progress.slot_seconds,
+                progress.from_memory,
+                self._tracker.furthest,
             )
             self._log(resumed)
         self._tracker.take(progress, self._response.now)
@@ -497,6 +504,7 @@ class TrainingMachine:
         if first and isinstance(end, (RunFinished, RunPaused)) and not self.over:
             self._take_progress(end.progress)
         if isinstance(end, PeersFailed):
+            self._tracker.reached(end.step)
             self._exclude_unreachable(end)
         missed = self._processes.remove(participant)
         match end:

@@ -147,6 +147,16 @@ class ProgressTracker:
         """Slot-seconds in steps that count, as last reported; ``None`` without a report."""
         return None if self.latest is None else self.latest.slot_seconds
 
+    @property
+    def furthest(self) -> int | None:
+        """The last step that its processes have reported; ``None``: nothing has been reported to this driver."""
+        return None if self._first_step is None else self._furthest
+
+    def reached(self, step: int) -> None:
+        """Note how far a process had come that has ended."""
+        if step > self._furthest:
+            self._furthest, self._crashes = step, 0
+
     def take(self, progress: Progress, now: float) -> None:
         """Take a report."""
         self.steps.take(progress.step, now)
@@ -159,8 +169,7 @@ class ProgressTracker:
             self._response.log(changed)
         if self._first_step is None:
             self._first_step = -1 if progress.resumed_from is None else progress.resumed_from
-        if progress.step > self._furthest:
-            self._furthest, self._crashes = progress.step, 0
+        self.reached(progress.step)
         before, self.latest = self.latest, progress
         if before is not None:
             self._note_batch(before.batch, progress.batch)
