@@ -298,9 +298,7 @@ class TrainingProcesses:
     def _log_start(self, group: GroupMembers, change: Regrouping | None = None) -> None:
         entry = record.FragmentStarted(self._name, group.number, sorted(group.nodes), in_place=False, paused=0.0)
         if change is not None:
-            entry = replace(
-                entry, in_place=True, paused=change.paused, moved=change.moved, repaired=change.failure
-            )
+            entry = replace(entry, in_place=True, paused=change.paused, moved=change.moved, repaired=change.failure)
         self._response.log(entry)
 
     def _log_end(self, group: GroupMembers, until: float, *, failure: bool) -> None:

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import Report
 
 __all__ = ["TrainingMachine"]
@@ -94,6 +95,8 @@ class TrainingMachine:
         Yields numbers that are unique within the driver.
     units_per_node
         Number of the units of a node that it is assigned: of its slots where jobs share nodes, or 1.
+    sharded_on
+        The numbers of units that its model allows, as an earlier training job that is alike has learned.
     """
 
     states_curve = False
@@ -107,6 +110,7 @@ class TrainingMachine:
         now: float,
         *,
         units_per_node: int = 1,
+        sharded_on: AllowedCounts | None = None,
     ) -> None:
         self.request = request
         self.name = request.name
@@ -116,7 +120,7 @@ class TrainingMachine:
         self._limits = limits
         self._units_per_node = units_per_node
         self._response = Response(now)
-        self._planner = PlannerView(request, costs, self._response)
+        self._planner = PlannerView(request, costs, self._response, sharded_on or ANY_COUNT)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
             request, limits, numbers, self._response, self._planner, lambda: self._tracker.counted_seconds

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.errors import InvalidApp, TooManyRestarts
 from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.executor.jobs.training.states import Pausing, Regrouping, Role, Running, Starting, Waiting
 from freetrain_parsl.planning import events as planner
@@ -337,11 +338,15 @@ class FailureRate:
 class PlannerView:
     """Informs the planner of a training job: its existence, its remaining work and its rescale costs."""
 
-    def __init__(self, request: TrainingRequest, costs: CostsInSeconds, response: Response) -> None:
+    def __init__(
+        self, request: TrainingRequest, costs: CostsInSeconds, response: Response, recalled: AllowedCounts = ANY_COUNT
+    ) -> None:
         self._name = request.name
         self._samples = request.samples
         self._costs_are_stated = request.costs is not None
         self._stated = self._trainer = request.trainer(costs, submitted=response.now)
+        with suppress(InvalidApp):  # within the bounds of this one, none is allowed: its own report counts
+            self._trainer = replace(self._stated, allowed_counts=self._stated.allowed_counts & recalled)
         self._costs = self._trainer.costs
         self._response = response
 

@@ -60,7 +60,7 @@ class FusionKind(JobKind):
     def submit(self, training: Training) -> bool:
         """Take a training job that may be fused."""
         key = cohort_key(training.request)
-        if key is None:
+        if key is None or training.sharded_on is not None:
             return False
         if key in self._refused:
             self.jobs.log(record.TrainsAlone(training.name, self._refused[key]))
