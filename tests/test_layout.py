@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 506
+MOST_FILES: Final = 507  # what stays in its place in a change of a sharded model, with the call of the system for it
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -32,11 +32,11 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_200,
+    "": 2_220,  # a failed member says how far it had come
     "campaign": 5_360,
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_840,
+    "executor": 14_960,  # who was lost, which steps are repeated, and what models allow, kept for later jobs
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -49,17 +49,17 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_120,
+    "extensions/sharding": 3_300,  # shards that stay in their place, and refusals of misplaced fully_shard
     "extensions/staging": 1_110,
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_700,
-    "protocol": 2_000,
-    "report": 3_120,
+    "protocol": 2_030,  # who was lost, and which steps are repeated
+    "report": 3_180,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,
-    "training": 13_700,
+    "training": 13_760,  # misplaced fully_shard is refused by name
     "windows": 3_350,
 }
 

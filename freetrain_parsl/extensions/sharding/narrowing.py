@@ -28,6 +28,11 @@ class Narrowing:
 
     def __init__(self) -> None:
         self._storages: set[int] = set()  # addresses of those of which only a part is, or is going to be, used
+        self._taken: set[int] = set()  # those of them that a shard of the present change is in
+
+    def begin(self) -> None:
+        """Begin a set of new shards."""
+        self._taken = set()
 
     def part_of(self, old: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor | None:
         """Return a part of an old shard as a contiguous tensor; ``None``: it has to be copied.
@@ -42,10 +47,14 @@ class Narrowing:
             Of the part, which has all of the other dimensions.
         """
         storage = old.untyped_storage()
-        is_own = storage.nbytes() == old.nbytes or storage.data_ptr() in self._storages  # else others may use it, too
-        if old.device.type != "cpu" or old.nbytes < _LEAST or not (is_own and old.is_contiguous()) or old.is_pinned():
+        if old.device.type != "cpu" or old.nbytes < _LEAST or not old.is_contiguous() or old.is_pinned():
             return None
-        self._storages.add(storage.data_ptr())
+        address = storage.data_ptr()
+        is_own = storage.nbytes() == old.nbytes or address in self._storages  # else others may use it, too
+        if not is_own or address in self._taken:  # tensors that share memory get their own, as in processes that join
+            return None
+        self._storages.add(address)
+        self._taken.add(address)
         return old.narrow(0, offset, shape[0])
 
     def settle(self, shards: Iterable[torch.Tensor]) -> None:

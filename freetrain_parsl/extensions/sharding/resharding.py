@@ -495,6 +495,7 @@ class _NewShards:
         self._managed = managed
         self._owners = owners
         self._narrowing = narrowing
+        narrowing.begin()
         self._new: dict[int, torch.Tensor] = {}
 
     def read(self, tensor: int, owner: int) -> torch.Tensor:  # noqa: ARG002 - this member has one part of a set

@@ -11,7 +11,7 @@ from freetrain_parsl.executor.journal import last_record, read_journal, read_kin
 from freetrain_parsl.places import node_of, slots_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.blocks import BlockFold
-from freetrain_parsl.report.projection.obstacles import FailedStarts, FreeSlots, Obstacles, UnusedWindows
+from freetrain_parsl.report.projection.obstacles import FailedStarts, FreeUnits, Obstacles, UnusedWindows
 from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class RunState:
         """The block that the last record concerned."""
         self.failed_starts: FailedStarts | None = None
         self._unused = UnusedWindows()
-        self._free = FreeSlots()
+        self._free = FreeUnits()
         self._obstacles = Obstacles()
         self.solve_seconds: list[float] = []
         self.solves_proven = 0
@@ -403,6 +403,10 @@ class RunState:
     def free_slots(self) -> str:
         """Which slots of shared nodes no waiting job can use, and why; empty: none, or not all records were read."""
         return self._free.sentence()
+
+    def why_not_more(self, name: str) -> str:
+        """Why a training job that runs has none of the free nodes, too; empty: as for `free_slots`, or it has all."""
+        return self._free.why_not_more(name)
 
     @property
     def idle_nodes(self) -> int:
