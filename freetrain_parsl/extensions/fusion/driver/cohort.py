@@ -428,7 +428,7 @@ class Cohort:
     def _end(self, array: RunningArray, *, failure: bool) -> None:
         self._arrays.remove(array)
         seconds = max(0.0, self._response.now - array.started)
-        self._log(record.ArrayEnded(self.name, array.name, array.place, failure, seconds))
+        self._log(record.ArrayEnded(self.name, array.name, array.place, failure, seconds, array.slot))
 
     def _part(self, array: RunningArray, member: CohortMember, *, failure: bool) -> None:
         """Take a member out of its array."""

@@ -62,7 +62,7 @@ class FusionKind(JobKind):
     def submit(self, training: Training) -> bool:
         """Take a training job that may be fused."""
         key = cohort_key(training.request)
-        if key is None:
+        if key is None or training.sharded_on is not None:
             return False
         if reason := self._refusals.reason(key, training.request):
             self.jobs.log(record.TrainsAlone(training.name, reason))
