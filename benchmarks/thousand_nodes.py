@@ -42,6 +42,7 @@ from _report import report
 from _slurm_main_queue import count_rpcs
 
 from freetrain_parsl.cluster.client import EmbeddedCluster
+from freetrain_parsl.errors import BatchSystemError
 from freetrain_parsl.executor.journal import read_journal
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.output import write_output
@@ -62,6 +63,7 @@ SWITCH = 64  # nodes behind a switch
 GRACE = 10  # seconds from the signal to a preempted block to its end
 TIMEOUT = 10.0  # the driver's heartbeat timeout, seconds
 PENDING = 2000
+_PATIENCE = 120.0  # seconds in which all nodes train
 PARTITIONS = (
     LoopbackPartition("main", tier=100, default=True),
     LoopbackPartition("preemptible", preempt="cancel", grace=GRACE),
@@ -153,8 +155,10 @@ class Site:
     def resume(self) -> None:
         """Repair all nodes."""
         self.mend("dead")
-        if self.slurm is not None and self._down:
-            self.slurm.run("scontrol", "update", f"NodeName={','.join(self._down)}", "State=RESUME")
+        for node in self._down:
+            with suppress(BatchSystemError):  # it has registered again, and is not down
+                assert self.slurm is not None
+                self.slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self._down.clear()
 
     def clean(self) -> None:
@@ -300,7 +304,8 @@ class Experiment:
 
     # Phases.
 
-    def _wait_until_trained(self, since: float, what: str, share: float) -> float:
+    def _wait_until_trained(self, since: float, what: str, share: float) -> float | None:
+        """Return the seconds until then; ``None`` if it takes too long, as on a busy machine: the rest is measured."""
         wanted = share * (self._site.slots - len(list((self._site.files / "dead").iterdir())))
         nodes = 0
 
@@ -309,7 +314,11 @@ class Experiment:
             nodes = sum(map(len, self._driver.training().values()))
             return nodes >= wanted
 
-        _wait(trained, 240.0, lambda: f"{what}: {nodes} of {self._site.slots} do")
+        try:
+            _wait(trained, _PATIENCE, lambda: f"{what}: {nodes} of {self._site.slots} do")
+        except TimeoutError as error:
+            _say(f"{error}")
+            return None
         return time.time() - since
 
     def _note(self, phase: str) -> dict[str, Any]:
@@ -345,7 +354,11 @@ class Experiment:
         def over() -> bool:
             return self._regrouped(job, victim, begun) is not None
 
-        _wait(over, 90.0, lambda: f"{job} to continue without {victim}")
+        try:
+            _wait(over, 60.0, lambda: f"{job} to continue without {victim}")
+        except TimeoutError as error:
+            _say(f"{error}")
+            return None, len(nodes) - 1, None
         since, until, paused, members = self._regrouped(job, victim, begun) or (0.0, 0.0, 0.0, 0)
         return until - since, members, paused
 
@@ -392,7 +405,7 @@ class Experiment:
                 blocks.pop(entry.subject, None)
         return blocks
 
-    def _restart(self) -> float:
+    def _restart(self) -> float | None:
         self._account()
         begun = time.time()
         _say("the driver is killed")
