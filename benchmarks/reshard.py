@@ -1,7 +1,7 @@
 """The pause of a sharded training job that changes or loses processes, in place and otherwise.
 
 Use ``--quick`` for a small model, ``--json FILE`` to save the figures, and ``--changes 2-3 3-2`` or ``--failures
-neighbour`` for a part of them.
+replica`` for a part of them.
 
 *In place*: from the boundary to the next batch, on the slowest process; newcomers have prepared before, as always.
 *Checkpoint*: `torch.distributed.checkpoint` saves and loads the same state in the processes that there are after the
@@ -11,7 +11,8 @@ the least is what has to move.
 
 ``--gpu``: on a GPU that all processes share, over NCCL: needs ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and NCCL 2.30.
 
-*Failures*: see `_lost_process`; the neighbour is a process that has a copy of the part of the lost one.
+*Failures*: see `_lost_process`; the neighbour is a process that has a copy of the part of the lost one. With a replica,
+see `_lost_replica`, no step is repeated.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from _lost_process import failure
+from _lost_replica import lost_replica
 from _report import report
 from _rescale_crew import Crew
 from torch import nn
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 WIDTH, INNER, BLOCKS, QUICK_BLOCKS = 512, 2048, 16, 2
 CHANGES = ("2-3", "3-2", "4-8", "8-4")
-FAILURES = ("neighbour", "checkpoint")
+FAILURES = ("replica", "neighbour", "checkpoint")
 ROUNDS = 2
 FAILURE_WIDTH, QUICK_WIDTH = 2048, 256  # 33.6 million parameters
 _PATIENCE = 120.0
@@ -215,7 +218,8 @@ def main() -> None:
         options.changes, options.failures = CHANGES, FAILURES
     blocks, rounds, width = (QUICK_BLOCKS, 1, QUICK_WIDTH) if options.quick else (BLOCKS, ROUNDS, FAILURE_WIDTH)
     rows = list(measure(options.changes or (), blocks, rounds))
-    rows += [failure(width, copies=name == "neighbour") for name in options.failures or ()]
+    losses = {"replica": lost_replica, "neighbour": partial(failure, copies=True), "checkpoint": failure}
+    rows += [losses[name](width) for name in options.failures or ()]
     report("Sharded training jobs change and lose processes", rows, ["torch"], options.json)
 
 

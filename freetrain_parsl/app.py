@@ -472,7 +472,8 @@ def training_app(
     snapshot_every
         Of a sharded model: number of steps after which each process copies its part of the state to the memory of
         another node, from where the training job continues after the loss of a node, instead of from its newest
-        checkpoint. ``"auto"``: chosen by the cost and the failure rate, where memory allows; ``None``: no copies.
+        checkpoint. ``"auto"``: chosen by the cost and the failure rate, where memory allows; ``None`` or ``False``:
+        no copies.
     replicas
         Of a sharded model: number of replicas where there are nodes for them, each with the whole state on at least
         `min_nodes` nodes. When one loses a node, the others continue without repeating a step.

@@ -31,7 +31,17 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.node_memory import NodeMemory
 
-__all__ = ["SESSIONS", "BatchSource", "DataSource", "SessionExtension", "extension_for", "filled", "recalled"]
+__all__ = [
+    "AFTER_PREPARE",
+    "SESSIONS",
+    "BatchSource",
+    "DataSource",
+    "SessionExtension",
+    "check_extension",
+    "extension_for",
+    "filled",
+    "recalled",
+]
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,9 @@ class SessionExtension(SpreadState):
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
         """Note new objects, which are not restored yet; raises UsageError to refuse them."""
 
+    def loaded_again(self) -> None:
+        """Note that restored objects have the checkpoint's state again, after user code before its batches."""
+
     def data(self, source: DataSource) -> BatchSource | None:  # noqa: ARG002
         """Return the source of a loader's batches; ``None``: the loader fetches them."""
         return None
@@ -223,19 +236,41 @@ class SessionExtension(SpreadState):
         """Take part no longer."""
 
 
+AFTER_PREPARE: Final = (
+    "session.prepare got the model before fully_shard: call fully_shard(…, mesh=session.mesh) first, then make the "
+    "optimizer, then call session.prepare"
+)
+
 SESSIONS: Final = EntryPoints[type[SessionExtension]](
     "freetrain.sessions", "session extension", subclass_of(SessionExtension)
 )
 """Name -> class: those that objects or checkpoints may need."""
 
 
+def _needed_by(objects: Mapping[str, Stateful]) -> type[SessionExtension] | None:
+    return next((each for each in SESSIONS.usable() if each.applies(objects)), None)
+
+
 def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) -> SessionExtension:
     """Return the extension that a training job of these objects needs; the `present` one if it needs no other."""
-    kind = next((each for each in SESSIONS.usable() if each.applies(objects)), None)
+    kind = _needed_by(objects)
     if kind is None or isinstance(present, kind):
         return present
     present.gives_way()
     return kind()
+
+
+def check_extension(objects: Mapping[str, Stateful], present: SessionExtension) -> None:
+    """Check that the prepared objects still need this extension.
+
+    Raises
+    ------
+    UsageError
+        They need another one since they were prepared.
+    """
+    kind = _needed_by(objects)
+    if kind is not None and not isinstance(present, kind):
+        raise UsageError(AFTER_PREPARE)
 
 
 def recalled(memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:

@@ -62,6 +62,7 @@ class Process:
     pausing: bool = False
     size: int = 2
     measured: int = 1
+    turns: str = ""
     inbox: deque[Any] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
 
@@ -105,6 +106,7 @@ class ArrayWorld:
         self.fuses = True
         self.refusal = ("they differ", 1)
         """Why arrays do not fuse, and with how many members they have timed that."""
+        self.turns = ""
         self.structures: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
         """Training -> its structure, if it is not that of most."""
@@ -231,6 +233,7 @@ class ArrayWorld:
                 process.missing = set(message.members)
                 process.size = message.size or 2
                 process.measured = message.size or 1
+                process.turns = message.turns
             case fused.AddMember():
                 if message.run == process.run:
                     process.missing.discard(message.options.name)
@@ -294,6 +297,15 @@ class ArrayWorld:
         elif len(process.members) == process.size > process.measured:
             process.measured, decided = process.size, process.size >= self.best_size
             process.size *= 1 if decided else 2
+            if self.turns and decided:
+                process.turns = self.turns
+                process.outbox.append(fused.BaseShared(process.name, process.run, 74_000_000))
+                process.outbox.append(
+                    fused.ArraySized(
+                        process.name, process.run, process.size, False, 0.9, process.measured, True, turns=self.turns
+                    )
+                )
+                return
             process.outbox.append(
                 fused.ArraySized(
                     process.name, process.run, process.size, True, 0.7 * process.measured, process.measured, decided

@@ -6,7 +6,7 @@ import pytest
 
 from freetrain_parsl.extensions.fusion.messages import FAILED
 from freetrain_parsl.protocol import journal as record
-from tests.extensions.fusion.cohorts import records, submit
+from tests.extensions.fusion.cohorts import arrays, records, submit
 
 
 def test_trainings_that_cannot_be_fused_train_alone_and_so_do_later_ones(make) -> None:
@@ -25,6 +25,32 @@ def test_trainings_that_cannot_be_fused_train_alone_and_so_do_later_ones(make) -
         world.assign_all()
         world.settle()
     assert all(future.result(0) for future in world.futures.values())
+
+
+def test_members_that_take_turns_stay_in_arrays_of_which_none_is_faster_than_one_of_them(make) -> None:
+    world = make(nodes=2)
+    world.steps, world.best_size, world.turns = 60, 4, "fused they are 0.90 times as fast"
+    submit(world, 6)
+    world.advance(1.0)
+    world.assign("cohort-1", frozenset(["n0"]))
+    world.settle(8)
+    assert arrays(world) == [4], "the others wait"
+    curve = world.trainers["cohort-1"].trainer.curve
+    assert curve(2) == pytest.approx(2 * curve(1))
+    shared = {entry.subject: entry for entry in records(world, record.BaseShared)}
+    assert set(shared) == {"t0", "t1", "t2", "t3"}
+    expected = "in turns, base shared: 74.0 MB once for 4 members; fused they are 0.90 times as fast"
+    assert shared["t0"].how() == expected
+    world.assign("cohort-1", frozenset(["n0", "n1"]))
+    world.settle(12)
+    assert arrays(world) == [3, 3]
+    assert {process.turns for process in world.processes.values()} == {world.turns}, "it need not find out again"
+    world.crash(min(slot for slot, process in world.processes.items() if process.is_array))
+    world.settle(12)
+    assert arrays(world) == [3, 3]
+    assert not records(world, record.TrainsAlone)
+    world.settle(200)
+    assert [future.result(0) for future in world.futures.values()] == [f"t{number}" for number in range(6)]
 
 
 def test_a_later_run_starts_no_array_for_what_cannot_be_fused(make) -> None:

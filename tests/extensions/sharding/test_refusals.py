@@ -77,6 +77,26 @@ def test_compiled_modules_follow_unless_collectives_are_compiled(
     assert "skip_fsdp_hooks" in str(Resharding({"model": model}).problem(mesh))
 
 
+def test_parameters_that_are_alike_get_the_fields_that_fsdp2_computes_for_each(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4), nn.Embedding(4, 4))
+    model[0].weight.requires_grad_(False)
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    structures.rebind([model], mesh)
+    for group in structures._groups([model]):
+        for each in group.fsdp_params:
+            kept = each.sharded_param
+            shared = dict(vars(each))
+            structures._rebind_parameter(each, group.mesh_info, each.post_forward_mesh_info)
+            own = vars(each)
+            assert own.keys() == shared.keys()
+            assert all(own[name] == shared[name] for name in own if not isinstance(own[name], torch.Tensor))
+            assert each.sharded_param is kept
+            assert kept._spec == each._sharding_spec
+
+
 def test_another_mesh_is_named(mesh: DeviceMesh) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 

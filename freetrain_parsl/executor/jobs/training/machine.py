@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import Report
 
 __all__ = ["TrainingMachine"]
@@ -95,6 +96,8 @@ class TrainingMachine:
         Yields numbers that are unique within the driver.
     units_per_node
         Number of the units of a node that it is assigned: of its slots where jobs share nodes, or 1.
+    sharded_on
+        The numbers of units that its model allows, as an earlier training job that is alike has learned.
     """
 
     states_curve = False
@@ -108,6 +111,7 @@ class TrainingMachine:
         now: float,
         *,
         units_per_node: int = 1,
+        sharded_on: AllowedCounts | None = None,
     ) -> None:
         self.request = request
         self.name = request.name
@@ -117,7 +121,7 @@ class TrainingMachine:
         self._limits = limits
         self._units_per_node = units_per_node
         self._response = Response(now)
-        self._planner = PlannerView(request, costs, self._response)
+        self._planner = PlannerView(request, costs, self._response, sharded_on or ANY_COUNT)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
             request, limits, numbers, self._response, self._planner, lambda: self._tracker.counted_seconds
@@ -385,6 +389,7 @@ class TrainingMachine:
             member.unreachable = True
             reason = f"other nodes of training job {self.name} cannot reach it, though it reaches the driver"
             self._do(do.SetAside(slot, reason))
+            self._processes.blame(slot, member.node)
             self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
 
     def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
@@ -399,6 +404,7 @@ class TrainingMachine:
         reason = f"training job {self.name} could not join its group there: {end.reason}"
         self._do(do.SetAside(participant.slot, reason))
         if missed and participant.role is Role.MEMBER:
+            self._processes.blame(participant.slot, participant.node)
             self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
 
     def _slot_lost(self, event: on.SlotLost) -> None:
@@ -409,6 +415,7 @@ class TrainingMachine:
         if missed and self.over:
             self._processes.dismiss(self.participants.values(), abort=True)
         elif missed:
+            self._processes.blame(participant.slot, participant.node)
             self._miss(participant, Failure(event.reason, event.crash))
         self._end_group_if_empty()
 
@@ -504,7 +511,11 @@ class TrainingMachine:
         first = self._processes.report_training()
         if first and progress.resumed_from is not None:
             resumed = record.FragmentResumed(
-                self.name, progress.resumed_from, progress.slot_seconds, progress.from_memory
+                self.name,
+                progress.resumed_from,
+                progress.slot_seconds,
+                progress.from_memory,
+                self._tracker.furthest,
             )
             self._log(resumed)
         self._tracker.take(progress, self._response.now)
@@ -517,6 +528,7 @@ class TrainingMachine:
         if first and isinstance(end, (RunFinished, RunPaused)) and not self.over:
             self._take_progress(end.progress)
         if isinstance(end, PeersFailed):
+            self._tracker.reached(end.step)
             self._exclude_unreachable(end)
         missed = self._processes.remove(participant)
         match end:

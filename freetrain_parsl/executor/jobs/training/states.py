@@ -121,6 +121,8 @@ class GroupMembers:
         Number of replicas of a sharded state into which they are divided, by consecutive ranks.
     running
         The slots whose run has not ended.
+    lost
+        The slots whose process has failed or was taken -> their nodes.
     """
 
     number: int
@@ -129,6 +131,7 @@ class GroupMembers:
     began: float
     replicas: int = 1
     running: set[str] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.running.update(self.ranks)

@@ -15,6 +15,7 @@ from freetrain_parsl.extensions.fusion.driver.refusals import Refusals
 from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
     ArraySized,
+    BaseShared,
     MemberEnded,
     MemberReport,
     ReleaseMember,
@@ -41,7 +42,7 @@ class FusionKind(JobKind):
     """Cohorts of training jobs that may run fused."""
 
     to_slot = (StartArray, AddMember, ReleaseMember)
-    to_driver = (ArraySized, MemberReport, MemberEnded)
+    to_driver = (ArraySized, BaseShared, MemberReport, MemberEnded)
 
     def __init__(self, jobs: Jobs) -> None:
         super().__init__(jobs)
@@ -61,7 +62,7 @@ class FusionKind(JobKind):
     def submit(self, training: Training) -> bool:
         """Take a training job that may be fused."""
         key = cohort_key(training.request)
-        if key is None:
+        if key is None or training.sharded_on is not None:
             return False
         if reason := self._refusals.reason(key, training.request):
             self.jobs.log(record.TrainsAlone(training.name, reason))

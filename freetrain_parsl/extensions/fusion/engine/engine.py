@@ -26,11 +26,12 @@ from freetrain_parsl.extensions.fusion.engine.calls import (
 )
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
+from freetrain_parsl.extensions.fusion.engine.memory import used_memory
 from freetrain_parsl.extensions.fusion.forward.differences import KeptBySome, compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
 from freetrain_parsl.extensions.fusion.forward.operators import reason_of
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
-from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor, shared_bytes
 from freetrain_parsl.extensions.fusion.forward.verification import verify
 from freetrain_parsl.extensions.fusion.messages import FAILED
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import (
@@ -92,6 +93,8 @@ class FusionEngine:
         Called between the steps of all participants; may add strands to the lockstep.
     refused
         Called with the reason when the participants cannot be fused, or if that does not pay.
+    shared
+        Called with the bytes of the frozen base that all participants have in common, which are in memory once.
     clock
         Clock for the times of steps, in seconds; ``None``: on a CPU with one thread, of processor time, which does not
         depend on what else runs there.
@@ -104,13 +107,16 @@ class FusionEngine:
         resized: Callable[[], None] = lambda: None,
         stepped: Callable[[], None] = lambda: None,
         refused: Callable[[str], None] = lambda _reason: None,
+        shared: Callable[[int], None] = lambda _size: None,
         clock: Clock | None = None,
     ) -> None:
         self._sizing = sizing
         self._resized = resized
         self._stepped = stepped
         self._refused = refused
+        self._shared = shared
         self._clock = clock
+        self._own_memory = used_memory()
         self._last_step: float | None = None  # when all participants made a step
         self.reason = ""
         """Why the participants are not fused; empty while they are, or before the first attempt."""
@@ -159,6 +165,8 @@ class FusionEngine:
         self._participants.append(participant)
         self._last_step = None
         self.reason = ""
+        if self._takes_turns and self.participants > 1:
+            self._shared(self._base())
         self._wait_for_the_others()
 
     def _wait_for_the_others(self) -> None:
@@ -180,8 +188,8 @@ class FusionEngine:
     def end_batch(self, participant: MemberObjects) -> None:
         """Note that a participant computes no more gradients from its outputs so far."""
         self._open.discard(participant)
-        if self._members != self._participants or self.reason:
-            self._dissolve()
+        if self._members != self._participants or self.reason or not self._pays():
+            self._dissolve()  # or optimizers would still step fused
 
     def forward(
         self, participant: MemberObjects, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -250,7 +258,17 @@ class FusionEngine:
     # ── the work ──────────────────────────────────────────────────────────────────────────────────
 
     def _is_alone(self) -> bool:
+        if self._takes_turns and self._array is None:
+            return True
         return len(self._participants) < 2 or bool(self.reason)
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self._sizing is not None and bool(self._sizing.turns)
+
+    def _base(self) -> int:
+        """Return the bytes that are in memory once for all participants."""
+        return shared_bytes(participant.models for participant in self._participants)
 
     def _pays(self) -> bool:
         return self._sizing is None or self._sizing.fuses(len(self._participants))
@@ -277,8 +295,7 @@ class FusionEngine:
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
         self._array = Array(self._members, **self._shares)
-        if shared := self._array.shared_bytes:
-            logger.info("%d training jobs share a base of %.1f MB", len(self._members), shared / 1e6)
+        self._shared(self._base())
         try:
             self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
         except CannotFuse as error:
@@ -496,18 +513,18 @@ class FusionEngine:
             self._clock = time.process_time if of_processor else time.perf_counter
         now = self._clock()
         if self._last_step is not None and len(self._participants) == sizing.size:
-            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
-            shared = 0 if self._array is None else self._array.shared_bytes
+            memory, base = (used_memory(), self._base()) if sizing.completes_size else (0.0, 0)
             before = (sizing.size, sizing.fused, sizing.decided)
-            if sizing.count(now - self._last_step, memory, shared) and not sizing.fused:
-                apart = self._apart.share
-                some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
-                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one{some}"))
+            if sizing.count(now - self._last_step, memory, base + self._own_memory) and not sizing.fused:
+                members = self._participants
+                own = sum(member.kept_bytes() for member in members) / len(members) - base
+                if not sizing.takes_turns(len(members), base, own):
+                    apart = self._apart.share
+                    some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
+                    self._refuse(CannotFuse(f"{sizing.verdict}{some}"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
                 if torch.cuda.is_available():  # what loading took is not what a step takes
                     torch.cuda.reset_peak_memory_stats()
-                if not sizing.fused:
-                    self._dissolve()  # or their optimizers would still step fused
                 self._resized()
         self._last_step = now
 

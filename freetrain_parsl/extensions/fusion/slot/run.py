@@ -44,6 +44,7 @@ def run_members(
     sizing: ArraySizing | None = None,
     resized: Callable[[ArraySizing], None] = lambda _sizing: None,
     refused: Callable[[str], None] = lambda _reason: None,
+    shared: Callable[[int], None] = lambda _size: None,
     turn: Callable[[str], None] = lambda _name: None,
     clock: Clock = time.monotonic,
 ) -> FusionEngine:
@@ -65,6 +66,8 @@ def run_members(
         Called when the sizing has changed the number of members, or decided.
     refused
         Called with the reason when the members cannot be fused.
+    shared
+        Called with the bytes of the frozen base that is in memory once for all members.
     turn
         Called with the name of the member whose function runs next.
     clock
@@ -96,7 +99,7 @@ def run_members(
         fill()
 
     lockstep = Lockstep(turn)
-    engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill, refused=refused)
+    engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill, refused=refused, shared=shared)
     waiting = deque(members)
 
     def run(member: Member) -> None:
