@@ -228,6 +228,7 @@ def install() -> None:
     """Let this thread's process have a GPU and NCCL, as far as the product's groups are concerned."""
     nccl = FakeNccl()
     Placement().__enter__()
+    torch.frombuffer = _on_host(torch.frombuffer)  # which torch does not show to it
     for name in _OF_ALL:
         setattr(dist, name, _collective(nccl, name))
     originals = {name: getattr(dist, name) for name in _SINGLE}
@@ -270,6 +271,16 @@ def member_loop(*arguments: Any) -> None:
     """Run training jobs over it, as a process of a crew."""
     install()
     training_crew.member_loop(*arguments)
+
+
+def _on_host(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = factory(*args, **kwargs)
+        setattr(made, _HOST, True)
+        return made
+
+    return make
 
 
 def _collective(nccl: FakeNccl, name: str) -> Any:

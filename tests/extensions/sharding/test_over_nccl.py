@@ -67,8 +67,8 @@ def test_a_lost_node_costs_the_steps_since_the_last_copy(nccl_crew: Crew, tmp_pa
     lost = nccl_crew.start(3, root, classify_sharded, kill_after=8, kill_rank=1, **every(3), **HABIT).outcomes()
     assert set(errors(lost)) <= {"StateLost", "PeerFailed"}  # they are told to continue without it, and cannot
     end = ends(nccl_crew.run(2, root, classify_sharded, **every(3), **HABIT))[0]
-    assert end.progress.resumed_from == 6
-    assert_same(end, plain.end)
+    assert end.progress.resumed_from in (6, 7)  # the latter if the checkpoint at the end of the epoch was complete
+    assert_same(end, plain.end, from_memory=end.progress.resumed_from == 6)
 
 
 def test_a_process_that_stays_through_many_changes_does_not_grow(
