@@ -9,6 +9,9 @@ what ``fuse="auto"`` chooses, *auto* its ratio: 1 if members train apart. The co
 *Memory* is in MiB: `alone`, `peak` and `peak_in_turns` are what a process with one training job, and with the array,
 needs at its peak beyond its imports; `stacked` and `shared` are the distinct bytes of the parameters and buffers of all
 members, without and with a shared base. `base` and `adapter` are those of one member. Needs transformers and peft.
+
+``--gpu``: larger models in bfloat16 on a GPU, ``--gpu 256x1x8`` for one row (tokens, sequences, members). There the
+time is that on the clock, with all kernels done, and memory is what torch has allocated on the GPU at its peak.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -72,6 +76,8 @@ SHAPES = [
 LEAST_RATIO = 0.95  # of what is chosen
 TURNS = "measured as well"
 QUICK = [Shape("llama", 64, 2, 1, 16, 4)]
+ON_GPU = ["256x1x8", "1024x1x8", "256x4x8", "1024x4x8", "256x1x16", "1024x1x16"]
+LARGE = 1024  # hidden: a model for a GPU
 
 made: list[torch.nn.Module] = []
 """The models of the array that runs."""
@@ -82,7 +88,14 @@ def adapted(shape: Shape) -> torch.nn.Module:
     config: Any
     with torch.random.fork_rng():
         torch.manual_seed(1234)
-        if shape.model == "llama":
+        if shape.hidden >= LARGE:
+            config = LlamaConfig(
+                vocab_size=32000, hidden_size=shape.hidden, intermediate_size=8 * shape.hidden // 3, use_cache=False,
+                num_hidden_layers=shape.layers, num_attention_heads=shape.hidden // 128, num_key_value_heads=4,
+            )  # fmt: skip
+            with torch.device("cuda"):
+                base, targets = LlamaForCausalLM(config).to(torch.bfloat16), ["q_proj", "v_proj"]
+        elif shape.model == "llama":
             config = LlamaConfig(
                 vocab_size=WORDS, hidden_size=shape.hidden, intermediate_size=2 * shape.hidden, use_cache=False,
                 num_hidden_layers=shape.layers, num_attention_heads=4, num_key_value_heads=2,
@@ -116,8 +129,16 @@ def train(session: Any, shape: Shape, lr: float, steps: int, lap: Callable[[], N
             done += 1
 
 
+def seconds() -> float:
+    """Return the processor time, or on a GPU the time at which it has done all its work."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Laps:
-    """The shortest time between two calls, in seconds of processor time, without the first ones."""
+    """The shortest time between two calls, in seconds, without the first ones."""
 
     def __init__(self) -> None:
         self.shortest = math.inf
@@ -126,11 +147,11 @@ class Laps:
 
     def __call__(self) -> None:
         """Note the time since the last call."""
-        now = time.process_time()
+        now = seconds()
         if self._calls > SKIPPED:
             self.shortest = min(self.shortest, now - self._last)
         self._calls += 1
-        self._last = time.process_time()
+        self._last = seconds()
 
 
 def alone(shape: Shape, lap: Callable[[], None] | None = None) -> None:
@@ -275,19 +296,54 @@ def row(shape: Shape, turns: int) -> dict[str, Any]:
     }
 
 
+def row_on_gpu(shape: Shape) -> dict[str, Any]:
+    """Measure time and memory of a shape on a GPU."""
+    laps, peaks = {}, {}
+    reason = ""
+    for way in ("alone", "together"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        laps[way] = Laps()
+        if way == "alone":
+            alone(shape, laps[way])
+        else:
+            reason = together(shape, laps[way])
+        peaks[way] = torch.cuda.max_memory_allocated() / MIB
+    return {
+        **shape._asdict(),
+        "ms_alone": laps["alone"].shortest * 1e3,
+        "ratio": laps["alone"].shortest * shape.members / laps["together"].shortest,
+        "not_fused": reason,
+        "alone_mb": peaks["alone"],
+        "peak_mb": peaks["together"],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--gpu", nargs="*", metavar="TOKENSxSEQUENCESxMEMBERS")
     parser.add_argument("--end-to-end", action="store_true", help="a sweep on the embedded cluster")
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     logging.disable(logging.WARNING)
+    if given.gpu is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a session uses a GPU wherever there is one
     torch.set_num_threads(1)
     if given.memory:
         shape, way = given.memory
         print(json.dumps(measure_memory(Shape(*json.loads(shape)), way)))
+        return
+    if given.gpu is not None:
+        rows = []
+        for each in given.gpu or ON_GPU:
+            tokens, sequences, members = map(int, each.split("x"))
+            rows.append(row_on_gpu(Shape("llama", 1536, 16, sequences, tokens, members)))
+            print(json.dumps(rows[-1]), flush=True)
+        title = f"Sweeps of adapters on one base, {torch.cuda.get_device_name()}"
+        report(title, rows, ["torch", "transformers", "peft", "freetrain-parsl"], given.json)
         return
     if given.end_to_end:
         sweep = _lora_sweep.measure(quick=given.quick)

@@ -9,6 +9,8 @@ change, in the page cache, without checksums or ``fsync``: less than a restart f
 processes from nothing until they have a sharded model; nothing is loaded. Bytes are those of all processes together;
 the least is what has to move.
 
+``--gpu``: on a GPU that all processes share, over NCCL: needs ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and NCCL 2.30.
+
 *Failures*: see `_lost_process`; the neighbour is a process that has a copy of the part of the lost one. With a replica,
 see `_lost_replica`, no step is repeated.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -189,8 +192,9 @@ def cold(blocks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    net = shard(make_net(blocks), init_device_mesh("cpu", (dist.get_world_size(),)))
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    net = shard(make_net(blocks), init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),)))
     torch.optim.AdamW(net.parameters())
     dist.destroy_process_group()
 
@@ -199,6 +203,7 @@ def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--changes", nargs="*", choices=CHANGES, metavar="OLD-NEW")
     parser.add_argument("--failures", nargs="*", choices=FAILURES)
@@ -207,6 +212,8 @@ def main() -> None:
     if options.cold is not None:
         cold(options.cold)
         return
+    if not options.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a session uses a GPU wherever there is one
     if options.changes is None and options.failures is None:
         options.changes, options.failures = CHANGES, FAILURES
     blocks, rounds, width = (QUICK_BLOCKS, 1, QUICK_WIDTH) if options.quick else (BLOCKS, ROUNDS, FAILURE_WIDTH)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 507
+MOST_FILES: Final = 513  # gpus: what NCCL does differently
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -59,7 +59,7 @@ BUDGET: Final = {
     "report": 3_140,  # futures read on where they have read the journal before
     "storage": 2_220,
     "testing": 1_680,
-    "training": 13_840,  # waits that end although gloo has lost a message
+    "training": 14_260,  # NCCL: settle before use, abort all groups at once; waits without lost messages
     "windows": 3_350,
 }
 

@@ -89,7 +89,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
         Raises
         ------
         UsageError
-            Several processes share a GPU.
+            Several processes share a GPU without NCCL's support for it.
         """
         return self._runtime.members.mesh(self._runtime.device)
 

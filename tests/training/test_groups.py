@@ -184,7 +184,7 @@ def test_a_failed_transfer_is_a_failed_peer() -> None:
             raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(PeerFailed, match="Connection closed by peer"):
-        Group(0, 2).end_transfers([None, Failed()])  # type: ignore[list-item]
+        Group(0, 2).end_transfers([Failed()])  # type: ignore[list-item]
 
 
 def test_members_that_do_not_come_are_lost_peers() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.sharding.rounds import ColumnRange, Layout
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.group.replica_groups import Pending
 
 __all__ = ["BUDGET", "Shards", "Traffic", "move"]
 
@@ -119,7 +120,7 @@ class _Round:
         Bytes of its buffers.
     """
 
-    works: list[dist.Work]
+    works: list[Pending]
     operations: dict[str, list[dist.P2POp]]
     landing: list[tuple[torch.Tensor, list[ColumnRange]]]
     staging: int
@@ -183,10 +184,7 @@ class _Mover:
                 tensors.append(torch.empty(size, dtype=torch.uint8, device=self._target(small[0]).device))
                 landing.append((tensors[-1], small))
             operations.setdefault(device, []).extend(dist.P2POp(dist.irecv, tensor, source) for tensor in tensors)
-        works: list[dist.Work] = []
-        with self._group.waits():
-            for device in sorted(operations):
-                works += dist.batch_isend_irecv(operations[device])
+        works = [work for device in sorted(operations) for work in self._group.begin_transfers(operations[device])]
         self._underway.append(_Round(works, operations, landing, staging))
         self._copy(here)  # while messages are sent
         traffic = self.traffic

@@ -40,6 +40,7 @@ class GroupConnections:
         self._members = None if members is None else frozenset(map(_plain, members))
         self._listeners: frozenset[int] = frozenset()
         self._peers: frozenset[int] = frozenset()
+        self._open: frozenset[str] = frozenset()
         self._formed = False
         self.cut_at: float | None = None
         """When the connections were shut down, on ``time.monotonic()``."""
@@ -60,15 +61,27 @@ class GroupConnections:
         self._listeners = frozenset(own)
         self._peers = frozenset(int(port) for tensor in gather(padded) for port in tensor.tolist() if port)
         self._formed = True
+        self._open = frozenset(self._ours())
+
+    def any_lost(self) -> bool:
+        """Return whether a connection of the formed group has ended: its other member has failed, or left."""
+        return not self._open <= _sockets().keys()
 
     def shut_down(self) -> None:
         """Shut the group's connections down; may be called from any thread."""
         self.cut_at = self.cut_at or time.monotonic()
-        for descriptor in self._new().values():
+        for descriptor in self._ours().values():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _ours(self) -> dict[str, int]:
+        found = {}
+        for name, descriptor in self._new().items():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 # getpeername raises for a socket that listens: gloo would end the process without it.
                 if self._is_ours(connection.getsockname(), connection.getpeername()):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    found[name] = descriptor
+        return found
 
     def _is_ours(self, local: object, remote: object) -> bool:
         if not (isinstance(local, tuple) and isinstance(remote, tuple)):

@@ -12,12 +12,13 @@ the whole group is followed by a small sum over the replica, in which its member
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.training.group import gpus
 from freetrain_parsl.training.group.connections import GroupConnections
 from freetrain_parsl.training.group.lost_messages import await_collective
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.group.admission import Admission
 
-__all__ = ["AN_INT_IS_REFUSED", "NotStarted", "ReplicaGroups", "refuse_groups_within_replicas"]
+__all__ = ["AN_INT_IS_REFUSED", "NotStarted", "Pending", "ReplicaGroups", "refuse_groups_within_replicas"]
 
 AN_INT_IS_REFUSED = (
     "fully_shard(reshard_after_forward={}) cannot be combined with replicas, in which torch forms no smaller groups; "
@@ -36,6 +37,13 @@ AN_INT_IS_REFUSED = (
 """With the int."""
 
 T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """An operation that may not have ended yet."""
+
+    def wait(self) -> bool:
+        """Wait for it."""
 
 
 class NotStarted:
@@ -102,7 +110,7 @@ class ReplicaGroups:
             return
         try:
             work = dist.all_reduce(gradient, group=self._across, async_op=True)
-            if gradient.is_cuda:
+            if gpus.is_on_gpu(gradient):
                 work.wait()
             else:
                 await_collective(work, self._connections)
