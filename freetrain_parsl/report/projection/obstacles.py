@@ -175,7 +175,8 @@ class FreeSlots:
                 "type": "trainer_submitted" | "trainer_learned",
                 "trainer": {"name": name, "min_nodes": least} as job,
             }:
-                self._least[name] = least, AllowedCounts(**job.get("allowed_counts", {}))
+                counts = {key: value for key, value in job.get("allowed_counts", {}).items() if key != "type"}
+                self._least[name] = least, AllowedCounts(**counts)
             case {"type": "trainer_finished" | "trainer_failed" | "trainer_withheld", "trainer": name}:
                 self._least.pop(name, None)
                 self._held.pop(name, None)
