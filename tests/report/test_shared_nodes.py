@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from freetrain_parsl.executor.jobs.request import TrainingRequest
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.places import count_places
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
+from freetrain_parsl.planning.events import TrainerSubmitted
 from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
 from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import as_json
+from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.timeline import draw_timeline
 from freetrain_parsl.windows.hostlist import show_hosts, show_units
@@ -63,6 +66,18 @@ def test_free_slots_that_no_waiting_job_can_use_are_told():
     )
     assert step(actions=[{"type": "stop", "trainer": name, "nodes": []} for name in ("s", "t")]) == ""
     assert step({"type": "block_ended", "block": "b"}) == ""
+
+
+def test_the_counts_of_a_job_with_replicas_are_read_as_the_planner_writes_them():
+    request = TrainingRequest(SessionOptions("r", replicas=2), 2, 8, ScalingCurve.of(None))
+    nodes = [{"name": name} for name in slots("n0", 0, 1, 2, 3)]
+    run = RunState()
+    run.take(0.0, record.PlannerStarted("", "milp", {}, 4))
+    events = [as_json(TrainerSubmitted(0.0, request.trainer())), {"type": "nodes_joined", "block": "b", "nodes": nodes}]
+    run.take(0.0, record.PlannerStep("", events, [{"type": "lend", "nodes": slots("n0", 0, 1, 2)}]))
+    assert (
+        run.free_slots == "1 accelerator is free (n0/3): training job 'r' needs 2 on one node, where at most 1 is free"
+    )
 
 
 def test_names_and_numbers_of_slots():
