@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -279,12 +278,6 @@ def _forget_gathered(param: Any) -> None:
         del param._unsharded_param
 
 
-@cache
-def _takes_mesh_info(kind: type) -> bool:
-    """Return whether the initializer has this parameter, as in torch >= 2.12."""
-    return "mesh_info" in inspect.signature(kind._init_sharded_param).parameters  # type: ignore[attr-defined]
-
-
 def _rebind_parameter(param: Any, info: Any, after: Any) -> tuple[dict[str, Any], Any]:
     """Rebind a parameter by FSDP2's own initializer; return the fields, and the spec, of all parameters like it."""
     kept, data = param.sharded_param, param._sharded_param_data
@@ -298,7 +291,7 @@ def _rebind_parameter(param: Any, info: Any, after: Any) -> tuple[dict[str, Any]
     placement = param.fsdp_placement
     param.mesh_info, param.post_forward_mesh_info = info, after
     arguments = [whole, param.device, lambda _: placement]
-    if _takes_mesh_info(type(param)):
+    if "mesh_info" in inspect.signature(param._init_sharded_param).parameters:  # torch >= 2.12
         arguments.append(info)
     try:
         param._init_sharded_param(*arguments)
