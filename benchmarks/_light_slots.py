@@ -94,7 +94,7 @@ class Slot:
         self._leaving = False
         self.ended = False
         self.heard = time.monotonic()
-        self._due: dict[str, float] = {"beat": self.heard + random.random()}  # noqa: S311 - not all at once
+        self._due: dict[str, float] = {"beat": self.heard + random.random()}
         self.socket = block.connect(block.driver["port"], self._name)
         self._introduce()
 
@@ -130,7 +130,7 @@ class Slot:
             case StartRun():
                 self._run, self._place, self._state = message, None, None
                 if message.place is None:
-                    self._due["ready"] = time.monotonic() + random.uniform(*_PREPARE)  # noqa: S311
+                    self._due["ready"] = time.monotonic() + random.uniform(*_PREPARE)
                 else:
                     self._meet(message.place, joins=False)
             case StoreReply():
@@ -406,7 +406,7 @@ class Block:
         """End a node's worker pool."""
         self._left.add(node)
 
-    def run(self) -> None:
+    def run(self) -> None:  # noqa: C901 - the whole loop
         """Serve until all nodes have been left."""
         look = beat = 0.0
         reconnected = time.time()

@@ -51,13 +51,13 @@ class Pauses:
 
     def __init__(self, loop: ControlLoop) -> None:
         server: Any = loop._server  # noqa: SLF001 - no other way
-        poller = server._poller
+        poller = server._poller  # noqa: SLF001 - the same
         self._poll = poller.poll
-        self._decoded = server._decoded
+        self._decoded = server._decoded  # noqa: SLF001 - the same
         self._returned: tuple[float, float] | None = None
         self.reset()
         poller.poll = self._timed_poll
-        server._decoded = self._timed_decoded
+        server._decoded = self._timed_decoded  # noqa: SLF001 - the same
         for part, owner, name in (
             ("planner", loop._planner, "advance"),  # noqa: SLF001
             ("jobs", loop._manager, "advance"),  # noqa: SLF001
@@ -247,7 +247,7 @@ def results(futures: list[Future[Any]]) -> dict[str, str]:
         try:
             if future.result(max(0.0, until - time.monotonic())) is not None:
                 errors[f"job-{number:03}"] = "another value"
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+        except Exception as error:  # noqa: BLE001, PERF203 - whatever it is, it is reported
             errors[f"job-{number:03}"] = f"{type(error).__name__}: {error}"[:300]
     return errors
 

@@ -52,11 +52,11 @@ from freetrain_parsl.windows.hostlist import expand_hosts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # the tests' Slurm
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' Slurm
 
 from tests.support.slurm.loopback import LoopbackPartition, LoopbackSlurm
 
+HERE = Path(__file__).parent
 FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
 BLOCK = 200  # most nodes of a block
 SWITCH = 64  # nodes behind a switch
@@ -82,7 +82,7 @@ class Site:
         self.cluster: EmbeddedCluster | None = None
         self.started = time.time()
         self._down: list[str] = []
-        self._random = random.Random(options.seed)  # noqa: S311 - not for secrets
+        self._random = random.Random(options.seed)
         for name in ("silent", "dead", "checkpoints", "roots", "main"):
             (files / name).mkdir(parents=True)
         if options.direct:
@@ -345,7 +345,10 @@ class Experiment:
 
     def _regroup(self) -> tuple[float | None, int, float | None]:
         """Let a member of the largest job die, and return the seconds until the others train, and their number."""
-        job, nodes = max(self._driver.training().items(), key=lambda item: len(item[1]))
+        training = self._driver.training()
+        if not training:
+            return None, 0, None
+        job, nodes = max(training.items(), key=lambda item: len(item[1]))
         victim = sorted(nodes)[len(nodes) // 2]
         self._faulty.add(victim)
         begun = time.time()
@@ -385,11 +388,12 @@ class Experiment:
         site.tell("silent", *behind)
         time.sleep(1.5 * TIMEOUT)
         site.mend("silent")
-        largest = max(self._blocks().values(), key=len)
+        largest = max(self._blocks().values(), key=len, default=())
         _say(f"the main queue preempts a block of {len(largest)} nodes")
         self._faulty.update(largest)
         self.figures["preempted_nodes"] = len(largest)
-        site.preempt(largest)
+        if largest:
+            site.preempt(largest)
         time.sleep(GRACE + 5.0)
         _say("all connections break")
         (site.files / "reconnect").touch()
@@ -482,7 +486,7 @@ def time_command(site: Site, *arguments: str) -> tuple[float, float]:
 def look_at_queue(site: Site, pending: int) -> dict[str, float]:
     """Fill the queue, and time what looks at it."""
     assert site.slurm is not None
-    sizes = random.Random(7)  # noqa: S311 - not for secrets
+    sizes = random.Random(7)
     lines = [
         f"sbatch --output=/dev/null --partition=main --exclusive --nodes={sizes.randint(site.slots + 1, site.nodes)}"
         f" --time={sizes.randint(2, 600)} --wrap='sleep 60'"
