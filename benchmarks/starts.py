@@ -8,10 +8,10 @@ second, as with NFS. It is slow for the nodes only, and counts only theirs: the 
 without an image, with one that they unpack first, and with one that another block has unpacked (``unpacks`` false). The
 app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
 
-The phases of a start, one after the other: ``scheduler`` (from the request of the block to its script), ``pilot`` (until it
-starts the pool; unpacking is part of it), ``pool`` (until it starts the server of its slots), ``imports`` (of the server,
-until it forks a slot), ``hello`` (until the driver knows the slot), ``assigned`` (until the function is called),
-``own_imports`` (of the function), ``group`` (until its loop begins) and ``step``.
+The phases of a start, one after the other: ``scheduler`` (from the request of the block to its script), ``pilot``
+(until it starts the pool; unpacking is part of it), ``pool`` (until it starts the server of its slots), ``imports`` (of
+the server, until it forks a slot), ``hello`` (until the driver knows the slot), ``assigned`` (until the function is
+called), ``own_imports`` (of the function), ``group`` (until its loop begins) and ``step``.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ BUDGET: Final = {
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 3_120,
-    "extensions/staging": 1_370,  # copies of users' data on nodes
+    "extensions/staging": 1_430,  # copies of users' data on nodes; listings of directories in images
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,

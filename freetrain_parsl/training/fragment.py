@@ -213,7 +213,7 @@ def run_local(
     InvalidApp
         The function has no parameter for the session.
     """
-    stage = getattr(function, "stage", None)
+    stage = getattr(function, "stage", None) if hasattr(function, "training_function") else None
     function = getattr(function, "training_function", function)
     check_signature(function)
     mailbox = ControlMailbox()

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -28,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Final
 from freetrain_parsl.errors import InvalidApp
 from freetrain_parsl.executor.slot.neighbours import pool_directory
 from freetrain_parsl.executor.slot.pilot import NODE_FILES_OF_POOL
+from freetrain_parsl.executor.slot.run_end import write_error
 from freetrain_parsl.extensions.staging.file_systems import file_system_of, is_shared
 from freetrain_parsl.storage.temporary_directories import lock_directory
-from freetrain_parsl.texts import text_of
+from freetrain_parsl.texts import printable, text_of
 from freetrain_parsl.training.data.staging import LocalCopies
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def _copy_or_itself(path: StagedPath) -> Path:
             return _copy_in(_cache_in(place), path)
         except (OSError, _Unsuitable) as error:  # noqa: PERF203 - each is one that the next place may not have
             why = text_of(error)
-    sys.stderr.write(f"freetrain: node {platform.node()} reads {path.path} where it is, not from a copy: {why}\n")
+    node = platform.node()
+    write_error(f"freetrain: node {node} reads {printable(path.path)} where it is, not from a copy: {why}\n")
     return Path(path.path)
 
 
