@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_360,
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_900,  # indices of slots, and heartbeats decoded once: with 1,000 slots, loops over them were the cost
+    "executor": 14_900,  # with 1,000 slots, loops over all of them were the cost: indices, cached heartbeats
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
