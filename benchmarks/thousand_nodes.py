@@ -23,6 +23,7 @@ is meaningful, the wall time is not. ``--direct`` uses the embedded cluster in t
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import os
 import random
@@ -508,11 +509,20 @@ def look_at_queue(site: Site, pending: int) -> dict[str, float]:
 def _swf(jobs: int, nodes: int, sizes: random.Random) -> str:
     """Return a job log in the standard workload format, of jobs that wait for each other."""
     lines = [f"; MaxNodes: {nodes}", f"; MaxProcs: {nodes}"]
-    submitted = 0
+    submitted, started, free = 0, 0, nodes
+    running: list[tuple[int, int]] = []  # end, nodes
     for number in range(1, jobs + 1):
         submitted += sizes.randint(0, 120)
         size, ran = sizes.randint(1, nodes // 4), sizes.randint(60, 7200)
-        lines.append(f"{number} {submitted} 0 {ran} {size} -1 -1 {size} {2 * ran} -1 1 1 1 1 1 1 -1 -1")
+        started = max(started, submitted)  # first come, first served
+        while running and (running[0][0] <= started or free < size):
+            ended, given = heapq.heappop(running)
+            started, free = max(started, ended), free + given
+        heapq.heappush(running, (started + ran, size))
+        free -= size
+        lines.append(
+            f"{number} {submitted} {started - submitted} {ran} {size} -1 -1 {size} {2 * ran} -1 1 1 1 1 1 1 -1 -1"
+        )
     return "\n".join(lines) + "\n"
 
 

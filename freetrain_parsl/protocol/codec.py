@@ -170,8 +170,9 @@ def by_type(*kinds: type[_T]) -> Mapping[str, type[_T]]:
 
 def encode(envelope: Envelope) -> list[bytes]:
     """Return the frames of a message."""
-    if not _described(type(envelope.message))[1]:
-        return [_bare(type(envelope.message), envelope.number, envelope.seen), b""]
+    kind: Any = type(envelope.message)
+    if not _described(kind)[1]:
+        return [_bare(kind, envelope.number, envelope.seen), b""]
     header = _to_json(envelope.message)
     payload = header.pop(_PAYLOAD, b"")
     header["v"] = VERSION
