@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -277,7 +278,9 @@ def _on_host(factory: Any) -> Any:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         made: torch.Tensor = factory(*args, **kwargs)
-        setattr(made, _HOST, True)
+        # Not of the memory of copies: what is received into it is not marked.
+        if sys._getframe(1).f_globals["__name__"].startswith("freetrain_parsl.training.group"):
+            setattr(made, _HOST, True)
         return made
 
     return make
