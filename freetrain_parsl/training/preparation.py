@@ -82,7 +82,8 @@ def prepared(
 def _move(module: nn.Module, device: torch.device) -> None:
     """Move a module to a device, except what is sharded: it is where its user wants it, perhaps offloaded."""
     if any(map(is_spread, module.parameters())):
-        module._apply(lambda tensor: tensor if is_spread(tensor) else tensor.to(device))  # noqa: SLF001 - as `to` does
+        apply: Any = module._apply  # noqa: SLF001 - what `to` calls; torch's own, without types
+        apply(lambda tensor: tensor if is_spread(tensor) else tensor.to(device))
     else:
         module.to(device)
 

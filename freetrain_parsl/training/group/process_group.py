@@ -469,8 +469,8 @@ class Group:
                     self._of_replicas = ReplicaGroups(self.rank, self.size, self.replicas, admission)
                 if self._gpus is not None:
                     self._gpus.form(dist.distributed_c10d._get_default_group())  # noqa: SLF001 - no public API
-                    for each in () if self._of_replicas is None else self._of_replicas.groups:
-                        self._gpus.form(each)
+                    for replicas in () if self._of_replicas is None else self._of_replicas.groups:
+                        self._gpus.form(replicas)
         except PeerFailed:
             self.leave()
             raise
