@@ -272,7 +272,7 @@ class ControlLoop:
         self._record_step()
         self._record_requests()
         self._listen(min(self._PASS, self._planner.wake_at(now) - now))
-        begun = time.monotonic()
+        begun = self._clock()
         while not self._posted.empty():
             self._on_post(self._posted.get())
         if self._surveyed_at is not None and self._clock() - self._surveyed_at > self._outdated:
@@ -293,7 +293,7 @@ class ControlLoop:
         busy = self._planner.trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
         self._submitter.rest(not busy)
         self._journal.commit(all_progress=False)
-        self._turn_seconds = time.monotonic() - begun
+        self._turn_seconds = self._clock() - begun
 
     def _listen(self, wait: float) -> None:
         """Handle the slots' messages for `wait` seconds, or until one of them may require a decision.
@@ -303,10 +303,11 @@ class ControlLoop:
 
         If this process was stopped, also handle all messages sent in that time.
         """
-        until, least = self._clock() + wait, time.monotonic() + min(self._turn_seconds, self._PASS)
+        began = self._clock()
+        until, least = began + wait, began + min(self._turn_seconds, self._PASS)
         while self._receive(until - self._clock()) and self._posted.empty() and self._clock() < until:
             pass
-        while self._posted.empty() and not self._stopping.is_set() and (left := least - time.monotonic()) > 0:
+        while self._posted.empty() and not self._stopping.is_set() and (left := least - self._clock()) > 0:
             self._receive(left)
         now = self._clock()
         if now - self._listened > self._STOPPED:

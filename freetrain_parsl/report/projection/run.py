@@ -178,7 +178,8 @@ class TrainingState:
             return self.code_note or self.fusion_remark()
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            doing = (self._on_kind(), self.batch_remark(), self.fusion_remark(), self.note, self.repair.rstrip("; "))
+            repair = "" if self.repair.endswith("; ") else self.repair  # it has not continued yet
+            doing = (self._on_kind(), self.batch_remark(), self.fusion_remark(), self.note, repair)
             waiting = self.waiting_reason()
             return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -167,13 +166,10 @@ def test_gradients_that_are_not_reduced_postpone_the_change(mesh: DeviceMesh) ->
 
 
 def test_a_process_that_joins_with_another_model_is_refused_and_the_others_continue_without_it(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh,
 ) -> None:
     mine, other = Resharding({"model": sharded(mesh)}), Resharding({"model": sharded(mesh)[:1]})
     described = other.entries(other.tensors()), structures.int_of_each_group(other.models)
-    monkeypatch.setattr(
-        torch.distributed, "broadcast_object_list", lambda values, **_: values.__setitem__(0, described)
-    )
 
     def pair(rank: int, *said: int) -> Any:
         answers = iter(said)
@@ -182,7 +178,7 @@ def test_a_process_that_joins_with_another_model_is_refused_and_the_others_conti
             rank=rank,
             sum=lambda values: values + next(answers),
             gather_objects=lambda problem: ["", problem or "it differs"],
-            waits=nullcontext,
+            broadcast=lambda _own, _source: described,
         )
 
     with pytest.raises(UsageError, match=r"has another model than the others: model\.1\.weight is only there"):
