@@ -1,9 +1,10 @@
 """The slots of one block of `thousand_nodes.py`: all of its nodes in one process of some 30 MB, without torch.
 
 Towards the driver they do what slots do, with the product's own messages over CurveZMQ: each says hello, sends a
-heartbeat a second, meets the other members of its group in the rendezvous store with as many calls as torch and gloo
-make, reports its progress twice a second, changes its group, pauses, saves and leaves when its block is preempted, and
-has a new connection after each run. Towards HTEX's interchange the process is the worker pool of the block.
+heartbeat a second (never that it waits for others), meets the other members of its group in the rendezvous store with
+as many calls as torch and gloo make, reports its progress twice a second, changes its group, pauses, saves and leaves
+when its block is preempted, and has a new connection after each run. Towards HTEX's interchange the process is the
+worker pool of the block.
 
 Training is a function of time: a group of n members processes n samples a second from the moment at which it forms, so
 that each member knows the state that the group had, and a survivor passes it on. Its files are what a shared file

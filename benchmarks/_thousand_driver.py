@@ -1,8 +1,8 @@
 """The driver of `thousand_nodes.py` in its own process, with what it costs: the real executor, whose slots are light.
 
-It starts, prints ``ready``, and answers each line that it reads with one line of JSON: ``submit`` submits the training
-jobs, ``figures`` returns what it has cost since the last time, ``results`` waits for all of them and returns how they
-ended, ``stop`` ends it.
+It starts, prints its process and its journal, and answers each line that it reads, all in lines of JSON: ``submit``
+submits the training jobs, ``figures`` returns what it has cost since the last time, ``results`` waits for all of them
+and returns how they ended, ``stop`` ends it.
 """
 
 from __future__ import annotations

@@ -293,7 +293,11 @@ class TrainingApp(AppBase):
         return name, ""
 
     def call_request(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], code: Code | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        code: Code | None = None,
+        stage: tuple[StagedPath, ...] | None = None,
     ) -> TrainingRequest:
         """Return the description of the training job of one call.
 
@@ -303,6 +307,8 @@ class TrainingApp(AppBase):
             The arguments of the call, which have been checked.
         code
             The code of the function, if it is known already.
+        stage
+            What it stages, if it is described already.
 
         Raises
         ------
@@ -313,7 +319,8 @@ class TrainingApp(AppBase):
         name, call = self.names_of(args, kwargs)
         request = self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
         likeness = likeness_of(self.func, code, args, {**self.kwargs, **kwargs})
-        return replace(request, options=described(request.options), likeness=likeness)
+        stage = described(self.stage) if stage is None else stage
+        return replace(request, options=replace(request.options, stage=stage), likeness=likeness)
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingFuture:
         """Submit the training job of one call, described by `call_request`."""
@@ -376,12 +383,12 @@ class TrainingApp(AppBase):
 
     def _submit_points(self, points: Sequence[SweepPoint], caller: str) -> list[AppFuture]:
         """Submit the training jobs of a sweep, after all of them have been checked."""
-        code = code_of(self.func)
-        described = [
-            (app, app.call_request(point.args, point.kwargs, code), point)
+        code, stage = code_of(self.func), described(self.stage)  # once: there may be thousands of points, and of files
+        requests = [
+            (app, app.call_request(point.args, point.kwargs, code, stage), point)
             for app, point in zip(self.at_points(points, caller), points, strict=True)
         ]
-        return [app.submit(request, point.args, point.kwargs) for app, request, point in described]
+        return [app.submit(request, point.args, point.kwargs) for app, request, point in requests]
 
     def _call_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Derive a name from function and arguments; with the code's digest, later runs find checkpoints by it."""

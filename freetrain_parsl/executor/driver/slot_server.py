@@ -120,14 +120,15 @@ class SlotServer:
                 yield slot, taken
 
     def _decoded(self, frames: list[bytes]) -> Envelope:
-        """Decode a message; a slot's heartbeats are the same until it is sent something, and are decoded once."""
+        """Decode a message; a slot's heartbeats are the same until it is sent something or waits for others."""
         if len(frames) == 2 and (known := self._heartbeats.get(frames[0])) is not None:
             return known
         try:
             envelope = decode(frames, TO_DRIVER)
         except ProtocolError as error:
             return Envelope(Invalid(str(error)))
-        if isinstance(envelope.message, SlotHeartbeat) and len(frames[0]) <= _SHORT:
+        message = envelope.message
+        if isinstance(message, SlotHeartbeat) and not message.waited and len(frames[0]) <= _SHORT:
             if len(self._heartbeats) >= _MOST_HEARTBEATS:
                 self._heartbeats.clear()
             self._heartbeats[frames[0]] = envelope

@@ -109,8 +109,9 @@ def remove_node_files(pool: Path) -> None:
     with suppress(OSError):  # there are none
         for line in dict.fromkeys((pool / NODE_FILES_OF_POOL).read_text(encoding="utf-8").splitlines()):
             with suppress(OSError):  # slots of another pilot use them
-                os.close(lock_directory(Path(line), fcntl.LOCK_EX))
+                held = lock_directory(Path(line), fcntl.LOCK_EX)  # until it has another name: nobody begins to use it
                 _remove(Path(line))
+                os.close(held)
 
 
 def _remove(directory: Path) -> None:

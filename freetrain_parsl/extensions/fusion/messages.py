@@ -98,6 +98,9 @@ class ArraySized(RunMessage):
         Whether the size stays.
     reason
         Why the members are not fused, or, if they are, why they are no more; empty if nothing is known against it.
+    passing
+        Whether the reason may not hold for others that are alike: it is how these members differ from each other, such
+        as in their data.
     turns
         Why the members stay in one process although they are not fused, and step in turns: memory, and this reason not
         to fuse them; empty: they do not.
@@ -110,6 +113,7 @@ class ArraySized(RunMessage):
     decided: bool = False
     reason: Text = ""
     turns: Text = ""
+    passing: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Shards(Protocol):
     def allocate(self, tensor: int, owner: int) -> torch.Tensor:
         """Return a contiguous tensor for the new shard of an owner on this host; called once for each.
 
-        It may be a part of this host's old shard, if it begins with what belongs there.
+        It may be a part of this host's old shard, if that has its content already.
         """
 
 

@@ -11,6 +11,8 @@ import ctypes
 import mmap
 from typing import TYPE_CHECKING
 
+from torch.multiprocessing.reductions import StorageWeakRef
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -27,8 +29,10 @@ class Narrowing:
     """The parts of storages in which the shards of one member are."""
 
     def __init__(self) -> None:
-        self._storages: set[int] = set()  # addresses of those of which only a part is, or is going to be, used
-        self._taken: set[int] = set()  # those of them that a shard of the present change is in
+        # Those of which only a part is, or is going to be, used. Not their addresses: another storage gets that of one
+        # that is freed, such as a gradient's.
+        self._storages: set[StorageWeakRef] = set()
+        self._taken: set[StorageWeakRef] = set()  # those of them that a shard of the present change is in
 
     def begin(self) -> None:
         """Begin a set of new shards."""
@@ -49,25 +53,28 @@ class Narrowing:
         storage = old.untyped_storage()
         if old.device.type != "cpu" or old.nbytes < _LEAST or not old.is_contiguous() or old.is_pinned():
             return None
-        address = storage.data_ptr()
-        is_own = storage.nbytes() == old.nbytes or address in self._storages  # else others may use it, too
-        if not is_own or address in self._taken:  # tensors that share memory get their own, as in processes that join
+        which = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
+        is_own = storage.nbytes() == old.nbytes or which in self._storages  # else others may use it, too
+        if not is_own or which in self._taken:  # tensors that share memory get their own, as in processes that join
             return None
-        self._storages.add(address)
-        self._taken.add(address)
+        self._storages.add(which)
+        self._taken.add(which)
         return old.narrow(0, offset, shape[0])
 
     def settle(self, shards: Iterable[torch.Tensor]) -> None:
         """Give back the memory around these shards, the only ones that are used from now on."""
-        used: set[int] = set()
+        used: dict[StorageWeakRef, tuple[torch.UntypedStorage, int, int]] = {}
         for shard in shards:
             storage = shard.untyped_storage()
-            first, begin = storage.data_ptr(), shard.data_ptr()
-            if first in self._storages:
-                used.add(first)
-                _give_back(first, begin)
-                _give_back(begin + shard.nbytes, first + storage.nbytes())
-        self._storages = used
+            which = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
+            if which in self._storages:
+                begin, end = shard.data_ptr(), shard.data_ptr() + shard.nbytes
+                _, first, last = used.get(which, (storage, begin, end))
+                used[which] = storage, min(begin, first), max(end, last)  # several may be in one
+        for storage, begin, end in used.values():
+            _give_back(storage.data_ptr(), begin)
+            _give_back(end, storage.data_ptr() + storage.nbytes())
+        self._storages = set(used)
 
 
 def _give_back(begin: int, end: int) -> None:

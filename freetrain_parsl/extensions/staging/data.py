@@ -66,10 +66,10 @@ class NodeCopies(LocalCopies):
         """Return a path with size and key."""
         try:
             facts = _facts_of(path.path)
-        except FileNotFoundError:
-            here = "" if Path(path.name).is_absolute() else f", looked up in {Path.cwd()}"
-            raise InvalidApp(f"stage: there is no {path.path} ({path.name}{here})") from None
         except (OSError, _Unsuitable) as error:
+            if isinstance(error, FileNotFoundError) and not os.path.exists(path.path):
+                here = "" if Path(path.name).is_absolute() else f", looked up in {Path.cwd()}"
+                raise InvalidApp(f"stage: there is no {path.path} ({path.name}{here})") from None
             raise InvalidApp(f"stage: {path.path} cannot be copied: {text_of(error)}") from None
         return replace(path, key=_key_of(path.path, facts), size=sum(size for _, size, _ in facts))
 
@@ -177,17 +177,22 @@ def _copy_in(cache: Path, path: StagedPath) -> Path:
             _remove_unused(cache, (_PREFIX,), 0.0)
             if why := _lacks_room(cache, path.size):
                 raise _Unsuitable(why)
+        _check_unchanged(path)  # each process, and each place, would copy it in vain
         try:
             part.mkdir(mode=0o700)
             _copy(path.path, part / inside.name)
-            if _key_of(path.path, _facts_of(path.path)) != path.key:
-                raise _Unsuitable("it has changed since its training job was submitted")
+            _check_unchanged(path)
             part.rename(target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         if not _hold(target):
             raise _Unsuitable(f"{target} was removed at once")
     return inside
+
+
+def _check_unchanged(path: StagedPath) -> None:
+    if _key_of(path.path, _facts_of(path.path)) != path.key:
+        raise _Unsuitable("it has changed since its training job was submitted")
 
 
 def _copy(source: str, to: Path) -> None:
@@ -205,9 +210,7 @@ def _copy(source: str, to: Path) -> None:
 def _hold(target: Path) -> bool:
     """Lock a copy until this process ends, and tell the pilot of one in memory; return whether it exists."""
     try:
-        lock = lock_directory(target, fcntl.LOCK_SH)  # stays open
-        if not os.path.samestat(os.fstat(lock), os.stat(target)):
-            return False
+        lock_directory(target, fcntl.LOCK_SH)  # stays open
         os.utime(target)
     except OSError:
         return False
@@ -253,8 +256,10 @@ def _remove_unused(cache: Path, prefixes: tuple[str, ...], age: float) -> None:
         if target.name.startswith(prefixes) and target.is_dir():
             with suppress(OSError):  # in use, or being removed
                 lock = lock_directory(target, fcntl.LOCK_EX)
-                if time.time() - target.stat().st_mtime >= age:
-                    gone = target.with_name(f".{target.name}.{os.getpid()}.part")
-                    target.rename(gone)  # at once: nobody must find a part of it
-                    shutil.rmtree(gone, ignore_errors=True)
-                os.close(lock)
+                try:
+                    if time.time() - target.stat().st_mtime >= age:
+                        gone = target.with_name(f".{target.name}.{os.getpid()}.part")
+                        target.rename(gone)  # at once: nobody must find a part of it
+                        shutil.rmtree(gone, ignore_errors=True)
+                finally:
+                    os.close(lock)

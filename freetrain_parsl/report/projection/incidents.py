@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.journal import read_kinds
+from freetrain_parsl.places import node_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.sentences import IncidentLevel, incident_of
 
@@ -66,8 +67,10 @@ class Incidents:
     def _is_consequence(self, entry: record.Record) -> bool:
         """Return whether a failure was counted when a slot was lost, or a node was set aside."""
         match entry:
-            case record.SlotLost() | record.NodeSetAside():
+            case record.SlotLost():
                 self._blamed.add(entry.subject)
+            case record.NodeSetAside():
+                self._blamed.add(node_of(entry.subject))  # of a slot of a shared node, which `lost` names by its node
             case record.ArrayEnded():
                 return entry.slot in self._blamed
             case record.FragmentEnded(array=""):

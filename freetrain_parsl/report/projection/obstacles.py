@@ -181,6 +181,7 @@ class FreeUnits:
                 self._jobs[name] = change
             case {"type": "trainer_finished" | "trainer_failed" | "trainer_withheld", "trainer": name}:
                 self._least.pop(name, None)
+                self._jobs.pop(name, None)
                 self._held.pop(name, None)
             case {"type": "trainer_holds", "trainer": name, "nodes": nodes}:
                 self._held[name] = nodes

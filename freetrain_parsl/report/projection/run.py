@@ -52,6 +52,7 @@ _KINDS_WITH_REASONS = (
     record.CohortJoined,
     record.CohortStalled,
     record.FragmentStarted,
+    record.FragmentResumed,
     record.FragmentEnded,
 )
 
@@ -157,7 +158,7 @@ class TrainingState:
         """Note that it was submitted again, as by a driver that resumes the run; its progress and its counts stay."""
         self.min_nodes, self.max_nodes = min_nodes, max_nodes
         self.state, self.ended, self.trained, self.error = "waiting", None, True, ""
-        self.nodes, self.array, self.cohort = (), "", ""
+        self.nodes, self.array, self.cohort, self.lost = (), "", "", None
         self.waits_for = self.stalled = self.code_note = self.note = self.alone_because = self.repair = ""
 
     def remark(self, now: float | None = None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -62,17 +61,18 @@ def paths_of(stage: object) -> tuple[StagedPath, ...]:
         named = {name: name for name in stage}
     else:
         raise InvalidApp(f"stage is a list of files and directories, such as ['data/train.npz'], got {stage!r}")
-    if odd := next((name for name in named if not (isinstance(name, (str, Path)) and str(name).isprintable())), None):
-        raise InvalidApp(f"stage names files and directories by their paths, got {odd!r}")
+    for given in (*named, *named.values()):
+        if not isinstance(given, (str, Path)) or not str(given) or not str(given).isprintable():
+            raise InvalidApp(f"stage names files and directories by their paths, got {given!r}")
     return tuple(StagedPath(_normal(name), str(Path(path).absolute())) for name, path in named.items())
 
 
-def described(options: SessionOptions) -> SessionOptions:
-    """Return the options of a training job that is submitted now; raises `InvalidApp` as `LocalCopies.describe`."""
-    if not options.stage:
-        return options
+def described(stage: tuple[StagedPath, ...]) -> tuple[StagedPath, ...]:
+    """Return what a training job that is submitted now stages; raises `InvalidApp` as `LocalCopies.describe`."""
+    if not stage:
+        return ()
     copies = next(COPIES.usable())
-    return replace(options, stage=tuple(copies.describe(path) for path in options.stage))
+    return tuple(copies.describe(path) for path in stage)
 
 
 def local_path(name: str | Path, options: SessionOptions) -> Path:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["GroupConnections"]
 
@@ -61,7 +61,7 @@ class GroupConnections:
         self._listeners = frozenset(own)
         self._peers = frozenset(int(port) for tensor in gather(padded) for port in tensor.tolist() if port)
         self._formed = True
-        self._open = frozenset(self._ours())
+        self._open = frozenset(name for name, _ in self._ours())
 
     def any_lost(self) -> bool:
         """Return whether a connection of the formed group has ended: its other member has failed, or left."""
@@ -70,18 +70,17 @@ class GroupConnections:
     def shut_down(self) -> None:
         """Shut the group's connections down; may be called from any thread."""
         self.cut_at = self.cut_at or time.monotonic()
-        for descriptor in self._ours().values():
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        for _, connection in self._ours():
+            with suppress(OSError):  # it has ended meanwhile
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _ours(self) -> dict[str, int]:
-        found = {}
+    def _ours(self) -> Iterator[tuple[str, socket.socket]]:
+        """Yield the connections, as duplicates: gloo may close one, and its descriptor be that of another file."""
         for name, descriptor in self._new().items():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 # getpeername raises for a socket that listens: gloo would end the process without it.
                 if self._is_ours(connection.getsockname(), connection.getpeername()):
-                    found[name] = descriptor
-        return found
+                    yield name, connection
 
     def _is_ours(self, local: object, remote: object) -> bool:
         if not (isinstance(local, tuple) and isinstance(remote, tuple)):

@@ -58,14 +58,14 @@ def await_transfers(works: Iterable[dist.Work], connections: GroupConnections) -
     RuntimeError
         A transfer has failed.
     """
-    errors: list[RuntimeError] = []
+    errors: list[Exception] = []
     ended = threading.Event()
 
     def wait() -> None:
         try:
             for work in works:
                 work.wait()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits: else what has not arrived is used
             errors.append(error)
         finally:
             ended.set()

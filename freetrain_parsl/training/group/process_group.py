@@ -335,7 +335,8 @@ class Group:
     def sum_gradient(self, gradient: torch.Tensor) -> None:
         """Sum a sharded gradient over the replicas; see `ReplicaGroups.sum_gradient`."""
         if self._of_replicas is not None:
-            self._of_replicas.sum_gradient(gradient)
+            with self._waiting():  # in a frame of this package, which `BlockedThread` does not take for a collective
+                self._of_replicas.sum_gradient(gradient)
 
     def note_failure(self, failure: PeerFailed) -> bool:
         """Let the next operation of all members fail, on all members of this replica; return whether it will.
@@ -458,8 +459,8 @@ class Group:
                 [each.tolist() for each in self.gather(torch.tensor(gpus.facts()))]
             )
             if backend != "gloo" and not uses_nccl:
-                self.gradients = dist.new_group(backend="gloo")
                 with self.waits():
+                    self.gradients = dist.new_group(backend="gloo")
                     admission.check(self.gradients)
             self.connections.form(self.gather)
             if uses_nccl:
@@ -534,7 +535,7 @@ class Group:
         """Leave the process group; the process stays. Has no effect if it has left already."""
         if self._joined:
             self._joined = False
-            stuck = [dist.group.WORLD] if self.connections.has_lost else []
+            stuck = [dist.group.WORLD, self.gradients] if self.connections.has_lost else []
             if self._of_replicas is not None:
                 stuck += self._of_replicas.stuck
             for group in stuck:  # its destructor would wait for its thread, which waits for what gloo has lost
@@ -601,7 +602,8 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
             if membership.address is not None:
                 members = check_reachable(own_store, membership.rank, membership.world_size, membership.address)
                 before, group.connections = group.connections, GroupConnections(members)
-                group.connections.cut_at = before.cut_at  # by an abort in the meantime
+                if before.cut_at is not None:  # by an abort in the meantime
+                    group.connections.cut_at = before.cut_at
                 # All have arrived. gloo waits this long for a peer that has died since, and no abort wakes it before it
                 # has a socket.
                 timeout = min(timeout, _CONNECT_TIMEOUT)

@@ -93,7 +93,8 @@ class ReplicaGroups:
     @property
     def stuck(self) -> list[dist.ProcessGroup]:
         """The process groups in which a thread waits for ever."""
-        return [self._across] if self._connections.has_lost else []
+        both = (self.own, self._own_connections), (self._across, self._connections)
+        return [group for group, connections in both if connections.has_lost]
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -149,7 +150,7 @@ class ReplicaGroups:
             cut()
         failed = torch.tensor([float(self._failure is not None)])
         with waits():
-            dist.all_reduce(failed, group=self.own)
+            await_collective(dist.all_reduce(failed, group=self.own, async_op=True), self._own_connections)
         if failed.item():
             self.note(PeerFailed("a process of another replica failed, as another member of this replica has noticed"))
             assert self._failure is not None, "noted"

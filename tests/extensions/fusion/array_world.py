@@ -106,6 +106,8 @@ class ArrayWorld:
         self.fuses = True
         self.refusal = ("they differ", 1)
         """Why arrays do not fuse, and with how many members they have timed that."""
+        self.passing = False
+        """Whether that may not hold for others that are alike."""
         self.turns = ""
         self.structures: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
@@ -291,9 +293,8 @@ class ArrayWorld:
             not self.fuses or len({self.structures.get(name, "common") for name in process.members}) > 1
         ):
             reason, measured = self.refusal
-            process.outbox.append(
-                fused.ArraySized(process.name, process.run, 1, gain_size=measured, decided=True, reason=reason)
-            )
+            told = {"gain_size": measured, "decided": True, "reason": reason, "passing": self.passing}
+            process.outbox.append(fused.ArraySized(process.name, process.run, 1, **told))
         elif len(process.members) == process.size > process.measured:
             process.measured, decided = process.size, process.size >= self.best_size
             process.size *= 1 if decided else 2

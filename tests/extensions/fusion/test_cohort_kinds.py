@@ -71,10 +71,13 @@ def test_a_later_run_starts_no_array_for_what_cannot_be_fused(make) -> None:
     assert list(world.trainers)[-1].startswith("cohort-")
 
 
-@pytest.mark.parametrize(("reason", "size"), [("0.9 times as fast", 2), (f"{FAILED}, RuntimeError: memory", 1)])
-def test_what_may_be_otherwise_on_other_nodes_is_forgotten_after_the_run(make, reason, size) -> None:
+@pytest.mark.parametrize(
+    ("reason", "size", "passing"),
+    [("0.9 times as fast", 2, False), (f"{FAILED}, RuntimeError: memory", 1, False), ("eps=0", 1, True)],
+)
+def test_what_may_be_otherwise_another_time_is_forgotten_after_the_run(make, reason, size, passing) -> None:
     world = make(nodes=1)
-    world.fuses, world.refusal = False, (reason, size)
+    world.fuses, world.refusal, world.passing = False, (reason, size), passing
     submit(world, 2, likeness="conv")
     world.advance(1.0)
     world.assign_all()

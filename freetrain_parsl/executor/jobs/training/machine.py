@@ -420,9 +420,9 @@ class TrainingMachine:
         self._end_group_if_empty()
 
     def _miss(self, lost: Participant, failure: Failure) -> None:
-        """Note the loss of a slot; that of one that leaves in a change only unless the others have left it behind.
+        """Note the loss of a slot; if it was to leave in a change, only if the others may still need it.
 
-        A command to continue after a failure would interrupt them in the next group.
+        Otherwise the command to continue after a failure would interrupt them in the next group.
         """
         change = self._processes.change
         if change is None or lost.role is not Role.LEAVER:

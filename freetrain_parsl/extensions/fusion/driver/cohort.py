@@ -352,7 +352,8 @@ class Cohort:
     def _refuse(self, array: RunningArray, sized: ArraySized) -> None:
         """Let all members train alone."""
         tried = frozenset(member.request.likeness for member in array.members.values())
-        lasting = sized.gain_size == 1 and not sized.reason.startswith(FAILED)  # else it was timed, or may be transient
+        timed, failed = sized.gain_size > 1, sized.reason.startswith(FAILED)  # other nodes, or the next try, may do
+        lasting = not (timed or failed or sized.passing)
         self._do(Refuse(sized.reason, tried, lasting))
         for member in list(self._members.values()):
             self._leave(member, sized.reason)

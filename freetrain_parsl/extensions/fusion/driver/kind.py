@@ -82,14 +82,22 @@ class FusionKind(JobKind):
 
     def _form(self, key: CohortKey, trainings: list[Training]) -> None:
         """Add training jobs to the cohort of their key, if there is one, or form one of at least two."""
-        differ = [self._differ.pop(training.name, "") for training in trainings]
+        differ = {training.name: self._differ.pop(training.name, "") for training in trainings}
         known = self._cohorts.get(key)
         if known is not None and not known.over:
             self.jobs.extend(known, trainings)
-        elif self._refusals.reason(key, trainings[0].request) or (len(trainings) == 1 and not key.structure):
-            for training in trainings:
+            return
+        left = []
+        for training in trainings:
+            if reason := self._refusals.reason(key, training.request):  # found out since it was submitted
+                self.jobs.log(record.TrainsAlone(training.name, reason))
                 self.jobs.offer(training, after=self)
-        else:
+            else:
+                left.append(training)
+        trainings = left
+        if len(trainings) == 1 and not key.structure:
+            self.jobs.offer(trainings[0], after=self)
+        elif trainings:
             jobs = self.jobs
             cohort = self._cohorts[key] = Cohort(
                 f"cohort-{next(self._names)}",
@@ -102,7 +110,7 @@ class FusionKind(JobKind):
                 numbers=jobs.numbers,
                 best_rate=jobs.curves.best_rate,
                 now=jobs.clock(),
-                differ=differ[0],
+                differ=differ[trainings[0].name],
             )
             jobs.hold(self, cohort, trainings)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl import __version__
 from freetrain_parsl.protocol.options import digest_of
-from freetrain_parsl.storage.measurements import read_measurement, write_measurement
+from freetrain_parsl.storage.measurements import measurement_path, read_measurement, write_measurement
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,7 @@ class Refusals:
                 write_measurement(self._path(likeness), {"reason": reason[:_LONGEST]})
 
     def _path(self, likeness: str) -> Path:
-        return self._root / f".not-fused-{digest_of([likeness, __version__, _version_of_torch()])}.json"
+        return measurement_path(self._root, "not-fused", digest_of([likeness, __version__, _version_of_torch()]))
 
 
 def _version_of_torch() -> str:

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
 
-__all__ = ["CallsApart", "ModelCall", "arguments_of", "call_of", "check_stackable", "difference", "is_same"]
+__all__ = [
+    "ArgumentsDiffer",
+    "CallsApart",
+    "ModelCall",
+    "arguments_of",
+    "call_of",
+    "check_stackable",
+    "difference",
+    "is_same",
+]
 
 _ROUNDS = 8  # in a row in which all members called a model and some calls differed: the last batch of an epoch may
 
@@ -67,16 +76,20 @@ def arguments_of(call: ModelCall) -> tuple[Any, Any]:
     return arguments if call.has_kwargs else (arguments, {})
 
 
+class ArgumentsDiffer(CannotFuse):
+    """Arguments that cannot be stacked differ between these members: those of others may be the same."""
+
+
 def check_stackable(values: Sequence[torch.Tensor]) -> None:
     """Check that an argument that differs between the members can be stacked.
 
     Raises
     ------
-    CannotFuse
+    ArgumentsDiffer
         It is sparse.
     """
     if any(map(is_sparse, values)):
-        raise CannotFuse(
+        raise ArgumentsDiffer(
             f"an argument of the model is {_described(values[0])} whose entries differ between the training jobs: give "
             "all the same one, or a dense one"
         )

@@ -16,6 +16,7 @@ from freetrain_parsl.extensions.fusion.engine.ambient import MemberStreams
 from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
 from freetrain_parsl.extensions.fusion.engine.call_graph import CallGraph
 from freetrain_parsl.extensions.fusion.engine.calls import (
+    ArgumentsDiffer,
     CallsApart,
     ModelCall,
     arguments_of,
@@ -26,7 +27,7 @@ from freetrain_parsl.extensions.fusion.engine.calls import (
 )
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
-from freetrain_parsl.extensions.fusion.engine.memory import used_memory
+from freetrain_parsl.extensions.fusion.engine.memory import forget_peak, used_memory
 from freetrain_parsl.extensions.fusion.forward.differences import KeptBySome, compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
 from freetrain_parsl.extensions.fusion.forward.operators import reason_of
@@ -92,7 +93,8 @@ class FusionEngine:
     stepped
         Called between the steps of all participants; may add strands to the lockstep.
     refused
-        Called with the reason when the participants cannot be fused, or if that does not pay.
+        Called with the reason when the participants cannot be fused, or if that does not pay, and with whether others
+        that are alike may be fused.
     shared
         Called with the bytes of the frozen base that all participants have in common, which are in memory once.
     clock
@@ -106,7 +108,7 @@ class FusionEngine:
         sizing: ArraySizing | None = None,
         resized: Callable[[], None] = lambda: None,
         stepped: Callable[[], None] = lambda: None,
-        refused: Callable[[str], None] = lambda _reason: None,
+        refused: Callable[[str, bool], None] = lambda _reason, _passing: None,
         shared: Callable[[int], None] = lambda _size: None,
         clock: Clock | None = None,
     ) -> None:
@@ -116,6 +118,7 @@ class FusionEngine:
         self._refused = refused
         self._shared = shared
         self._clock = clock
+        forget_peak()
         self._own_memory = used_memory()
         self._last_step: float | None = None  # when all participants made a step
         self.reason = ""
@@ -289,7 +292,7 @@ class FusionEngine:
         except CannotFuse as error:
             self._rounds_apart += 1
             if not isinstance(error, KeptBySome) or self._rounds_apart > _ROUNDS_APART:
-                self._refuse(error)
+                self._refuse(error, passing=True)
             return False
         self._rounds_apart = 0
         self._members = list(self._participants)
@@ -299,7 +302,7 @@ class FusionEngine:
         try:
             self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
         except CannotFuse as error:
-            self._refuse(error)
+            self._refuse(error, passing=True)
             return False
         return True
 
@@ -321,7 +324,7 @@ class FusionEngine:
             try:
                 differing = [compare(models) for models in zip(*(m.models for m in self._members), strict=True)]
             except CannotFuse as error:
-                self._refuse(error)
+                self._refuse(error, passing=True)
                 return False
             if _values(differing) != _values(self._differing) or not self._array.has_all_parameters():
                 self._calls.clear()
@@ -353,13 +356,13 @@ class FusionEngine:
             for row, member in enumerate(self._members)
         )
 
-    def _refuse(self, error: CannotFuse, *, of_kinds: bool = False) -> None:
+    def _refuse(self, error: CannotFuse, *, of_kinds: bool = False, passing: bool = False) -> None:
         """Continue one by one; if there are several kinds of participants, until those of other kinds have left."""
         self._dissolve()
         self.reason = str(error)
         logger.warning("%d training jobs go on one by one: %s", len(self._participants), error)
         if not of_kinds:
-            self._refused(self.reason)
+            self._refused(self.reason, passing)
 
     def _is_everyone(self, strands: Sequence[Strand]) -> bool:
         return self._array is not None and {strand.item.participant for strand in strands} == set(self._members)
@@ -410,7 +413,7 @@ class FusionEngine:
             if self._stacks_more(error):
                 self._fused_forward(strands)
             else:
-                self._refuse(error)
+                self._refuse(error, passing=isinstance(error, ArgumentsDiffer))
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
             self._refuse(CannotFuse(f"{FAILED}, {type(error).__name__}: {reason_of(error)}"))
@@ -523,8 +526,7 @@ class FusionEngine:
                     some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
                     self._refuse(CannotFuse(f"{sizing.verdict}{some}"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
-                if torch.cuda.is_available():  # what loading took is not what a step takes
-                    torch.cuda.reset_peak_memory_stats()
+                forget_peak()  # what loading took is not what a step takes
                 self._resized()
         self._last_step = now
 

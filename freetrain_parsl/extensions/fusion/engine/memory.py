@@ -20,7 +20,14 @@ from freetrain_parsl.executor.slot.node_share import Lane, fields_of, memory_of_
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["MemoryLayout", "freed_memory_kept", "memory_limit", "return_freed_memory", "used_memory"]
+__all__ = [
+    "MemoryLayout",
+    "forget_peak",
+    "freed_memory_kept",
+    "memory_limit",
+    "return_freed_memory",
+    "used_memory",
+]
 
 # Parameters of mallopt, from glibc's malloc.h: when to trim the heap, and how many blocks may be mapped on their own.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -52,6 +59,12 @@ def return_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def forget_peak() -> None:
+    """Let `used_memory` count from now on: not what ran in this process before, nor what loading took."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        torch.cuda.reset_peak_memory_stats()
 
 
 def used_memory() -> float:

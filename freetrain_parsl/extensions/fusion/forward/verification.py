@@ -120,13 +120,17 @@ def _fused(
     own = {name: _copied(buffers[name]) for name, _ in template.named_buffers()}
     assigned: dict[str, Any] = {}
     try:
-        outputs = _named(
-            fused_call(template, function, leaves, own, args, kwargs, streams, differing=differing, assigned=assigned)
-        )
-        gradients = _gradients(outputs, {**leaves, **_arguments((args, kwargs))})
+        with _attributes_kept(template):  # restored in place, so after the backward pass, which may need them
+            output = fused_call(
+                template, function, leaves, own, args, kwargs, streams, differing=differing, assigned=assigned
+            )
+            outputs = _named(output)
+            gradients = _gradients(outputs, {**leaves, **_arguments((args, kwargs))})
     except ChangesShared:
         raise
     except (CannotFuse, RuntimeError) as error:  # an error of the model itself occurs without fusion, too
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise  # the next time memory may suffice
         return reason_of(error)
     rows = {
         name: each.tensor.expand(len(streams), *each.tensor.shape) if isinstance(each, SharedTensor) else each
@@ -194,6 +198,34 @@ def _detached(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[Callable[[object], bool]]:
+    """Restore tensors that are attributes of a model, but no buffers, if it changes them in place.
+
+    Yields
+    ------
+    callable
+        Returns whether a value is such a tensor, and has been changed.
+    """
+    kept = {
+        id(value): (value, value._version, value.detach().clone())
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
+
+    def changed(value: object) -> bool:
+        known = kept.get(id(value))
+        return known is not None and known[0]._version != known[1]
+
+    try:
+        yield changed
+    finally:
+        for value, _, before in kept.values():
+            if changed(value):
+                value.detach().copy_(before)
+
+
+@contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[Callable[[], dict[str, Any]]]:
     """Restore a model's buffers, parameters and attributes afterwards, whether it changes them or assigns others.
 
@@ -209,7 +241,9 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], dict[str, Any]]]:
             f"{path}.{name}".lstrip("."): value
             for path, now, before in modules
             for name, value in now.items()
-            if name not in before or not (before[name] is value or _equal_numbers(before[name], value))
+            if name not in before
+            or changed(value)
+            or not (before[name] is value or _equal_numbers(before[name], value))
         }
 
     tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
@@ -220,7 +254,8 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], dict[str, Any]]]:
         if tensor is not None
     ]
     try:
-        yield assigned
+        with _attributes_kept(model) as changed:
+            yield assigned
     finally:
         for _, now, before in modules:
             now.clear()

@@ -282,10 +282,10 @@ class ArrayRun(Run):
     def _send_size(self, size: int, *details: Any, **more: Any) -> None:
         self._send(ArraySized(self._training, self.number, size, *details, **more))
 
-    def _refused(self, reason: str) -> None:
+    def _refused(self, reason: str, passing: bool = False) -> None:  # noqa: FBT001, FBT002 - of a callback
         sizing = self._sizing
         measured = (False, sizing.gain, sizing.gain_size) if sizing is not None else ()
-        self._send_size(1, *measured, decided=True, reason=reason)
+        self._send_size(1, *measured, decided=True, reason=reason, passing=passing)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -93,7 +93,7 @@ def likelihood(
             of_classes = weights.gather(1, torch.where(counts, labels.flatten(1), 0)) * counts
             losses, items = losses * of_classes, of_classes.sum(1)
             if label_smoothing:
-                losses = torch.lerp(losses, _evenly(logits, weights) * counts, label_smoothing)
+                losses = torch.lerp(losses, torch.where(counts, _evenly(logits, weights), 0.0), label_smoothing)
         result = losses.sum(1)
         if reduction == "mean":
             result = result / items
