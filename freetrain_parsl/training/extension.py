@@ -7,7 +7,7 @@ the objects given to ``session.prepare``: by its entry point in the group ``free
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.errors import UsageError
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.node_memory import NodeMemory
 
 __all__ = [
-    "AFTER_PREPARE",
     "SESSIONS",
     "BatchSource",
     "DataSource",
@@ -92,6 +91,8 @@ class SessionExtension(SpreadState):
     The planner then takes the time of a change to grow with the bytes that it moves."""
     trainings: int = 1
     """Number of training jobs that share this process, and the time of each step."""
+    too_late: ClassVar[str] = "session.prepare got the objects before they were complete"
+    """What is said if objects need this extension only after they were prepared."""
     computes: bool = False
     """Whether `backward` and `step` make the backward passes and the steps, instead of the session."""
 
@@ -236,11 +237,6 @@ class SessionExtension(SpreadState):
         """Take part no longer."""
 
 
-AFTER_PREPARE: Final = (
-    "session.prepare got the model before fully_shard: call fully_shard(…, mesh=session.mesh) first, then make the "
-    "optimizer, then call session.prepare"
-)
-
 SESSIONS: Final = EntryPoints[type[SessionExtension]](
     "freetrain.sessions", "session extension", subclass_of(SessionExtension)
 )
@@ -270,7 +266,7 @@ def check_extension(objects: Mapping[str, Stateful], present: SessionExtension) 
     """
     kind = _needed_by(objects)
     if kind is not None and not isinstance(present, kind):
-        raise UsageError(AFTER_PREPARE)
+        raise UsageError(kind.too_late)
 
 
 def recalled(memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:

@@ -15,7 +15,7 @@ from freetrain_parsl.extensions.sharding.resharding import OtherModel, Reshardin
 from freetrain_parsl.extensions.sharding.saver import ShardedSaver
 from freetrain_parsl.training.best_epoch import KEEP
 from freetrain_parsl.training.checkpoints.format import is_spread
-from freetrain_parsl.training.extension import AFTER_PREPARE, SessionExtension
+from freetrain_parsl.training.extension import SessionExtension
 from freetrain_parsl.training.group.replica_groups import AN_INT_IS_REFUSED
 from freetrain_parsl.training.loop_state import LoopValue
 from freetrain_parsl.training.preparation import size_of
@@ -41,6 +41,10 @@ class Sharding(SessionExtension):
     """The members hold different parts of the state: FSDP2 averages the gradients, and all write the checkpoints."""
 
     spreads = True
+    too_late = (
+        "session.prepare got the model before fully_shard: call fully_shard(…, mesh=session.mesh) first, then make the "
+        "optimizer, then call session.prepare"
+    )
 
     def __init__(self) -> None:
         self.in_place = True
@@ -147,7 +151,7 @@ class Sharding(SessionExtension):
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
         """Refuse what needs whole gradients, or a whole model, and parameters that were sharded after `prepared`."""
         if not self._parameters >= self._sharded_parameters():
-            raise UsageError(AFTER_PREPARE)
+            raise UsageError(self.too_late)
         self.resharding.follow_loop(state.loop.shared)
         self._modules = structures.sharded_modules(self.resharding.models)
         if self._device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from freetrain_parsl import run_local
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import memory, structures
 from freetrain_parsl.extensions.sharding.resharding import OtherModel, Resharding
@@ -17,6 +19,7 @@ from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -185,3 +188,30 @@ def test_a_process_that_joins_with_another_model_is_refused_and_the_others_conti
         mine._agree_on_entries(pair(1, 1, 0), 0, has_state=False)
     with pytest.raises(OtherModel, match="another model than the others: it differs"):
         mine._agree_on_entries(pair(0, 0, 1), 0, has_state=True)
+
+
+def without_a_mesh(session: Any, model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+
+
+def after_prepare(session: Any, model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    session.prepare(model, torch.optim.SGD, lr=0.1)
+    fully_shard(model, mesh=session.mesh)
+    next(iter(session.epochs(1)))
+
+
+@pytest.mark.parametrize(
+    ("shard", "advice"),
+    [
+        (without_a_mesh, r"write fully_shard\(…, mesh=session\.mesh\)"),
+        (after_prepare, "got the model before fully_shard"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_misplaced_fully_shard_is_refused_with_what_to_write(tmp_path: Path, shard: Any, advice: str) -> None:
+    with pytest.raises(UsageError, match=advice):
+        run_local(partial(shard, model=nn.Linear(4, 2)), directory=tmp_path)
