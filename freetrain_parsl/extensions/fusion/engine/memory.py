@@ -24,6 +24,7 @@ __all__ = [
     "MemoryLayout",
     "forget_peak",
     "freed_memory_kept",
+    "is_out_of_memory",
     "memory_limit",
     "return_freed_memory",
     "used_memory",
@@ -125,3 +126,9 @@ class MemoryLayout:
 def _behind(lead: int, order: Sequence[int]) -> list[int]:
     """Return an order of dimensions behind others that stay."""
     return [*range(lead), *(lead + place for place in order)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is that of a device, or of the host if its memory is limited."""
+    of_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
+    return of_host or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.engine.memory import is_out_of_memory
 from freetrain_parsl.extensions.fusion.forward.adapters import common_shape, padded
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
 from freetrain_parsl.extensions.fusion.forward.operators import reason_of
@@ -129,7 +130,7 @@ def _fused(
     except ChangesShared:
         raise
     except (CannotFuse, RuntimeError) as error:  # an error of the model itself occurs without fusion, too
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        if is_out_of_memory(error):
             raise  # the next time memory may suffice
         return reason_of(error)
     rows = {

@@ -246,7 +246,9 @@ class ArrayRun(Run):
 
         Members that train one by one in this process have all their models in memory, too.
         """
-        if not _is_out_of_memory(error):
+        from freetrain_parsl.extensions.fusion.engine.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
             return False
         members = len(self._members) + 1  # with this one
         if not self._too_large and members > 1:
@@ -286,11 +288,3 @@ class ArrayRun(Run):
         sizing = self._sizing
         measured = (False, sizing.gain, sizing.gain_size) if sizing is not None else ()
         self._send_size(1, *measured, decided=True, reason=reason, passing=passing)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is that of a device, or of the host if its memory is limited."""
-    import torch
-
-    of_host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for it
-    return of_host or isinstance(error, (torch.OutOfMemoryError, MemoryError))
