@@ -147,6 +147,12 @@ class TrainingProcesses:
         self._planner.measured("start", self._response.now - phase.group.began)
         return True
 
+    def call_off(self) -> None:
+        """End a group that has not started to train; no failure is its cause."""
+        assert self.group is not None
+        self._enter(Pausing(self.group, reported=False))
+        self.dismiss(self.members, abort=True)
+
     # Changes in place.
 
     def regroup(self, ranks: tuple[str, ...], replicas: int = 1, *, failure: bool) -> None:

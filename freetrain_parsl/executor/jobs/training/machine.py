@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
     from freetrain_parsl.planning.sizes import AllowedCounts
-    from freetrain_parsl.protocol.reports import Report
+    from freetrain_parsl.protocol.reports import CountRefused, Report
 
 __all__ = ["TrainingMachine"]
 
@@ -394,7 +394,7 @@ class TrainingMachine:
 
     def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
         """Fail, unless the function has raised its exception in a newcomer: this may be the node's fault."""
-        if self.over:
+        if self.over or (end.refused is not None and self._count_refused(participant, end.refused)):
             return
         if not participant.has_state:
             self._failing_nodes.add(participant.node)
@@ -406,6 +406,33 @@ class TrainingMachine:
         if missed and participant.role is Role.MEMBER:
             self._processes.blame(participant.slot, participant.node)
             self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
+
+    def _count_refused(self, participant: Participant, refused: CountRefused) -> bool:
+        """Learn which numbers of processes the model allows; return whether this is not a failure of the function.
+
+        Then it starts, or grows, on another number: as each refusal leaves fewer, this ends.
+        """
+        group, phase = self._processes.group, self.phase
+        assert group is not None, "only what has a group has participants"
+        try:
+            learned = self._planner.refuse(refused.allowed, len(group.ranks) // len(group.nodes))
+        except InvalidApp as error:
+            self._fail(InvalidApp(f"{error}; on {refused.size} processes it failed: {refused.reason}"))
+            return True
+        if learned:
+            rule = self._planner.allowed_counts
+            self._tracker.note(
+                f"it cannot run on {refused.size} processes: {refused.reason}; it gets numbers of nodes that are {rule}"
+            )
+        elif participant.role is Role.MEMBER:
+            return False
+        starts = isinstance(phase, Starting) or (isinstance(phase, Pausing) and not phase.reported)
+        if participant.role is Role.MEMBER and starts:
+            self._recovering = None  # the others lose it, which is no failure either
+            self._processes.call_off()
+        if len(self.desired) not in self._planner.allowed_counts:  # the planner is about to assign others
+            self.desired = group.nodes if isinstance(phase, (Running, Regrouping)) else frozenset()
+        return True
 
     def _slot_lost(self, event: on.SlotLost) -> None:
         participant = self.participants.get(event.slot)
