@@ -250,15 +250,16 @@ class TrainingMachine:
         elif (cut := self._disconnection()) is not None:
             self._note_failure(Failure(cut, crash=True))
             self._recover(with_newcomers=False)  # they may be the cause
+        elif missed := self._processes.missed_leavers():
+            for failure in missed:
+                self._note_failure(failure)
         elif isinstance(phase, Regrouping):
             self._watch(phase, arrived)
         elif not any(member.group_failed is not None for member in self._processes.members):
             self._approach_desired_nodes()
 
     def _watch(self, change: Regrouping, arrived: frozenset[str]) -> None:
-        """Note what is missed in a change, and end the processes that hang in it."""
-        for failure in self._processes.missed_leavers():
-            self._note_failure(failure)
+        """End the processes that hang in a change."""
         limit = self._limits.peer_timeout
         if not change.begun and self._response.now - change.after.began > limit:
             for slot in hanging_newcomers(self.participants, change, arrived):
