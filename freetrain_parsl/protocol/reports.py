@@ -12,6 +12,7 @@ from freetrain_parsl.protocol.codec import Count, Duration, Number, Text
 
 __all__ = [
     "BatchReport",
+    "CountRefused",
     "GroupFailed",
     "Joined",
     "Logged",
@@ -244,6 +245,25 @@ class RunPaused:
 
 
 @dataclass(frozen=True)
+class CountRefused:
+    """A function could not make its model, because that cannot be on this number of processes.
+
+    Parameters
+    ----------
+    size
+        The number of processes; of one replica.
+    allowed
+        Those on which it would not have failed in this way; `size` is none of them.
+    reason
+        What is refused, and how to mend it.
+    """
+
+    size: Count
+    allowed: AllowedCounts
+    reason: Text
+
+
+@dataclass(frozen=True)
 class RunFailed:
     """The function raised an exception, which is the message's payload.
 
@@ -251,9 +271,12 @@ class RunFailed:
     ----------
     reason
         The exception, in words.
+    refused
+        The number of processes, if it is the cause.
     """
 
     reason: Text = ""
+    refused: CountRefused | None = None
 
 
 @dataclass(frozen=True)

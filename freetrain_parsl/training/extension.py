@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.protocol.reports import CountRefused
     from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.checkpoints.saver import Saver, SaverParts
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
@@ -37,6 +38,7 @@ __all__ = [
     "DataSource",
     "SessionExtension",
     "check_extension",
+    "count_refused",
     "extension_for",
     "filled",
     "recalled",
@@ -145,6 +147,11 @@ class SessionExtension(SpreadState):
         PeerFailed
             A member has failed.
         """
+        return None
+
+    @classmethod
+    def count_refused(cls, error: BaseException) -> CountRefused | None:  # noqa: ARG003
+        """Return the number of processes that the function cannot use, if this is why it raised an exception."""
         return None
 
     def gives_way(self) -> None:
@@ -267,6 +274,12 @@ def recalled(memory: NodeMemory, options: SessionOptions, group: Group, known: i
     """Return a state from copies in the members' memory; see `SessionExtension.recall`."""
     states = (kind.recall(memory, options, group, known) for kind in SESSIONS.usable())
     return next((state for state in states if state is not None), None)
+
+
+def count_refused(error: BaseException) -> CountRefused | None:
+    """Return the number of processes that a function cannot use; see `SessionExtension.count_refused`."""
+    refusals = (kind.count_refused(error) for kind in SESSIONS.usable())
+    return next((refused for refused in refusals if refused is not None), None)
 
 
 def filled(saved: Any, target: Stateful, checkpoint: Path) -> Any:

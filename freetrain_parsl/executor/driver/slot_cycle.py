@@ -394,6 +394,7 @@ class SlotCycle:
         crash = self._drop(slot, reason, crash=crash)
         self._leave_pool(slot, reason)
         self._on_lost(slot, reason, crash)
+        self._join_again(slot)
 
     def _replace(self, slot: Slot, reason: str) -> None:
         """Drop a slot whose process has crashed, as its node's worker pool reports: it soon starts another one there.
@@ -407,6 +408,13 @@ class SlotCycle:
         elif self._registry.incomplete(slot):
             self._replaced[slot.place] = self._clock() + self._REPLACEMENT, reason
         self._on_lost(slot, reason, crash)
+        self._join_again(slot)
+
+    def _join_again(self, lost: Slot) -> None:
+        """Add the unit of a dropped slot to the pool again if another one had joined in its place before."""
+        slot = self._registry.completed_without(lost)
+        if slot is not None and (block := self._registry.blocks.get(slot.block)) is not None:
+            self._join_pool(slot, block)
 
     def _drop(self, slot: Slot, reason: str, *, crash: bool) -> bool:
         """Remove a slot; return whether it has crashed on a node that we keep."""

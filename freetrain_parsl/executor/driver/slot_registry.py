@@ -255,6 +255,19 @@ class SlotRegistry:
         self._complete.discard(slot.place)
         return True
 
+    def completed_without(self, lost: Slot) -> Slot | None:
+        """Return a slot that completes the unit of one that was dropped, and joined before: until then it was surplus.
+
+        On a node that jobs share, it gets the other's lane.
+        """
+        slots = self.slots.on(lost.node)
+        if lost.lane is not None and lost.lane < self.units_per_node:
+            surplus = next((one for one in slots if one.lane is not None and one.lane >= self.units_per_node), None)
+            if surplus is not None and not self.slots.at(lost.place):
+                surplus.lane = lost.lane
+        here = next(iter(self.slots.at(lost.place)), None)
+        return here if here is not None and not here.leaving and self.completes(here) else None
+
     def set_aside(self, place: str, now: float, pause: float) -> float:
         """Keep a unit from becoming complete for `pause` seconds, doubled each time; return the actual pause."""
         pause = min(pause * 2 ** self._times_aside[place], _LONGEST_ASIDE)

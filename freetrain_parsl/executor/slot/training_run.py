@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -208,6 +209,7 @@ class TrainingRun(Run):
 
     def perform(self) -> RunEnded:
         """Run the training job until it ends in this slot; return the message that reports the end."""
+        from freetrain_parsl.training.extension import count_refused
         from freetrain_parsl.training.fragment import run_fragment
 
         end: RunEnd
@@ -241,8 +243,10 @@ class TrainingRun(Run):
         except BaseException as error:  # noqa: BLE001 - of the user's function: passed to the user's future
             end, payload = end_by(error, self._generation)
             if isinstance(end, RunFailed):
-                self.attribute(f"!{self.source}")
-                print_exception(error)
+                end = replace(end, refused=count_refused(error))
+                if end.refused is None:
+                    self.attribute(f"!{self.source}")
+                    print_exception(error)
         return RunEnded(self._training, self.number, end, payload, stored)
 
     def handle(self, message: RunMessage | StoreReply) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from freetrain_parsl.protocol.options import SessionOptions
+    from freetrain_parsl.protocol.reports import CountRefused
     from freetrain_parsl.training.checkpoints.format import Restored
     from freetrain_parsl.training.checkpoints.saver import SaverParts
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
@@ -72,6 +73,11 @@ class Sharding(SessionExtension):
     def recall(cls, memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:
         """See `recall.recall`."""
         return recall(memory, options, group, known)
+
+    @classmethod
+    def count_refused(cls, error: BaseException) -> CountRefused | None:
+        """See `structures.count_refused`."""
+        return structures.count_refused(error)
 
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
         """Refuse objects that are sharded over another mesh; find out whether they can change their processes in place.

@@ -12,19 +12,25 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from freetrain_parsl.planning.sizes import AllowedCounts
+from freetrain_parsl.protocol.reports import CountRefused
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from types import FrameType
 
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "NotFollowed",
+    "count_refused",
     "empty_like",
     "find_problem",
     "forget_meshes",
@@ -115,6 +121,46 @@ def group_sizes(models: Iterable[nn.Module]) -> tuple[frozenset[int], frozenset[
         if each.fsdp_placement.dim > 0
     }
     return frozenset(lengths), frozenset(filter(None, map(_int_asked, groups)))
+
+
+def count_refused(error: BaseException) -> CountRefused | None:
+    """Return the number of processes that ``fully_shard`` has refused by this error; ``None``: it is another error.
+
+    torch says it only in words, and raises the same types for other reasons: the frames of its functions, which the
+    traceback keeps, have the numbers.
+    """
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if ".fsdp._fully_shard" in _module_of(frame)]
+    if not frames:
+        return None
+    here = frames[-1].f_locals
+    with suppress(AttributeError, KeyError, TypeError, IndexError):  # another version of torch: not known, then
+        if frames[-1].f_code.co_name == "_get_post_forward_mesh_info":
+            asked, size = here["reshard_after_forward"], here["mesh_info"].shard_mesh_size
+            if asked > 0 and size % asked:
+                reason = f"reshard_after_forward={asked} needs a multiple of {asked} (otherwise leave it out)"
+                return CountRefused(size, AllowedCounts(asked), reason)
+        elif frames[-1].f_code.co_name == "_init_sharded_param":
+            dim, size = here["self"].fsdp_placement.dim, here["self"].mesh_info.shard_mesh_size
+            length = here["self"]._orig_size[dim]
+            if dim > 0 and length % size:
+                reason = (
+                    f"{_described(here['param'], frames)} is sharded over its dimension {dim}, whose length they must "
+                    "divide (otherwise choose another one in shard_placement_fn)"
+                )
+                return CountRefused(size, AllowedCounts(divisor_of=length), reason)
+    return None
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _described(param: nn.Parameter, frames: Iterable[FrameType]) -> str:
+    """Return the name of a parameter in the module that ``fully_shard`` got, with its shape."""
+    roots = [frame.f_locals.get("module") for frame in frames]
+    root = next((root for root in roots if isinstance(root, nn.Module)), nn.Module())
+    name = next((name for name, one in root.named_parameters() if one is param), "a parameter")
+    return f"{name} of a {type(root).__name__}, of shape {tuple(param.shape)},"
 
 
 def reason_against(models: Iterable[nn.Module], mesh: DeviceMesh) -> str | None:

@@ -46,6 +46,7 @@ _MOST_FILES: Final = 10_000  # each costs calls of the shared file system; users
 _UNUSED: Final = 86400.0  # seconds
 _ROOM: Final = 1.25  # times its size must be free: jobs write there, too
 _OF_MEMORY: Final = 10  # times its size must be available, where the local directory is memory
+_UNITS: Final = {"K": 10, "M": 20, "G": 30, "T": 40}
 _LOOK: Final = 0.2  # seconds between looks at a lock
 _SLOWEST: Final = 20e6  # bytes per second at which another process may make a copy
 _SHORTEST_WAIT: Final = 60.0  # seconds
@@ -244,10 +245,19 @@ def _lacks_room(cache: Path, size: int) -> str:
     if file_system_of(str(cache)) == "tmpfs":
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-        limit = int(os.environ.get("SLURM_MEM_PER_NODE") or 0) << 20
+        limit = _memory_of_job(os.environ.get("SLURM_MEM_PER_NODE", ""))
         if min(available, limit or available) < size * _OF_MEMORY:
             return f"{cache} is memory, and ten times {size / 1e6:.0f} MB are not free"
     return ""
+
+
+def _memory_of_job(given: str) -> int:
+    """Return what Slurm gives a job on a node, in bytes; 0: all, or it says so in no way that is known.
+
+    It is in megabytes, unless it has a suffix, as sites' own scripts and plugins write it.
+    """
+    number, unit = (given[:-1], given[-1:].upper()) if given[-1:].isalpha() else (given, "M")
+    return int(number) << _UNITS[unit] if number.isdecimal() and unit in _UNITS else 0
 
 
 def _remove_unused(cache: Path, prefixes: tuple[str, ...], age: float) -> None:

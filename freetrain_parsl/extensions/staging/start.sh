@@ -21,13 +21,19 @@ plain() {
     exec "${command[@]}"
 }
 mine() { [ -d "$1" ] && [ ! -L "$1" ] && [ "$(stat -c '%u %a' "$1")" = "$user 700" ]; }
+memory_of_job() {  # kB; 0: all. Slurm gives megabytes, unless there is a suffix
+    local given=${SLURM_MEM_PER_NODE:-0} factor=1024
+    [[ ${given^^} =~ ^([0-9]+)([KMGT]?)$ ]] || { echo 0; return; }
+    case ${BASH_REMATCH[2]} in K) factor=1;; G) factor=1048576;; T) factor=1073741824;; esac
+    echo $((10#${BASH_REMATCH[1]} * factor))
+}
 suits() {  # its own directory there is private, on this node, has room, and may hold programs
     local type free limit code
     type=$(stat -f -c %T "$1" 2>/dev/null) || return 1
     case $type in nfs*|lustre|gpfs|fuse*|ceph|smb*|cifs|afs|panfs|beegfs|pvfs*|UNKNOWN*) return 1;; esac
     if [ "$type" = tmpfs ]; then  # it is memory, of which training needs most
         free=$(awk '/^MemAvailable:/ {print $2}' /proc/meminfo)
-        limit=$((${SLURM_MEM_PER_NODE:-0} * 1024))  # 0: all
+        limit=$(memory_of_job)
         [ $limit -gt 0 ] && [ $limit -lt "$free" ] && free=$limit
         [ "$free" -ge $((bytes / 1024 * 10)) ] || { why="$1 is memory, and ten times the image is not free"; return 1; }
     fi

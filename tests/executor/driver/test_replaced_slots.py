@@ -6,6 +6,7 @@ import pytest
 
 from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.protocol.messages import Hello
 from tests.executor.slot.slot_bench import SlotBench
 
 KILLED = RuntimeError("worker lost")
@@ -70,3 +71,27 @@ def test_a_second_loss_on_a_node_that_is_awaited_takes_it_out_once() -> None:
     driver.cycle.set_aside(driver.registry.slots["n0/slot-2"], "unreachable")
     driver.let_pass(5.0)
     assert driver.events == [ev.NodesLeft(0.0, ("n0",))]
+
+
+@pytest.mark.parametrize("tell", ["silence", "pool"])
+@pytest.mark.parametrize("share_nodes", [False, True])
+def test_a_slot_that_joins_before_the_one_that_it_replaces_is_dropped_takes_its_place(
+    share_nodes: bool, tell: str
+) -> None:
+    """The driver may hear of a death late: until then the new slot is surplus."""
+    driver = SlotBench(("n0",), slots_per_node=2, share_nodes=share_nodes)
+    for number, token in enumerate([*driver.open_tasks(), "slot-9"]):
+        driver.cycle.on_hello(f"n0/{number % 2}/{token}", Hello(token, "n0", "0", 0))
+    assert {type(event) for event in driver.events} == {ev.NodesJoined}
+    driver.events.clear()
+    dead = driver.registry.slots["n0/0/slot-1"]
+    if tell == "silence":
+        driver.cycle.kill(dead, "silent")
+        assert [type(event) for event in driver.events] == [ev.NodesLeft, ev.NodesJoined]
+    else:
+        driver.cycle.on_task_ended(SlotTaskEnded(dead.token, KILLED))
+        driver.let_pass(10.0)
+        assert driver.events == []
+    slots = driver.registry.complete_slots([dead.place])
+    assert slots is not None
+    assert "slot-9" in {slot.token for slot in slots}

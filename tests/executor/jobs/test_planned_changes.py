@@ -310,3 +310,28 @@ def test_a_leaver_that_dies_before_the_others_have_left_is_missed(stage: Stage, 
     assert (stage.place("s0"), stage.place("s1")) == ((0, 2, True), (1, 2, True))
     stage.joins("s0", "s1")
     assert [entry.detail["failure"] for entry in stage.fragments()] == [True]
+
+
+def test_a_leaver_that_died_before_the_others_pause_is_missed_as_soon_as_they_say_so(stage: Stage) -> None:
+    """They need its part to save; its node was taken, so that this is no crash."""
+    stage.running("n0", "n1", "n2")
+    stage.on("n0", "n1")
+    stage.lose("s2", crash=False)
+    stage.ends("s1", RunPaused(PauseReason.CLOSING))
+    stage.group_fails("s0")
+    stage.turn()
+    stage.now += 0.2
+    stage.turn()
+    assert stage.place("s0") == (0, 1, True)
+    assert not [entry for entry in stage.history() if entry[1].kind == "restarted"]
+
+
+def test_a_leaver_that_died_before_the_others_pause_is_not_missed_if_they_have_saved(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2")
+    stage.on("n0", "n1")
+    stage.lose("s2", crash=False)
+    stage.ends("s1", RunPaused(PauseReason.CLOSING))
+    stage.now += 0.5
+    stage.turn()
+    stage.ends("s0", RunPaused(PauseReason.CLOSING))
+    assert [entry.detail["failure"] for entry in stage.fragments()] == [False]

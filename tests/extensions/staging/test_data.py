@@ -229,3 +229,25 @@ def test_clean_removes_what_nobody_uses(shared: Path, place: Path) -> None:
     let_go(copy.parent.name)
     NodeCopies.clean()
     assert not copy.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ("", True),
+        ("0", True),
+        ("9", False),
+        ("9M", False),
+        ("9000k", False),
+        ("11", True),
+        ("8G", True),
+        ("1T", True),
+        ("most", True),
+    ],
+)
+def test_memory_that_slurm_gives_in_any_of_its_units_limits_copies_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, fits: bool
+) -> None:
+    monkeypatch.setattr(data, "file_system_of", lambda path: "tmpfs")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", given)
+    assert (data._lacks_room(tmp_path, 1 << 20) == "") == fits

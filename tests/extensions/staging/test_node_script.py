@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import tarfile
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -272,3 +273,15 @@ def test_memory_is_given_back_by_the_last_pilot(node: Node, tmp_path: Path) -> N
         assert (
             node.run("/bin/sh", "-c", f"test /proc/$$/fd/8 -ef {node.unpacked} && echo it is open")[0] == "it is open"
         )
+
+
+@pytest.mark.parametrize(("given", "used"), [("9", False), ("9m", False), ("8G", True), ("most", True)])
+def test_memory_that_slurm_gives_in_any_of_its_units_limits_images_in_memory(
+    node: Node, given: str, used: bool
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        node.place = Path(memory)
+        node.environment["SLURM_MEM_PER_NODE"] = given
+        _, error = node.run()
+        assert ("was unpacked in" in error) == used
+        assert ("is memory, and ten times the image is not free" in error) != used

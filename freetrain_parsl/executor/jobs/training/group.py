@@ -147,6 +147,12 @@ class TrainingProcesses:
         self._planner.measured("start", self._response.now - phase.group.began)
         return True
 
+    def call_off(self) -> None:
+        """End a group that has not started to train; no failure is its cause."""
+        assert self.group is not None
+        self._enter(Pausing(self.group, reported=False))
+        self.dismiss(self.members, abort=True)
+
     # Changes in place.
 
     def regroup(self, ranks: tuple[str, ...], replicas: int = 1, *, failure: bool) -> None:
@@ -229,8 +235,8 @@ class TrainingProcesses:
             if isinstance(phase, Regrouping):
                 coming = [self.participants[slot] for slot in phase.after.ranks if slot in self.participants]
                 self.dismiss([one for one in coming if not one.has_state], abort=False)
-            reported = not isinstance(phase, Starting)
-            self._enter(Pausing(self._close_change(), reported))
+            lost = phase.lost_leavers if isinstance(phase, Regrouping) else []
+            self._enter(Pausing(self._close_change(), not isinstance(phase, Starting), lost))
         self.dismiss(self.newcomers, abort=False)
         for member in self.participants.values():
             if member.role is Role.MEMBER:
@@ -277,17 +283,19 @@ class TrainingProcesses:
     def missed_leavers(self) -> list[Failure]:
         """Take the failures of members that were to leave, if the others may not have left them behind.
 
-        All that stay are at the meeting of the next group once they have: only then do they not need them any more.
+        All that stay are at the meeting of the next group once they have: only then do they not need them any more. If
+        they pause instead, they do until they have ended.
         """
-        change = self.change
-        if change is None or not change.lost_leavers:
+        phase = self._phase
+        if not isinstance(phase, (Regrouping, Pausing)) or not phase.lost_leavers:
             return []
-        stay = {slot for slot in change.after.running if self.participants[slot].has_state}
+        running = phase.after.running if isinstance(phase, Regrouping) else phase.group.running
+        stay = {slot for slot in running if self.participants[slot].has_state}
         failed = any(self.participants[slot].group_failed is not None for slot in stay)
-        left_behind = change.begun or (stay <= self.arrived and not failed)
-        if not (left_behind or failed or self._response.now - change.lost_leavers[0][1] > _LEFT_BEHIND):
+        left_behind = isinstance(phase, Regrouping) and (phase.begun or (stay <= self.arrived and not failed))
+        if not (left_behind or failed or self._response.now - phase.lost_leavers[0][1] > _LEFT_BEHIND):
             return []
-        lost, change.lost_leavers = change.lost_leavers, []
+        lost, phase.lost_leavers = phase.lost_leavers, []
         return [] if left_behind else [failure for failure, _ in lost]
 
     def blame(self, slot: str, node: str) -> None:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
     from freetrain_parsl.planning.sizes import AllowedCounts
-    from freetrain_parsl.protocol.reports import Report
+    from freetrain_parsl.protocol.reports import CountRefused, Report
 
 __all__ = ["TrainingMachine"]
 
@@ -250,15 +250,16 @@ class TrainingMachine:
         elif (cut := self._disconnection()) is not None:
             self._note_failure(Failure(cut, crash=True))
             self._recover(with_newcomers=False)  # they may be the cause
+        elif missed := self._processes.missed_leavers():
+            for failure in missed:
+                self._note_failure(failure)
         elif isinstance(phase, Regrouping):
             self._watch(phase, arrived)
         elif not any(member.group_failed is not None for member in self._processes.members):
             self._approach_desired_nodes()
 
     def _watch(self, change: Regrouping, arrived: frozenset[str]) -> None:
-        """Note what is missed in a change, and end the processes that hang in it."""
-        for failure in self._processes.missed_leavers():
-            self._note_failure(failure)
+        """End the processes that hang in a change."""
         limit = self._limits.peer_timeout
         if not change.begun and self._response.now - change.after.began > limit:
             for slot in hanging_newcomers(self.participants, change, arrived):
@@ -394,7 +395,7 @@ class TrainingMachine:
 
     def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
         """Fail, unless the function has raised its exception in a newcomer: this may be the node's fault."""
-        if self.over:
+        if self.over or (end.refused is not None and self._count_refused(participant, end.refused)):
             return
         if not participant.has_state:
             self._failing_nodes.add(participant.node)
@@ -406,6 +407,33 @@ class TrainingMachine:
         if missed and participant.role is Role.MEMBER:
             self._processes.blame(participant.slot, participant.node)
             self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
+
+    def _count_refused(self, participant: Participant, refused: CountRefused) -> bool:
+        """Learn which numbers of processes the model allows; return whether this is not a failure of the function.
+
+        Then it starts, or grows, on another number: as each refusal leaves fewer, this ends.
+        """
+        group, phase = self._processes.group, self.phase
+        assert group is not None, "only what has a group has participants"
+        try:
+            learned = self._planner.refuse(refused.allowed, len(group.ranks) // len(group.nodes))
+        except InvalidApp as error:
+            self._fail(InvalidApp(f"{error}; on {refused.size} processes it failed: {refused.reason}"))
+            return True
+        if learned:
+            rule = self._planner.allowed_counts
+            self._tracker.note(
+                f"it cannot run on {refused.size} processes: {refused.reason}; it gets numbers of nodes that are {rule}"
+            )
+        elif participant.role is Role.MEMBER:
+            return False
+        starts = isinstance(phase, Starting) or (isinstance(phase, Pausing) and not phase.reported)
+        if participant.role is Role.MEMBER and starts:
+            self._recovering = None  # the others lose it, which is no failure either
+            self._processes.call_off()
+        if len(self.desired) not in self._planner.allowed_counts:  # the planner is about to assign others
+            self.desired = group.nodes if isinstance(phase, (Running, Regrouping)) else frozenset()
+        return True
 
     def _slot_lost(self, event: on.SlotLost) -> None:
         participant = self.participants.get(event.slot)

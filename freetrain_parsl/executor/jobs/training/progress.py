@@ -348,6 +348,7 @@ class PlannerView:
         with suppress(InvalidApp):  # within the bounds of this one, none is allowed: its own report counts
             self._trainer = replace(self._stated, allowed_counts=self._stated.allowed_counts & recalled)
         self._costs = self._trainer.costs
+        self._model = ANY_COUNT
         self._response = response
 
     @property
@@ -378,16 +379,35 @@ class PlannerView:
         moved = float(progress.sharded_bytes) if progress.in_place else 0.0
         if moved != self._costs.sharded_bytes:
             self._learn(replace(self._costs, sharded_bytes=moved))
-        allowed = self._stated.allowed_counts & progress.allowed_counts.in_units(processes_per_unit)
-        saves = progress.write_seconds
-        known = self._trainer
-        if allowed == known.allowed_counts and abs(saves - known.save_seconds) <= _SIGNIFICANT * known.save_seconds:
-            return
+        self._model = progress.allowed_counts.in_units(processes_per_unit)
+        saves, known = progress.write_seconds, self._trainer
+        same = self._stated.allowed_counts & self._model == known.allowed_counts
+        if not same or abs(saves - known.save_seconds) > _SIGNIFICANT * known.save_seconds:
+            self._restrict(saves)
+
+    def refuse(self, allowed: AllowedCounts, processes_per_unit: int) -> bool:
+        """Report that its function fails on other numbers of processes; return whether they were thought allowed.
+
+        Raises
+        ------
+        InvalidApp
+            No number within the bounds is left.
+        """
+        before = self._stated.allowed_counts
+        after = before & allowed.in_units(processes_per_unit)
+        if after == before:
+            return False
+        self._stated = replace(self._stated, allowed_counts=after)
+        self._restrict(self._trainer.save_seconds)
+        return True
+
+    def _restrict(self, saves: float) -> None:
+        """Report the allowed numbers of units, and the seconds of a save."""
         self._trainer = replace(
-            known,
+            self._trainer,
             min_nodes=self._stated.min_nodes,
             max_nodes=self._stated.max_nodes,
-            allowed_counts=allowed,
+            allowed_counts=self._stated.allowed_counts & self._model,
             save_seconds=saves,
         )
         self._response.inform(planner.TrainerLearned(self._response.now, self._trainer))

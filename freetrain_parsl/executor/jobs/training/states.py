@@ -227,10 +227,21 @@ class Regrouping:
 
 @dataclass
 class Pausing:
-    """The members save the state and end; `reported`: the group had started training."""
+    """The members save the state and end.
+
+    Parameters
+    ----------
+    group
+        The group.
+    reported
+        Whether it had started training.
+    lost_leavers
+        As in `Regrouping`: those of a change that had not begun.
+    """
 
     group: GroupMembers
     reported: bool
+    lost_leavers: list[tuple[Failure, float]] = field(default_factory=list)
 
 
 @dataclass
