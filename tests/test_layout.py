@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 514  # what NCCL does differently, lost messages, shards in place, copies of users' data
+MOST_FILES: Final = (
+    515  # imports ahead, what NCCL does differently, lost messages, shards in place, copies of users' data
+)
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -36,7 +38,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_150,  # leavers left behind, who was lost, indices of a thousand slots, copies of users' data
+    "executor": 15_330,  # who was lost, indices of a thousand slots, copies of users' data, imports ahead
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -55,7 +57,7 @@ BUDGET: Final = {
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_700,
-    "protocol": 2_090,  # who was lost, which steps are repeated, shared bases, heartbeats packed once
+    "protocol": 2_120,  # which steps are repeated, shared bases, heartbeats packed once, imports ahead
     "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,
