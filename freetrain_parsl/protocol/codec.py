@@ -127,7 +127,7 @@ Names: TypeAlias = Annotated[dict[str, str], Limit(_are_names)]
 """A mapping from names to names, with at most 32 entries."""
 
 
-VERSION = 8
+VERSION = 9
 """Protocol version; incremented with every change of a message."""
 
 _LONGEST_HEADER = 1 << 20  # bytes
