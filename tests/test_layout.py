@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_420,  # imports ahead, refused counts, leavers left behind, indices of a thousand slots, copies of users' data
+    "executor": 15_420,  # imports ahead, refused counts, leavers left behind, indices of slots, users' data
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -50,7 +50,7 @@ BUDGET: Final = {
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
     "extensions/sharding": 3_350,  # counts that fully_shard refuses, shards that stay in their place
-    "extensions/staging": 1_450,  # copies of users' data on nodes; listings of directories in images; memory in Slurm's units
+    "extensions/staging": 1_450,  # copies of users' data; listings in images; memory in Slurm's units
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
