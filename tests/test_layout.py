@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_150,  # leavers left behind, who was lost, indices of a thousand slots, copies of users' data
+    "executor": 15_190,  # leavers left behind, indices of a thousand slots, first starts on refused counts, surplus slots
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -49,13 +49,13 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_300,  # shards that stay in their place, refusals of misplaced fully_shard
-    "extensions/staging": 1_430,  # copies of users' data on nodes; listings of directories in images
+    "extensions/sharding": 3_335,  # shards that stay in their place, misplaced fully_shard, what counts it refuses
+    "extensions/staging": 1_440,  # units of memory, copies of users' data on nodes; listings of directories in images
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_700,
-    "protocol": 2_090,  # who was lost, which steps are repeated, shared bases, heartbeats packed once
+    "protocol": 2_105,  # refused counts, who was lost, which steps are repeated, shared bases, heartbeats packed once
     "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,
