@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_190,  # leavers left behind, indices of a thousand slots, first starts on refused counts, surplus slots
+    "executor": 15_240,  # leavers left behind, indices of a thousand slots, recovery by itself, refused counts
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
