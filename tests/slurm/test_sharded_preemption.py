@@ -29,7 +29,7 @@ def test_a_preempted_node_gives_its_part_of_the_state_to_the_others(start, clust
         cluster.wait_for_state(job, "RUNNING")
     driver = start(policy=ScriptedPolicy(3), checkpoints=CheckpointSettings(interval=timedelta(hours=1)))
     train = make_app().options(name="t", min_nodes=2)
-    future = train(epochs=30, slow=str(slow))
+    future = train(epochs=15, slow=str(slow))
     driver.until_step(1)
     first = set(driver.run.trainings["t"].nodes)
     assert len(first) == 2
@@ -44,11 +44,11 @@ def test_a_preempted_node_gives_its_part_of_the_state_to_the_others(start, clust
     slow.unlink()
 
     result = torch.tensor(future.result(timeout=120))
-    assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
+    assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=15)), atol=1e-4)
     run = driver.until(lambda run: run.completed and run)
     assert [len(fragment.nodes) for fragment in run.fragments] == [2, 3, 2]
     assert [fragment.in_place for fragment in run.fragments] == [False, True, True]
     assert not any(fragment.failure for fragment in run.fragments)
     assert all(fragment.resumed_from is None for fragment in run.fragments)
     progress = run.trainings["t"].progress
-    assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
+    assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (15 * 200, 0, 0)

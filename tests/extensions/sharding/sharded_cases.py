@@ -41,7 +41,8 @@ class Case:
     in_loop: bool = False  # averages in session.state: an object, a dictionary and a tensor
     micro_batch: int | None = None
     inner: int = 14
-    compiled: bool = False
+    compiled: str = ""  # backend of torch.compile, and when each block is compiled: "before", "after" or "wrapped"
+    small: bool = False  # blocks that are compiled soon, and no validation, for which they would be compiled again
     width: int = WIDTH
 
 
@@ -62,11 +63,20 @@ class Block(nn.Module):
         return x + self.gain * self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
+class SmallBlock(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(case.width, case.inner), nn.Linear(case.inner, case.width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, case.width)
-        self.blocks = nn.ModuleList(Block(case) for _ in range(2))
+        self.blocks = nn.ModuleList((SmallBlock if case.small else Block)(case) for _ in range(2))
         self.norm = nn.LayerNorm(case.width)
         self.head = nn.Linear(case.width, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight  # tied
@@ -137,11 +147,16 @@ def build(session: Any, case: Case, *, shard: bool = True) -> nn.Module:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if case.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for block in model.blocks:
+    backend, _, when = case.compiled.partition(" ")
+    for number, block in enumerate(model.blocks):
+        if when == "before":
+            block.compile(backend=backend)
+        elif when == "wrapped":
+            block = model.blocks[number] = torch.compile(block, backend=backend)  # noqa: PLW2901
         columns = {block.down.weight} if case.columns else set()
         fully_shard(block, **options, shard_placement_fn=lambda p, c=columns: Shard(1) if p in c else None)
-        if case.compiled:
-            block.compile(backend="aot_eager")
+        if when == "after":
+            block.compile(backend=backend)
     if case.grouped:
         fully_shard([model.norm, model.frozen], **options)
     fully_shard(model, **options)
@@ -191,6 +206,9 @@ def train_case(  # noqa: C901 - one option for each thing that users do
     model.blocks[0].register_forward_hook(lambda *_: hooked.append("forward"))
     data = session.loader(Tokens(), BATCH, micro_batch=case.micro_batch)
     steps = 0
+    graphs: dict[int, int] = {}
+    torch._dynamo.reset()  # what this warm process has compiled in another test
+    torch._dynamo.utils.counters.clear()
     for epoch in session.epochs(epochs):
         for tokens in data:
             logits = model(tokens[:, :-1])
@@ -211,7 +229,8 @@ def train_case(  # noqa: C901 - one option for each thing that users do
                     kept.slow[name].lerp_(p.detach(), 0.1)
                 kept.last.append(kept.last[-1] * 0.5 + trained[0].detach())
             step = session.metrics["steps"]
-            if step % 3 == 0:  # a validation: leaves an unsharded root behind
+            graphs[step] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            if step % 3 == 0 and not case.small:  # a validation: leaves an unsharded root behind
                 with torch.no_grad():
                     model(Tokens()[0][None, :-1].to(session.device))
             if gates and (gate := gates.get(step)):
@@ -235,6 +254,7 @@ def train_case(  # noqa: C901 - one option for each thing that users do
         "kept": kept and [whole(kept.ema.state_dict()), whole(kept.slow), [whole(each) for each in kept.last]],
         "same": same == list(map(id, model.parameters())) and len(hooked) >= steps,
         "largest": largest_shard(model),
+        "graphs": graphs,
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),
     }

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[Case, Sequence[int]]] = {
     "reshard_after_forward=False, newcomers on meta": (Case(reshard=False, meta=True), SIZES),
     "Shard(1), list of modules": (Case(columns=True, grouped=True, inner=16), EVEN),
     "averages in session.state": (Case(in_loop=True), SIZES),
-    "torch.compile": (Case(compiled=True), (2, 3, 2)),
+    "torch.compile": (Case(compiled="aot_eager after"), (2, 3, 2)),
     "bf16, fp32 reduction": (Case(dtype=torch.float32, reduced=True), SIZES),
     "CPU offload": (Case(dtype=torch.float32, offload=True), SIZES),
 }

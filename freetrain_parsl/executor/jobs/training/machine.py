@@ -5,8 +5,8 @@ group changes in place: newcomers prepare on added nodes while the members train
 form the next group. The survivors of a failure receive the same command. Only a training job that loses all its nodes,
 or cannot change in place, is paused with a checkpoint and started again.
 
-The machine decides. `TrainingProcesses` makes the changes of the group and its phase, `ProgressTracker` follows
-the training job's progress, and `PlannerView` reports it to the planner.
+The machine decides. `TrainingProcesses` makes the changes of the group and its phase, `Recovery` chooses who continues
+after failures, `ProgressTracker` follows the training job's progress, and `PlannerView` reports it to the planner.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from freetrain_parsl.executor.jobs.training.rank_order import (
     divided,
     fitting,
     in_order_of_place,
-    intact_after,
     least_moved,
 )
+from freetrain_parsl.executor.jobs.training.recovery import Recovery
 from freetrain_parsl.executor.jobs.training.states import (
     Abandoning,
     Ended,
@@ -41,11 +41,9 @@ from freetrain_parsl.executor.jobs.training.states import (
     Starting,
     Waiting,
     disconnection,
-    fewest_to_exclude,
     hanging_newcomers,
     next_change,
     stuck_members,
-    survivors,
 )
 from freetrain_parsl.planning.sizes import ANY_COUNT
 from freetrain_parsl.protocol import journal as record
@@ -78,7 +76,6 @@ if TYPE_CHECKING:
 __all__ = ["TrainingMachine"]
 
 _MOST_FAILING_NODES = 3  # then the function's exception is not a node's fault
-_GATHER = 0.1  # seconds: the slots of a node rarely fail at the same instant
 
 
 class TrainingMachine:
@@ -126,7 +123,7 @@ class TrainingMachine:
         self._processes = TrainingProcesses(
             request, limits, numbers, self._response, self._planner, lambda: self._tracker.counted_seconds
         )
-        self._recovering: Recovering | None = None
+        self._recovery = Recovery(request, self._processes, self._tracker, self._response)
         self._stall = ""
         self._failing_nodes: set[str] = set()  # on which the function raised an exception before it joined the group
         self._registry: SlotRegistry
@@ -149,9 +146,8 @@ class TrainingMachine:
     @property
     def state(self) -> State:
         """The current state."""
-        if self._recovering is None:
-            return self.phase
-        return Recovering(self.phase, self._recovering.failures, self._recovering.latest)
+        pending = self._recovery.pending
+        return self.phase if pending is None else Recovering(self.phase, pending.failures, pending.latest)
 
     @property
     def over(self) -> bool:
@@ -161,7 +157,7 @@ class TrainingMachine:
     @property
     def waits_for_nodes(self) -> bool:
         """Whether it has neither processes nor nodes on which to start them, so that only an event can change it."""
-        waits = isinstance(self.phase, Waiting) and not self.participants and self._recovering is None
+        waits = isinstance(self.phase, Waiting) and not self.participants and self._recovery.pending is None
         return waits and not self.desired and self.goal is Goal.TRAIN
 
     @property
@@ -214,7 +210,7 @@ class TrainingMachine:
                     self._assigned = self._assigned if self.desired else now
                     self.desired = event.nodes
             case on.BatchChosen():
-                if self._recovering is None and self.goal is Goal.TRAIN:
+                if self._recovery.pending is None and self.goal is Goal.TRAIN:
                     self._processes.change_batch(event.size)
             case on.Cancelled():
                 self._cancel()
@@ -239,20 +235,20 @@ class TrainingMachine:
                 self._do(do.Kill(one.slot, "it did not respond to a failure, or did not exit, in time"))
 
     def _advance(self, arrived: frozenset[str]) -> None:
-        group, phase = self._processes.group, self.phase
-        if self._recovering is not None:
-            if group is None or not group.running or self._response.now - self._recovering.latest >= _GATHER:
+        phase = self.phase
+        if self._recovery.pending is not None:
+            if self._recovery.is_due:
                 self._recover(with_newcomers=True)
         elif isinstance(phase, Waiting):
             self._start_or_end()
         elif isinstance(phase, Abandoning):
             return
         elif (cut := self._disconnection()) is not None:
-            self._note_failure(Failure(cut, crash=True))
+            self._recovery.note(Failure(cut, crash=True))
             self._recover(with_newcomers=False)  # they may be the cause
         elif missed := self._processes.missed_leavers():
             for failure in missed:
-                self._note_failure(failure)
+                self._recovery.note(failure)
         elif isinstance(phase, Regrouping):
             self._watch(phase, arrived)
         elif not any(member.group_failed is not None for member in self._processes.members):
@@ -370,28 +366,13 @@ class TrainingMachine:
     # ── failures ──────────────────────────────────────────────────────────────────────────────────
 
     def _group_failed(self, member: Participant, report: GroupFailed) -> None:
-        self._exclude_unreachable(report)
+        self._recovery.exclude_unreachable(report, self._registry)
         change = self._processes.change
         if self.over or member.role is Role.LEAVER:
             self._processes.dismiss([member], abort=True)
         elif change is None or not change.failure or report.generation >= change.after.number:
             member.deadline = None
             member.group_failed, member.complaint = self._response.now, report.reason  # else its command is in transit
-
-    def _exclude_unreachable(self, report: GroupFailed | PeersFailed) -> None:
-        """Exclude the members that the others cannot reach, after a group could not be formed."""
-        groups = [group for group in (self._processes.next_group, self._processes.group) if group is not None]
-        ranks = next((group.ranks for group in groups if group.number == report.generation), ())
-        with_state = [one.slot for one in self.participants.values() if one.has_state]
-        for slot in fewest_to_exclude(ranks, report.unreachable, with_state):
-            member = self.participants.get(slot)
-            if member is None or slot not in self._registry.slots or member.unreachable or self.over:
-                continue
-            member.unreachable = True
-            reason = f"other nodes of training job {self.name} cannot reach it, though it reaches the driver"
-            self._do(do.SetAside(slot, reason))
-            self._processes.blame(slot, member.node)
-            self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
 
     def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
         """Fail, unless the function has raised its exception in a newcomer: this may be the node's fault."""
@@ -406,7 +387,7 @@ class TrainingMachine:
         self._do(do.SetAside(participant.slot, reason))
         if missed and participant.role is Role.MEMBER:
             self._processes.blame(participant.slot, participant.node)
-            self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
+            self._recovery.note(Failure(f"{participant.node}: {reason}", crash=False))
 
     def _count_refused(self, participant: Participant, refused: CountRefused) -> bool:
         """Learn which numbers of processes the model allows; return whether this is not a failure of the function.
@@ -429,7 +410,7 @@ class TrainingMachine:
             return False
         starts = isinstance(phase, Starting) or (isinstance(phase, Pausing) and not phase.reported)
         if participant.role is Role.MEMBER and starts:
-            self._recovering = None  # the others lose it, which is no failure either
+            self._recovery.pending = None  # the others lose it, which is no failure either
             self._processes.call_off()
         if len(self.desired) not in self._planner.allowed_counts:  # the planner is about to assign others
             self.desired = group.nodes if isinstance(phase, (Running, Regrouping)) else frozenset()
@@ -444,53 +425,19 @@ class TrainingMachine:
             self._processes.dismiss(self.participants.values(), abort=True)
         elif missed:
             self._processes.blame(participant.slot, participant.node)
-            self._miss(participant, Failure(event.reason, event.crash))
+            self._recovery.miss(participant, Failure(event.reason, event.crash))
         self._end_group_if_empty()
-
-    def _miss(self, lost: Participant, failure: Failure) -> None:
-        """Note the loss of a slot; if it was to leave in a change, only if the others may still need it.
-
-        Otherwise the command to continue after a failure would interrupt them in the next group.
-        """
-        change = self._processes.change
-        if change is None or lost.role is not Role.LEAVER:
-            self._note_failure(failure)
-        elif not change.failure:
-            change.lost_leavers.append((failure, self._response.now))
-
-    def _note_failure(self, failure: Failure) -> None:
-        before = [] if self._recovering is None else self._recovering.failures
-        self._recovering = Recovering(self.phase, [*before, failure], self._response.now)
 
     def _recover(self, *, with_newcomers: bool) -> None:
         """Continue with the survivors, or, if none of them has the state, from the newest checkpoint."""
-        assert self._recovering is not None
-        failures, self._recovering = self._recovering.failures, None
-        failure = next((one for one in failures if one.crash), failures[-1])
-        if failure.crash:
-            self._tracker.count_crash(failure.reason)
-        group, phase = self._processes.group, self.phase
-        if group is None:
+        error = self._recovery.count()
+        if self._processes.group is None:
             return
-        if (error := self._tracker.too_many_crashes()) is not None:
+        if error is not None:
             self._fail(error)
             return
-        if not isinstance(phase, Abandoning):
-            reported = not isinstance(phase, Starting) and not (isinstance(phase, Pausing) and not phase.reported)
-            ranks: tuple[str, ...] = ()
-            replicas, change = 1, self._processes.change
-            if self._tracker.in_place and reported and self.request.options.replicas > 1:
-                ranks, replicas = intact_after(self.participants, group, change)
-            elif self._tracker.in_place and reported:
-                ranks = survivors(
-                    self.participants,
-                    group,
-                    change,
-                    with_newcomers=with_newcomers,
-                    allowed=self._tracker.allowed_counts,
-                )
-            if ranks:
-                self._processes.regroup(ranks, replicas, failure=True)
+        if not isinstance(self.phase, Abandoning):
+            if ranks := self._recovery.regroup(with_newcomers=with_newcomers):
                 if self.request.options.replicas > 1:  # whatever the planner has chosen from the nodes that are left
                     self.desired = frozenset(self.participants[slot].place for slot in ranks)
                     self._planner.hold(self.desired)
@@ -557,7 +504,7 @@ class TrainingMachine:
             self._take_progress(end.progress)
         if isinstance(end, PeersFailed):
             self._tracker.reached(end.step)
-            self._exclude_unreachable(end)
+            self._recovery.exclude_unreachable(end, self._registry)
         missed = self._processes.remove(participant)
         match end:
             case StorageFailed():
@@ -570,7 +517,7 @@ class TrainingMachine:
             case PeersFailed() | RunPaused(reason=PauseReason.LEFT):
                 reason = end.reason if isinstance(end, PeersFailed) else end.reason.sentence
                 if missed and participant.role is Role.MEMBER and not self.over:
-                    self._note_failure(Failure(reason, crash=False))
+                    self._recovery.note(Failure(reason, crash=False))
             case RunPaused():
                 # A node is about to close, or the slot was commanded to end: all members pause.
                 if missed and not self.over and not isinstance(self.phase, (Waiting, Pausing, Abandoning)):
@@ -597,7 +544,7 @@ class TrainingMachine:
 
     def _end(self) -> None:
         self._note_stall("")
-        self._recovering = None
+        self._recovery.pending = None
         self._processes.end()
 
     def _cancel(self) -> None:
@@ -629,7 +576,7 @@ class TrainingMachine:
         self.goal, self.desired = Goal.HOLD, frozenset()
         self._planner.withhold()
         self._do(do.AwaitStorage(condition))
-        self._recovering = None
+        self._recovery.pending = None
         if self._processes.group is not None:
             self._processes.abandon()
         else:
@@ -649,7 +596,7 @@ class TrainingMachine:
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────
 
     def _end_group_if_empty(self) -> None:
-        if self._recovering is None:
+        if self._recovery.pending is None:
             self._processes.end_group_if_empty()
 
     def _log(self, entry: record.Record) -> None:
