@@ -41,6 +41,7 @@ from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, RateLimits, training_app
 from freetrain_parsl.executor.journal import read_kinds
+from freetrain_parsl.executor.payloads.payloads import pack_training
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.protocol.journal import BlockEnded, BlockRequested, SlotJoined
 from freetrain_parsl.protocol.messages import ModulesImported
@@ -139,8 +140,7 @@ def one_start(
             assert slots.imports_ahead.code, "no slot has told what it has imported"
             if not ahead:
                 slots.imports_ahead = ModulesImported("", b"")
-        # It asks a new interpreter where modules are, whose names nodes would not have to look up any more.
-        executor._node_modules.check(first_step.func)  # noqa: SLF001 - as above
+        _ask_where_modules_are(executor)
         trees.set_latency(latency)
         trees.reset()
         future = first_step(time.time_ns())
@@ -173,6 +173,13 @@ def one_start(
         "group_s": done["begun"] - done["imported"],
         "step_s": done["first"] - done["begun"],
     }
+
+
+def _ask_where_modules_are(executor: FreeTrainExecutor) -> None:
+    """Let the driver ask a new interpreter, as it does once for a function, before calls are counted."""
+    imported: set[str] = set()
+    pack_training(first_step.func, (0,), {}, imported)
+    executor._node_modules.check(first_step.func, imported)  # noqa: SLF001 - no other way
 
 
 def _words(executor: FreeTrainExecutor) -> tuple[str, ...]:

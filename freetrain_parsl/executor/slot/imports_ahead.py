@@ -53,7 +53,7 @@ class ImportsNoted:
         self._names: list[str] = []
         self._before = _settings()
         self._unprepared = True
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # the method is enough
+        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - of finders
         """Note the name of a module that is imported now."""
@@ -66,7 +66,7 @@ class ImportsNoted:
         """Stop noting; return the message to the driver, ``None`` if there is nothing to tell."""
         self._unprepared = False
         with suppress(ValueError):  # the function has changed the list
-            sys.meta_path.remove(self)  # type: ignore[arg-type]  # as above
+            sys.meta_path.remove(self)
         own = {*_OWN, self._code.name.partition(":")[0].partition(".")[0]}
         names = [
             name
