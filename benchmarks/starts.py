@@ -10,9 +10,9 @@ only, and only their calls are counted: those of the driver's session meanwhile 
 many. Rows: nodes without an image, with one that they unpack first, and with one that another block has unpacked
 (``unpacks`` false). The app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
 
-With ``--ahead no yes``: second starts of a run, whose slots import what the first start's function has imported, or do
-not (``ahead``), while the assignment waits for the time of the default `settle`; without latency, from an image that is
-there already.
+With ``--ahead no yes``, instead: the second call of the app on one node, after a pause in which the slot is idle, with
+imports ahead or without (``ahead``), in turns; no slow file system, no image. ``call_s`` is from the call to the first
+step.
 
 The phases of a start, one after the other: ``scheduler`` (from the request of the block to its script), ``pilot``
 (until it starts the pool; unpacking is part of it), ``pool`` (until it starts the server of its slots), ``imports`` (of
@@ -41,9 +41,9 @@ from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, RateLimits, training_app
 from freetrain_parsl.executor.journal import read_kinds
+from freetrain_parsl.executor.payloads.payloads import pack_training
 from freetrain_parsl.location import PACKAGE
-from freetrain_parsl.protocol.journal import BlockEnded, BlockRequested, SlotJoined
-from freetrain_parsl.protocol.messages import ModulesImported
+from freetrain_parsl.protocol.journal import BlockRequested, SlotJoined
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' slow file system
 from tests.support.slowfs import LIKE_NFS, SlowTrees, missing_for_slowfs
@@ -52,19 +52,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 INSIDE = "--inside"
-_KINDS = (BlockRequested, SlotJoined)
 READY = 300.0  # seconds for an image
 PLANNER = PlannerSettings(settle=timedelta(0), idle_timeout=timedelta(seconds=1), replan_interval=timedelta(seconds=1))
-SETTLED = PlannerSettings(idle_timeout=timedelta(seconds=1), replan_interval=timedelta(seconds=1))
+KEPT = PlannerSettings(settle=timedelta(0), idle_timeout=timedelta(minutes=10), replan_interval=timedelta(seconds=1))
 
 
 @training_app(max_nodes=1)
-def first_step(session: Any, run: int) -> dict[str, float]:  # noqa: ARG001 - each call is a job of its own
-    """Make a step; return when the function was called, had its imports and has made the step."""
+def first_step(session: Any, run: int, *, prepares: bool = False) -> dict[str, float]:  # noqa: ARG001 - each is a job
+    """Make a step; return when the function was called, had its imports and has made the step.
+
+    `prepares`: for its imports, none of which is made ahead next time.
+    """
     import os
     import time
 
     called = time.time()
+    if prepares:
+        os.environ["FREETRAIN_BENCHMARK"] = "prepared"
     import psutil
     import torch
     from sklearn.datasets import load_digits
@@ -94,19 +98,9 @@ def first_step(session: Any, run: int) -> dict[str, float]:  # noqa: ARG001 - ea
 
 
 def one_start(
-    work: Path,
-    trees: SlowTrees,
-    image: str,
-    latency: float,
-    *,
-    unpacks: bool,
-    learns: bool = False,
-    ahead: bool | None = None,
+    work: Path, trees: SlowTrees, image: str, latency: float, *, unpacks: bool, learns: bool = False
 ) -> dict[str, Any]:
-    """Start one node and one job; return a row. The run that learns what the next image has is not to be counted.
-
-    `ahead`: start another one before, after which slots import ahead, or do not.
-    """
+    """Start one node and one job; return a row. The run that learns what the next image has is not to be counted."""
     script = work / "script"
     script.unlink(missing_ok=True)
     provider = EmbeddedClusterProvider(
@@ -114,7 +108,7 @@ def one_start(
     )
     executor = FreeTrainExecutor(
         provider=provider,
-        planner=PLANNER if ahead is None else SETTLED,
+        planner=PLANNER,
         rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
         checkpoint_dir=work / "checkpoints",
         node_image=image,
@@ -131,16 +125,7 @@ def one_start(
             process = stack.enter_context(subprocess.Popen(holder, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL))
             assert process.stdout is not None
             process.stdout.readline()
-        if ahead is not None:
-            first_step(time.time_ns()).result(timeout=600)
-            _wait_for("the first block has not ended", lambda: any(read_kinds(executor.journal_path, [BlockEnded])))
-            script.unlink()
-            slots = executor._driver._slots  # type: ignore[union-attr]  # noqa: SLF001 - no setting
-            assert slots.imports_ahead.code, "no slot has told what it has imported"
-            if not ahead:
-                slots.imports_ahead = ModulesImported("", b"")
-        # It asks a new interpreter where modules are, whose names nodes would not have to look up any more.
-        executor._node_modules.check(first_step.func)  # noqa: SLF001 - as above
+        _ask_where_modules_are(executor)
         trees.set_latency(latency)
         trees.reset()
         future = first_step(time.time_ns())
@@ -148,15 +133,13 @@ def one_start(
         calls, of_driver = trees.operations(), trees.exempt_operations()
         trees.set_latency(0)
         begin = float(script.read_text(encoding="utf-8"))
-        times = {kind: [entry.time for entry in read_kinds(executor.journal_path, [kind])] for kind in _KINDS}
-        requested = times[BlockRequested][-1]
-        joined = next(moment for moment in times[SlotJoined] if moment > requested)
+        joined = next(entry.time for entry in read_kinds(executor.journal_path, [SlotJoined]))
+        requested = next(entry.time for entry in read_kinds(executor.journal_path, [BlockRequested]))
         assert bool(done["image"]) is bool(words), "the node has started otherwise"
         if learns:
             cache = work / "cache"
             _wait_for("the driver has not noted what the image lacks", lambda: any(cache.rglob("learned-*.json")))
     return {
-        **({} if ahead is None else {"ahead": ahead}),
         "image": image,
         "latency_ms": latency,
         "unpacks": bool(words) and unpacks,
@@ -173,6 +156,13 @@ def one_start(
         "group_s": done["begun"] - done["imported"],
         "step_s": done["first"] - done["begun"],
     }
+
+
+def _ask_where_modules_are(executor: FreeTrainExecutor) -> None:
+    """Let the driver ask a new interpreter, as it does once for a function, before calls are counted."""
+    imported: set[str] = set()
+    pack_training(first_step.func, (0,), {}, imported)
+    executor._node_modules.check(first_step.func, imported)  # noqa: SLF001 - no other way
 
 
 def _words(executor: FreeTrainExecutor) -> tuple[str, ...]:
@@ -205,11 +195,6 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     with SlowTrees(outermost, work, os.getsid(0), keep) as slow:
         if set(options.image) - {"off"}:  # the next image has what the function has imported
             one_start(work, slow, "auto", 0.0, unpacks=True, learns=True)
-        for ahead in [choice == "yes" for choice in options.ahead] * options.repeat:
-            rows.append(one_start(work, slow, "auto", 0.0, unpacks=False, ahead=ahead))
-            print(rows[-1], file=sys.stderr)
-        if options.ahead:
-            return rows
         for latency in options.latencies:
             for image in options.image:
                 for unpacks in (True,) if image == "off" else [choice == "yes" for choice in options.unpacks]:
@@ -217,6 +202,25 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
                     rows.append({key: _middle([row[key] for row in some]) for key in some[0]})
                     print(rows[-1], file=sys.stderr)
     return rows
+
+
+def second_call(work: Path, *, ahead: bool, pause: float) -> dict[str, Any]:
+    """Call the app twice on one node, with a pause; return a row for the second call."""
+    executor = FreeTrainExecutor(
+        provider=EmbeddedClusterProvider(nodes=1, cluster_dir=str(work / "cluster")),
+        planner=KEPT,
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
+        checkpoint_dir=work / "checkpoints",
+        node_image="off",
+    )
+    config = Config(executors=[executor], run_dir=str(work / "run"), strategy="none", initialize_logging=False)
+    with parsl.load(config):
+        first_step(time.time_ns(), prepares=not ahead).result(timeout=600)
+        time.sleep(pause)
+        begin = time.time()
+        done = first_step(time.time_ns(), prepares=not ahead).result(timeout=600)
+    own = done["imported"] - done["called"]
+    return {"ahead": ahead, "own_imports_s": own, "call_s": done["first"] - begin}
 
 
 def _middle(values: list[Any]) -> Any:
@@ -230,11 +234,20 @@ def main() -> None:
     parser.add_argument("--image", nargs="+", choices=("off", "auto"), default=["off", "auto"])
     parser.add_argument("--unpacks", nargs="+", choices=("yes", "no"), default=["yes", "no"])
     parser.add_argument("--ahead", nargs="+", choices=("yes", "no"), default=[])
+    parser.add_argument("--pause", type=float, default=5.0, metavar="SECONDS", help="between calls, with --ahead")
     parser.add_argument("--keep", type=float, metavar="SECONDS")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ahead:
+        with tempfile.TemporaryDirectory(prefix="freetrain-starts-") as work:
+            rows = []
+            for ahead in [choice == "yes" for choice in options.ahead] * options.repeat:
+                rows.append(second_call(Path(work), ahead=ahead, pause=options.pause))
+                print(rows[-1], file=sys.stderr)
+        report("Calls that follow each other", rows, ("torch", "parsl", "freetrain-parsl"), options.json)
+        return
     if missing := missing_for_slowfs():
         sys.exit(f"starts.py cannot measure here: {missing}")
     if not options.inside:

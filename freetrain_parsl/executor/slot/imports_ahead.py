@@ -130,9 +130,13 @@ class ImportsAhead:
         except BaseException as error:  # noqa: BLE001 - of others' modules, which may even raise SystemExit
             logger.warning("nothing is imported ahead in this slot any more: %s: %s", name, text_of(error))
             return False
+        self.unmark()
+        return True
+
+    def unmark(self) -> None:
+        """Remove the mark: the imports have ended, or they are given up though nothing is wrong with them."""
         if self._mark is not None:
             self._mark.unlink(missing_ok=True)
-        return True
 
     def suits(self, message: RunStart | StartTask) -> bool:
         """Return whether this process may do what is assigned to it."""

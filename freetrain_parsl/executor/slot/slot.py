@@ -14,6 +14,7 @@ import os
 import platform
 import queue
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -89,7 +90,8 @@ _EARLIEST_WARNING = 120.0
 # Seconds for which a slot without a driver may save.
 _LONGEST_SAVE = 600.0
 
-_LONGEST_IMPORT = 5.0  # seconds for which an assignment waits for an import that was made ahead
+# Seconds without another module after which an assignment no longer waits for imports that were begun ahead.
+_LONGEST_IMPORT = 15.0
 
 # Set by Globus Compute endpoints; hidden from user code.
 _SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
@@ -304,9 +306,7 @@ class _Slot:
                 self._put(message)
                 with self._lock:
                     if self._importing:
-                        timer = threading.Timer(_LONGEST_IMPORT, self._abandon_import)
-                        timer.daemon = True
-                        timer.start()
+                        threading.Thread(target=self._await_import, args=(message,), daemon=True).start()
             case RunMessage() | StoreReply():
                 self._put(message)
 
@@ -404,16 +404,28 @@ class _Slot:
             self._channel.send(message)
         end_process(self._hand_over())
 
-    # A timer's thread.
+    # A thread while an assignment waits for an import.
 
-    def _abandon_import(self) -> None:
-        """Let another process carry out an assignment that waits for an import."""
+    def _await_import(self, message: RunStart | StartTask) -> None:
+        """Let another process carry out an assignment that does not need the import that it waits for, or if it hangs.
+
+        One that only takes long is not given up: the function would wait for it, too.
+        """
+        known = 0
+        while self._ahead is not None and self._ahead.suits(message):
+            if known == (known := len(sys.modules)):
+                logger.warning("nothing is imported ahead in this slot any more: an import hangs")
+                self._told = None
+                break
+            time.sleep(_LONGEST_IMPORT)
+            if not self._importing:
+                return
         with self._lock:
             if not self._importing:
                 return  # it has just ended
-            logger.warning("nothing is imported ahead in this slot any more: an import takes long")
             self._importing = False
-            self._told = None
+            if self._ahead is not None and self._told is not None:
+                self._ahead.unmark()
         end_process(self._hand_over())
 
     # Several threads.
@@ -425,6 +437,7 @@ class _Slot:
             if self._watch is not None:
                 self._watch.takes(report.write_seconds, getattr(message, "member", ""))
             if self._noted is not None and (told := self._noted.told()) is not None:
+                self._told = Welcome(None, told.code, told.payload)  # for the next processes of this slot
                 self._channel.send(told)
             self._noted = None
             if self._tells_files:

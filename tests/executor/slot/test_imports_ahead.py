@@ -56,10 +56,10 @@ def _write(packages: Path, name: str, text: str = "") -> None:
     (packages / f"{name}.py").write_text(note + text)
 
 
-def _importer(packages: Path, name: str) -> int:
-    """Return the process that has imported a module, once one has."""
+def _importer(packages: Path, name: str, other_than: int = 0) -> int:
+    """Return the process that has imported a module, once one has, or another one."""
     end = time.monotonic() + 60
-    while not ((file := packages / f"{name}.pid").exists() and file.read_text()):
+    while not ((file := packages / f"{name}.pid").exists() and file.read_text() not in ("", str(other_than))):
         assert time.monotonic() < end, f"{name} is not imported"
         time.sleep(0.02)
     return int(file.read_text())
@@ -158,7 +158,7 @@ def test_an_import_that_is_not_as_expected_costs_a_process(
     assert not (packages / "found_first.pid").exists()
 
 
-def _imports_and_trains(session: Any) -> None:
+def _imports_and_trains(session: Any) -> int:
     import found_first  # noqa: F401
     import torch
 
@@ -167,6 +167,7 @@ def _imports_and_trains(session: Any) -> None:
     for _ in session.epochs(1):
         for (x,) in data:
             session.step(model(x).sum())
+    return os.getpid()
 
 
 @pytest.mark.slow
@@ -177,3 +178,5 @@ def test_the_first_member_tells_what_its_function_has_imported(driver: _Driver, 
     told = driver.awaits(ModulesImported)
     assert told.code == CODE.identity
     assert "found_first" in unpack_files(told.payload)
+    trained = deserialize(driver.awaits(RunEnded).payload)
+    assert _importer(packages, "found_first", other_than=trained), "the next process of this slot imports it ahead"
