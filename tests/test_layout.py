@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_150,  # leavers left behind, who was lost, indices of a thousand slots, copies of users' data
+    "executor": 15_190,  # leavers left behind, indices of a thousand slots and when to look at them, users' data
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
@@ -54,8 +54,8 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_700,
-    "protocol": 2_090,  # who was lost, which steps are repeated, shared bases, heartbeats packed once
+    "planning": 7_770,  # what is known of a thousand nodes between two decisions
+    "protocol": 2_110,  # who was lost, which steps are repeated, heartbeats packed once, progress in one item
     "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,

@@ -290,7 +290,7 @@ class ControlLoop:
         self._tasks.serve()
         self._blocks.leave_in_time()
         self._end_if_closed()
-        busy = self._planner.trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
+        busy = self._planner.has_trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
         self._submitter.rest(not busy)
         self._journal.commit(all_progress=False)
         self._turn_seconds = self._clock() - begun
