@@ -335,8 +335,7 @@ class SlotCycle:
         if (block := self._registry.blocks.get(slot.block)) is not None:
             block.warned = True
         if not slot.leaving:
-            for other in self._registry.slots.on(slot.node):
-                other.leaving = True
+            self._registry.reclaim(slot.node)
             self._emit(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + message.closes_in))
             self._write(record.NodeClosing(slot.node, message.closes_in))
         if message.gone:
