@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 514  # what NCCL does differently, lost messages, shards in place, copies of users' data
+MOST_FILES: Final = 515  # recovery after failures, what NCCL does differently, lost messages, shards in place
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
