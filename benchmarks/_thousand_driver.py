@@ -8,6 +8,7 @@ and returns how they ended, ``stop`` ends it.
 from __future__ import annotations
 
 import cProfile
+import gc
 import json
 import os
 import shlex
@@ -68,6 +69,8 @@ class Pauses:
             ("requests", loop._slots, "request_missing"),  # noqa: SLF001
         ):
             setattr(owner, name, self._timed(part, getattr(owner, name)))
+        self._collecting = 0.0
+        gc.callbacks.append(self._note_collection)
 
     def reset(self) -> None:
         """Begin anew."""
@@ -82,11 +85,20 @@ class Pauses:
             try:
                 return function(*arguments, **named)
             finally:
-                used = time.thread_time() - begun
-                longest, total = self.parts.get(part, (0.0, 0.0))
-                self.parts[part] = [max(longest, used), total + used]
+                self._note_part(part, time.thread_time() - begun)
 
         return timed
+
+    def _note_collection(self, phase: str, _info: dict[str, int]) -> None:
+        """Note how long Python's cyclic garbage collector stops all threads."""
+        if phase == "start":
+            self._collecting = time.thread_time()
+        else:
+            self._note_part("collections", time.thread_time() - self._collecting)
+
+    def _note_part(self, part: str, used: float) -> None:
+        longest, total = self.parts.get(part, (0.0, 0.0))
+        self.parts[part] = [max(longest, used), total + used]
 
     def _timed_poll(self, timeout: int) -> Any:
         self._note()
@@ -198,7 +210,8 @@ def submit(options: dict[str, Any]) -> list[Future[Any]]:
     futures = []
     for number in range(options["trainings"]):
         most = large if number == 0 else SMALL
-        rates = {n: n**0.95 for n in (1, max(2, most // 2), most)}
+        # The large one scales perfectly, so that it gets all the nodes that it may have: the group of `_regroup`.
+        rates = {n: n ** (1.0 if number == 0 else 0.95) for n in (1, max(2, most // 2), most)}
         app = training_app(max_nodes=most, scaling=rates, fuse=False, priority=5.0 if number == 0 else 1.0)(train)
         futures.append(app.options(name=f"job-{number:03}")())
     return futures

@@ -2,8 +2,9 @@
 
 Use ``--quick`` for short jobs, ``--json FILE`` to save the figures. *Auto* and *alone* are the processor time of the
 four training jobs in this process, the shortest of several turns, in which both ways alternate; *ratio* is the second
-over the first. *Way* says what ``auto`` has decided, `probing` if the jobs ended before that. What starting processes
-takes is left out: four one by one, an array for all, and four more if it does not fuse.
+over the first. *Way* says what ``auto`` has decided, `probing` if the jobs ended before that. Jobs that it does not
+fuse leave the array, and resume from their checkpoints one by one, as in a run. What starting processes takes is left
+out: four one by one, an array for all, and four more if it does not fuse.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from _report import report
 
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox
+from freetrain_parsl.extensions.fusion.slot.run import run_members
 from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
-from tests.extensions.fusion.sweep_trainings import alone, together
+from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.mailbox import Finished
+from tests.extensions.fusion.sweep_trainings import alone, member
 from tests.extensions.fusion.test_habits import HABITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.training.mailbox import Paused
+
 MEMBERS = 4
 
 
-def measured(work: Callable[[], Any]) -> tuple[float, Any]:
+def measured(work: Callable[[], None]) -> float:
     before = time.process_time()
-    result = work()
-    return time.process_time() - before, result
+    work()
+    return time.process_time() - before
 
 
 def sweep(root: Path, function: Callable[..., Any], epochs: int, turns: int) -> dict[str, Any]:
@@ -45,14 +52,27 @@ def sweep(root: Path, function: Callable[..., Any], epochs: int, turns: int) -> 
 
     for turn in range(turns):
         sizing = ArraySizing(MEMBERS)
-        seconds, outcome = measured(lambda: together(root / f"auto-{turn}", points, function, sizing=sizing))  # noqa: B023 - called at once
-        for number in range(MEMBERS):
-            outcome.value(str(number))  # raises what it has raised
-        fused.append(seconds)
-        single.append(measured(lambda: one_by_one(turn))[0])  # noqa: B023 - called at once
+        fused.append(measured(lambda: automatic(root / f"auto-{turn}", points, function, sizing)))  # noqa: B023 - called at once
+        single.append(measured(lambda: one_by_one(turn)))  # noqa: B023 - called at once
         way = ("fused" if sizing.fused else "one by one") if sizing.decided else "probing"
         gain = sizing.gain
     return {"auto": min(fused), "alone": min(single), "ratio": min(single) / min(fused), "gain": gain, "way": way}
+
+
+def automatic(root: Path, points: list[dict[str, Any]], function: Callable[..., Any], sizing: ArraySizing) -> None:
+    """Train in an array; members that it does not fuse leave it, and go on alone."""
+    mailbox = ArrayMailbox()
+    ends: dict[str, Finished | Paused | BaseException] = {}
+    run_members(
+        [member(function, SessionOptions(str(number), root), point) for number, point in enumerate(points)],
+        mailbox, report=lambda *_: None, ended=ends.__setitem__, sizing=sizing, refused=lambda *_: mailbox.end(),
+    )  # fmt: skip
+    for number, point in enumerate(points):
+        end = ends.get(str(number))
+        if isinstance(end, BaseException):
+            raise end
+        if not isinstance(end, Finished):  # it has left, or has not begun
+            alone(root, str(number), point, function)
 
 
 def main() -> None:

@@ -107,24 +107,15 @@ def train(session: Any, directory: str) -> None:
 
 
 def least_bytes(state: float, old: int, new: int) -> float:
-    """Return what has to move if those that stay keep what overlaps most: here, those of the first ranks leave last."""
-    small, large = sorted((old, new))
-    if old < new:  # newcomers get the ranks between
-        return state * (1 - _kept(small, large))
-    stay = sum(max(0.0, min((i + 1) / old, (i + 1) / new) - max(i / old, i / new)) for i in range(new))
-    return state * (1 - stay)
-
-
-def _kept(old: int, new: int) -> float:
-    """Return the largest part of the state that `old` members can keep as members of `new`, by dynamic programming."""
-    best = [0.0] * (new + 1)  # with the first ranks of the new group
-    for i in range(old):
+    """Return what has to move if those that stay, here of the first ranks, get the ranks at which they keep most."""
+    best = [0.0] * (new + 1)  # by dynamic programming: kept with the first ranks of the new group
+    for i in range(min(old, new)):
         row = [0.0] * (new + 1)
         for rank in range(new):
             overlap = max(0.0, min((i + 1) / old, (rank + 1) / new) - max(i / old, rank / new))
             row[rank + 1] = max(row[rank], best[rank] + overlap)
         best = row
-    return best[new]
+    return state * (1 - best[new])
 
 
 def measure(changes: Sequence[str], blocks: int, rounds: int) -> Iterator[dict[str, Any]]:

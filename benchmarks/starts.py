@@ -3,10 +3,16 @@
 Use ``--latencies MS…`` for the times that each metadata operation takes, ``--image off auto``, ``--unpacks yes no``,
 ``--json FILE`` to save the rows. As root: the environment, the interpreter that it was made from and this checkout are
 covered by a FUSE passthrough under their own names, in a mount namespace of this process only. It counts lookups,
-opens, links and listings (``shared_tree_calls``) from the job script to the first step; the kernel keeps names for a
-second, as with NFS. It is slow for the nodes only, and counts only theirs: the driver's session is exempt. Rows: nodes
-without an image, with one that they unpack first, and with one that another block has unpacked (``unpacks`` false). The
-app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
+opens, links and listings (``shared_tree_calls``) from the job script to the first step. The kernel keeps names for
+30 s and attributes for 3 s, as with NFS; with ``--keep SECONDS``, both for one time, so that the number of calls does
+not depend on how long a start takes. All names are forgotten before each start. The file system is slow for the nodes
+only, and only their calls are counted: those of the driver's session meanwhile (``driver_calls``) may have spared as
+many. Rows: nodes without an image, with one that they unpack first, and with one that another block has unpacked
+(``unpacks`` false). The app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
+
+With ``--ahead no yes``, instead: the second call of the app on one node, after a pause in which the slot is idle, with
+imports ahead or without (``ahead``), in turns; no slow file system, no image. ``call_s`` is from the call to the first
+step.
 
 The phases of a start, one after the other: ``scheduler`` (from the request of the block to its script), ``pilot``
 (until it starts the pool; unpacking is part of it), ``pool`` (until it starts the server of its slots), ``imports`` (of
@@ -27,7 +33,7 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import parsl
 from _report import report
@@ -35,24 +41,34 @@ from parsl.config import Config
 
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, RateLimits, training_app
 from freetrain_parsl.executor.journal import read_kinds
+from freetrain_parsl.executor.payloads.payloads import pack_training
 from freetrain_parsl.location import PACKAGE
 from freetrain_parsl.protocol.journal import BlockRequested, SlotJoined
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' slow file system
-from tests.support.slowfs import SlowTrees, missing_for_slowfs
+from tests.support.slowfs import LIKE_NFS, SlowTrees, missing_for_slowfs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 INSIDE = "--inside"
 READY = 300.0  # seconds for an image
 PLANNER = PlannerSettings(settle=timedelta(0), idle_timeout=timedelta(seconds=1), replan_interval=timedelta(seconds=1))
+KEPT = PlannerSettings(settle=timedelta(0), idle_timeout=timedelta(minutes=10), replan_interval=timedelta(seconds=1))
 
 
 @training_app(max_nodes=1)
-def first_step(session: Any, run: int) -> dict[str, float]:  # noqa: ARG001 - each call is a job of its own
-    """Make a step; return when the function was called, had its imports and has made the step."""
+def first_step(session: Any, run: int, *, prepares: bool = False) -> dict[str, float]:  # noqa: ARG001 - each is a job
+    """Make a step; return when the function was called, had its imports and has made the step.
+
+    `prepares`: for its imports, none of which is made ahead next time.
+    """
     import os
     import time
 
     called = time.time()
+    if prepares:
+        os.environ["FREETRAIN_BENCHMARK"] = "prepared"
     import psutil
     import torch
     from sklearn.datasets import load_digits
@@ -109,24 +125,26 @@ def one_start(
             process = stack.enter_context(subprocess.Popen(holder, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL))
             assert process.stdout is not None
             process.stdout.readline()
-        subprocess.run(["sh", "-c", "echo 2 > /proc/sys/vm/drop_caches"], check=True)
+        _ask_where_modules_are(executor)
         trees.set_latency(latency)
         trees.reset()
         future = first_step(time.time_ns())
         done = future.result(timeout=600)
-        calls = trees.operations()
+        calls, of_driver = trees.operations(), trees.exempt_operations()
         trees.set_latency(0)
         begin = float(script.read_text(encoding="utf-8"))
         joined = next(entry.time for entry in read_kinds(executor.journal_path, [SlotJoined]))
         requested = next(entry.time for entry in read_kinds(executor.journal_path, [BlockRequested]))
         assert bool(done["image"]) is bool(words), "the node has started otherwise"
         if learns:
-            _wait_for_learned(work / "cache")
+            cache = work / "cache"
+            _wait_for("the driver has not noted what the image lacks", lambda: any(cache.rglob("learned-*.json")))
     return {
         "image": image,
         "latency_ms": latency,
         "unpacks": bool(words) and unpacks,
         "shared_tree_calls": calls,
+        "driver_calls": of_driver,
         "first_step_s": done["first"] - begin,
         "scheduler_s": begin - requested,
         "pilot_s": done["pool"] - begin,
@@ -140,6 +158,13 @@ def one_start(
     }
 
 
+def _ask_where_modules_are(executor: FreeTrainExecutor) -> None:
+    """Let the driver ask a new interpreter, as it does once for a function, before calls are counted."""
+    imported: set[str] = set()
+    pack_training(first_step.func, (0,), {}, imported)
+    executor._node_modules.check(first_step.func, imported)  # noqa: SLF001 - no other way
+
+
 def _words(executor: FreeTrainExecutor) -> tuple[str, ...]:
     assert executor.node_start is not None
     end = time.monotonic() + READY
@@ -150,32 +175,52 @@ def _words(executor: FreeTrainExecutor) -> tuple[str, ...]:
     raise TimeoutError("there is no image of the Python environment")
 
 
-def _wait_for_learned(cache: Path) -> None:
+def _wait_for(what: str, is_there: Callable[[], bool]) -> None:
     end = time.monotonic() + READY
-    while not any(cache.rglob("learned-*.json")):
+    while not is_there():
         if time.monotonic() > end:
-            raise TimeoutError("the driver has not noted what the image lacks")
+            raise TimeoutError(what)
         time.sleep(0.1)
 
 
 def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     """Measure all rows."""
     os.environ["XDG_CACHE_HOME"] = str(work / "cache")
-    prefixes = dict.fromkeys(Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix))
-    own = [] if Path(sysconfig.get_path("purelib")) in PACKAGE.parents else [PACKAGE.parent]
+    trees = {Path(prefix).absolute() for prefix in (sys.prefix, sys.base_prefix)}
+    if Path(sysconfig.get_path("purelib")) not in PACKAGE.parents:
+        trees.add(PACKAGE.parent)
+    outermost = sorted(tree for tree in trees if trees.isdisjoint(tree.parents))  # each call is counted once
     rows = []
-    with SlowTrees([*prefixes, *own], work, exempt=os.getsid(0)) as trees:
-        if set(options.image) - {"off"}:
-            one_start(
-                work, trees, "auto", 0.0, unpacks=True, learns=True
-            )  # the next image has what the function has imported
+    keep = LIKE_NFS if options.keep is None else (options.keep, options.keep)
+    with SlowTrees(outermost, work, os.getsid(0), keep) as slow:
+        if set(options.image) - {"off"}:  # the next image has what the function has imported
+            one_start(work, slow, "auto", 0.0, unpacks=True, learns=True)
         for latency in options.latencies:
             for image in options.image:
                 for unpacks in (True,) if image == "off" else [choice == "yes" for choice in options.unpacks]:
-                    some = [one_start(work, trees, image, latency, unpacks=unpacks) for _ in range(options.repeat)]
+                    some = [one_start(work, slow, image, latency, unpacks=unpacks) for _ in range(options.repeat)]
                     rows.append({key: _middle([row[key] for row in some]) for key in some[0]})
                     print(rows[-1], file=sys.stderr)
     return rows
+
+
+def second_call(work: Path, *, ahead: bool, pause: float) -> dict[str, Any]:
+    """Call the app twice on one node, with a pause; return a row for the second call."""
+    executor = FreeTrainExecutor(
+        provider=EmbeddedClusterProvider(nodes=1, cluster_dir=str(work / "cluster")),
+        planner=KEPT,
+        rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
+        checkpoint_dir=work / "checkpoints",
+        node_image="off",
+    )
+    config = Config(executors=[executor], run_dir=str(work / "run"), strategy="none", initialize_logging=False)
+    with parsl.load(config):
+        first_step(time.time_ns(), prepares=not ahead).result(timeout=600)
+        time.sleep(pause)
+        begin = time.time()
+        done = first_step(time.time_ns(), prepares=not ahead).result(timeout=600)
+    own = done["imported"] - done["called"]
+    return {"ahead": ahead, "own_imports_s": own, "call_s": done["first"] - begin}
 
 
 def _middle(values: list[Any]) -> Any:
@@ -188,10 +233,21 @@ def main() -> None:
     parser.add_argument("--latencies", type=float, nargs="+", default=[0.0, 1.0, 5.0], metavar="MS")
     parser.add_argument("--image", nargs="+", choices=("off", "auto"), default=["off", "auto"])
     parser.add_argument("--unpacks", nargs="+", choices=("yes", "no"), default=["yes", "no"])
+    parser.add_argument("--ahead", nargs="+", choices=("yes", "no"), default=[])
+    parser.add_argument("--pause", type=float, default=5.0, metavar="SECONDS", help="between calls, with --ahead")
+    parser.add_argument("--keep", type=float, metavar="SECONDS")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.ahead:
+        with tempfile.TemporaryDirectory(prefix="freetrain-starts-") as work:
+            rows = []
+            for ahead in [choice == "yes" for choice in options.ahead] * options.repeat:
+                rows.append(second_call(Path(work), ahead=ahead, pause=options.pause))
+                print(rows[-1], file=sys.stderr)
+        report("Calls that follow each other", rows, ("torch", "parsl", "freetrain-parsl"), options.json)
+        return
     if missing := missing_for_slowfs():
         sys.exit(f"starts.py cannot measure here: {missing}")
     if not options.inside:

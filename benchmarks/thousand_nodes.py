@@ -18,6 +18,12 @@ occupied.
 `lost` counts training jobs that failed or did not end, and slots that the driver dropped although their node was well.
 Pauses are the times in which the control loop takes no message of a slot: on a busy machine the processor time in them
 is meaningful, the wall time is not. ``--direct`` uses the embedded cluster in the place of Slurm.
+
+A window counts from the time at which its last node is idle and the training jobs are there, to the time at which all
+nodes of its block train; the medians of its parts are how soon the block is requested (``window_to_request``, up to
+``--poll``), Slurm starts it (``request_to_start``), its last slot has joined (``start_to_slots``), and all of them
+train (``slots_to_training``). The journal of a day has the samples of the losses that a whole day has: they are dense
+in the first minutes, and 2 % of a job's age apart later.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import os
 import random
 import shutil
@@ -35,6 +42,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +73,10 @@ GRACE = 10  # seconds from the signal to a preempted block to its end
 TIMEOUT = 10.0  # the driver's heartbeat timeout, seconds
 PENDING = 2000
 _PATIENCE = 120.0  # seconds in which all nodes train
+_DAY = 86400.0  # seconds
+_SAMPLES = 50 + 50 * math.log(_DAY / 50)  # of a value in the first day of a training job, see `ValueSamples`
+TARGETS = {"driver_cpu_share": 0.25, "driver_rss_mb_max": 300, "loop_pause_ms_max": 250, "lost": 0}
+"""Figure -> the most that it should be."""
 PARTITIONS = (
     LoopbackPartition("main", tier=100, default=True),
     LoopbackPartition("preemptible", preempt="cancel", grace=GRACE),
@@ -81,7 +93,6 @@ class Site:
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
         self.slurm: LoopbackSlurm | None = None
         self.cluster: EmbeddedCluster | None = None
-        self.started = time.time()
         self._down: list[str] = []
         self._random = random.Random(options.seed)
         for name in ("silent", "dead", "checkpoints", "roots", "main"):
@@ -260,6 +271,31 @@ class Driver:
         self._log.close()
 
 
+@dataclass
+class Wait:
+    """A block, from its window to its training: times."""
+
+    requested: float
+    opened: float = 0.0
+    """The time at which the last of its nodes was idle, and there were training jobs."""
+    started: float | None = None
+    joined: float = 0.0
+    trains: float = 0.0
+    missing: set[str] = field(default_factory=set)
+    """Its nodes that have not trained."""
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds that it took in all, and its parts; a block may be requested before its window opens."""
+        assert self.started is not None
+        return {
+            "window_to_training": self.trains - self.opened,
+            "window_to_request": max(0.0, self.requested - self.opened),
+            "request_to_start": self.started - max(self.requested, self.opened),
+            "start_to_slots": self.joined - self.started,
+            "slots_to_training": self.trains - self.joined,
+        }
+
+
 class Experiment:
     """The phases, and the figures that they give."""
 
@@ -267,6 +303,7 @@ class Experiment:
         self._site, self._options = site, options
         self._driver = Driver(site, options, "first")
         self._faulty: set[str] = set()
+        self._submitted = 0.0
         self.figures: dict[str, Any] = {}
         self.costs: list[dict[str, Any]] = []
 
@@ -279,7 +316,7 @@ class Experiment:
         """Live through all phases."""
         options, driver, found = self._options, self._driver, self.figures
         self._site.occupy(options.ramp)
-        begun = time.time()
+        begun = self._submitted = time.time()
         driver.ask("submit")
         found["all_training_s"] = self._wait_until_trained(begun, "all idle nodes train", 0.99)
         self._note("growth")
@@ -337,12 +374,17 @@ class Experiment:
         return counts["rpcs_ours"]
 
     def _journal_growth(self, seconds: float) -> float:
-        """Return what the journal's records of the last seconds are in a day, MB."""
+        """Return what the journal's records of the last seconds are in a day, MB, with the samples of a whole day."""
         since = time.time() - seconds
-        size = sum(
-            len(json.dumps(vars(entry), default=vars)) + 60 for at, entry in self._driver.records() if at > since
-        )
-        return size / seconds * 86400 / 1e6
+        size, values, sampled = 0, 0, 0
+        for at, entry in self._driver.records():
+            length = len(json.dumps(vars(entry), default=vars)) + 60
+            if isinstance(entry, record.ValuesSampled):
+                sampled, values = sampled + length, values + 1
+            elif at > since:
+                size += length
+        each = sampled / max(1, values) * _SAMPLES
+        return (size / seconds * _DAY + each * self._options.trainings) / 1e6
 
     def _regroup(self) -> tuple[float | None, int, float | None]:
         """Let a member of the largest job die, and return the seconds until the others train, and their number."""
@@ -435,6 +477,7 @@ class Experiment:
             "slots": self._site.slots,
             "trainings": self._options.trainings,
             **self.figures,
+            "driver_rss_mb_max": max(costs["rss_mb"] for costs in self.costs),
             "loop_pause_ms_max": max(costs["pause_ms"] for costs in self.costs),
             "loop_pause_cpu_ms_max": max(costs["pause_cpu_ms"] for costs in self.costs),
             "loop_pause_ms_steady": pauses[0]["pause_ms"],
@@ -445,26 +488,33 @@ class Experiment:
 
     def _account(self) -> None:
         """Add what a driver's journal says: slots that it dropped, and how soon windows were used."""
-        waits: list[float] = []
+        waits: list[Wait] = []
         idle = self._site.idle_since()
-        requested: dict[str, tuple[float, set[str], set[str]]] = {}
+        blocks: dict[str, Wait] = {}
         for at, entry in self._driver.records():
             if isinstance(entry, record.SlotLost) and not entry.planned and entry.node not in self._faulty:
                 self.figures["dropped_well"] = self.figures.get("dropped_well", 0) + 1
                 _say(f"dropped {entry.subject}: {entry.reason}")
-            elif isinstance(entry, record.BlockStarted):
-                requested[entry.subject] = at, set(entry.nodes), set(entry.nodes)
+            elif isinstance(entry, record.BlockRequested):
+                blocks[entry.subject] = Wait(requested=at)
+            elif isinstance(entry, record.BlockStarted) and (wait := blocks.get(entry.subject)) is not None:
+                wait.started = at if entry.since is None else entry.since
+                wait.missing = set(entry.nodes)
+                wait.opened = max(self._submitted, *(idle.get(node, 0.0) for node in entry.nodes))
+            elif isinstance(entry, record.NodeJoined) and (wait := blocks.get(entry.block)) is not None:
+                wait.joined = at
             elif isinstance(entry, record.FragmentStarted):
-                for block, (since, nodes, missing) in list(requested.items()):
-                    missing.difference_update(entry.nodes)
-                    if not missing:
-                        del requested[block]
-                        waits.append(at - max((idle.get(node, self._site.started) for node in nodes), default=since))
+                for block, wait in list(blocks.items()):
+                    wait.missing.difference_update(entry.nodes)
+                    if wait.started is not None and not wait.missing:
+                        wait.trains = at
+                        waits.append(blocks.pop(block))
         self.figures.setdefault("dropped_well", 0)
         if waits and "window_to_training_s_median" not in self.figures:
-            self.figures["window_to_training_s_median"] = statistics.median(waits)
-            self.figures["window_to_training_s_max"] = max(waits)
             self.figures["blocks"] = len(waits)
+            self.figures["window_to_training_s_max"] = max(wait.trains - wait.opened for wait in waits)
+            for name in waits[0].parts():
+                self.figures[f"{name}_s_median"] = statistics.median(wait.parts()[name] for wait in waits)
 
     def _time_command(self, *arguments: str) -> tuple[float, float]:
         return time_command(self._site, *arguments)
@@ -574,6 +624,8 @@ def main() -> None:
         if site.slurm is not None:
             figures |= look_at_queue(site, 2 * options.slots if options.slots < 1000 else PENDING)
         figures["seconds"] = time.monotonic() - begun
+        missed = [f"{name} {figures[name]:.3g} > {most:g}" for name, most in TARGETS.items() if figures[name] > most]
+        figures["targets_missed"] = "; ".join(missed) or "none"
         if options.json is not None:
             write_output(options.json, json.dumps(figures, indent=2) + "\n")
         del figures["phases"]

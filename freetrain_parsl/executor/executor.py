@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import secrets
@@ -370,6 +371,9 @@ class FreeTrainExecutor(PlannedHtex):
         self._submitter.start()
         self._watch.start()
         self._exit.arm()
+        # A full collection stops the control loop, for 0.1 s or more if it looks at all that has been imported.
+        gc.collect(1)
+        gc.freeze()
 
     def submit(  # type: ignore[override]  # a training job's future is not HTEX's
         self, func: Callable[..., Any], resource_specification: dict[str, Any], *args: Any, **kwargs: Any
@@ -471,6 +475,7 @@ class FreeTrainExecutor(PlannedHtex):
             if files is not None:
                 files.close()
         super().shutdown(timeout)
+        gc.unfreeze()
         keep_private(Path(self.run_dir))
         if self._log_handler is not None:
             logging.getLogger("freetrain_parsl").removeHandler(self._log_handler)

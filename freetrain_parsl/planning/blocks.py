@@ -191,7 +191,7 @@ class Holdings:
 
     def still_joining(self, joined: Collection[str]) -> bool:
         """Return whether a running block has nodes that have not `joined`."""
-        return any(block.started and not set(joined).issuperset(block.nodes) for block in self._blocks.values())
+        return any(block.started and any(n not in joined for n in block.nodes) for block in self._blocks.values())
 
     # Decisions.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -185,6 +185,23 @@ class Pool(Mapping[str, PoolNode]):
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    # Those of `Mapping` call `__getitem__`, and catch its errors, for each of a thousand nodes.
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._nodes
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self._nodes.keys()
+
+    def values(self) -> ValuesView[PoolNode]:
+        """Return the nodes."""
+        return self._nodes.values()
+
+    def items(self) -> ItemsView[str, PoolNode]:
+        """Return the names with their nodes."""
+        return self._nodes.items()
 
     def __repr__(self) -> str:
         return f"Pool({list(self._nodes.values())!r})"

@@ -70,7 +70,7 @@ def place(
     if pool.slots_per_host > 1:
         return _place_sizes(counts, hosts or SharedHosts(pool, current), move_costs)
     held = _holders(current, pool)
-    order = sorted(pool, key=lambda name: (pool[name].startup, -pool[name].lasts_until, name))
+    order = [node.name for node in sorted(pool.values(), key=lambda node: (node.startup, -node.lasts_until, node.name))]
     kept: dict[str, list[str]] = {name: [] for name in sorted(counts)}
     free: list[str] = []
     for node in order:

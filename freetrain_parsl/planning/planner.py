@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, UserDict
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
@@ -44,24 +45,33 @@ class _Member:
     block: str
 
 
-class _Members(UserDict[str, _Member]):
-    """Unit -> member, with the number of the units of each machine."""
+class _Members(dict[str, _Member]):
+    """Unit -> member, and the units of each machine; changed by `add` and `drop` only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.units = Counter[str]()
+        self.units: dict[str, dict[str, _Member]] = {}
+        """Machine -> its units."""
 
-    def __setitem__(self, name: str, member: _Member) -> None:
-        self.pop(name, None)
-        super().__setitem__(name, member)
-        self.units[member.node.machine] += 1
+    def add(self, name: str, member: _Member) -> None:
+        """Add a unit, or replace it."""
+        self.drop(name)
+        self[name] = member
+        self.units.setdefault(member.node.machine, {})[name] = member
 
-    def __delitem__(self, name: str) -> None:
-        machine = self.data[name].node.machine
-        super().__delitem__(name)
-        self.units[machine] -= 1
-        if not self.units[machine]:
-            del self.units[machine]
+    def drop(self, name: str) -> _Member | None:
+        """Remove a unit, if it is there."""
+        member = self.pop(name, None)
+        if member is not None:
+            machine = member.node.machine
+            del self.units[machine][name]
+            if not self.units[machine]:
+                del self.units[machine]
+        return member
+
+
+_IN_PASSING = (ev.Tick, ev.TrainerProgressed, ev.TasksWaiting)
+"""Events that change neither the nodes nor who has them."""
 
 
 @dataclass
@@ -104,6 +114,9 @@ class Planner:
         self.outlook = Outlook()
         self._on_decision = on_decision
         self._trainers: dict[str, PlannedJob] = {}
+        """Live trainers; what they have done since the last decision is in `_work_left` and `_service`."""
+        self._work_left: dict[str, float] = {}
+        self._service: dict[str, float] = {}
         self._members = _Members()
         self._holdings = Holdings(self.settings)
         self._assigned: dict[str, frozenset[str]] = {}
@@ -112,6 +125,8 @@ class Planner:
         self._settle_until: float | None = None
         self._vacated: frozenset[str] = frozenset()
         """Machines that close too soon for those that were on them; they stay empty then."""
+        self._vacating: list[float] | None = None
+        """When members have to be vacated, in order; ``None``: unknown since an event or a decision."""
         self._dirty = False
         self._planned_at = -math.inf
         self._now = -math.inf
@@ -126,7 +141,13 @@ class Planner:
     @property
     def trainers(self) -> tuple[PlannedJob, ...]:
         """The live trainers, in order of submission."""
+        self._note_work_done()
         return tuple(sorted(self._trainers.values(), key=lambda trainer: (trainer.submitted, trainer.name)))
+
+    @property
+    def has_trainers(self) -> bool:
+        """Whether any trainer is live."""
+        return bool(self._trainers)
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -135,14 +156,14 @@ class Planner:
 
     def wake_at(self, now: float) -> float:
         """Return the latest time of the next event that the planner needs (a `Tick` is enough); infinity if none."""
-        margins = self._margins()
-        closings = (
-            m.node.closes_or_inf - margins.get(m.node.machine, self.settings.closing_margin)
-            for m in self._members.values()
-        )
+        if self._vacating is None:
+            margins, usual = self._margins(), self.settings.closing_margin
+            nodes = [member.node for member in self._members.values()]
+            self._vacating = sorted({node.closes_or_inf - margins.get(node.machine, usual) for node in nodes})
+        later = bisect_right(self._vacating, now)
         settles = () if self._settle_until is None else (self._settle_until,)
         again = (self._planned_at + self.settings.replan_interval,) if self._trainers else ()
-        due = chain(closings, self._holdings.wakes(), settles, again)
+        due = chain(self._vacating[later : later + 1], self._holdings.wakes(), settles, again)
         return min((time for time in due if time > now), default=math.inf)
 
     # Events.
@@ -163,11 +184,13 @@ class Planner:
         moved = self._in_order(events)
         self._count_service(moved[-1].time)
         for event in moved:
+            if not isinstance(event, _IN_PASSING):
+                self._vacating = None
             self._take(event)
         self._now = now = moved[-1].time
         if not self._dirty and now < due:
             return []
-        self._dirty, self._planned_at = False, now
+        self._dirty, self._planned_at, self._vacating = False, now, None
         self.statistics.plans += 1
         return self._plan(now)
 
@@ -184,8 +207,15 @@ class Planner:
         if not math.isfinite(self._now):
             return
         for name, nodes in self._assigned.items():
-            trainer = self._trainers[name]
-            self._trainers[name] = replace(trainer, service=trainer.service + len(nodes) * (now - self._now))
+            self._service[name] += len(nodes) * (now - self._now)
+
+    def _note_work_done(self) -> None:
+        """Note what has happened since the last decision in the trainers: reports of it are frequent."""
+        for name, trainer in self._trainers.items():
+            left, service = self._work_left.get(name, trainer.work_left), self._service[name]
+            if left != trainer.work_left or service != trainer.service:
+                self._trainers[name] = replace(trainer, work_left=left, service=service)
+        self._work_left.clear()
 
     def _take(self, event: ev.Event) -> None:  # noqa: C901 - a case for each event
         match event:
@@ -206,22 +236,22 @@ class Planner:
                 new = dict.fromkeys(node.machine for node in event.nodes if node.machine not in self._machines)
                 self._vacated = frozenset(machine for machine in self._vacated if machine in self._machines)
                 for node in event.nodes:
-                    self._members[node.name] = _Member(node, event.block)
+                    self._members.add(node.name, _Member(node, event.block))
                     self._holdings.join(event.block, node.machine)
                 self.outlook.opened(event.time, new)
                 if self._settle_until is None and self._holdings.still_joining(self._complete_machines):
                     self._settle_until = event.time + self.settings.settle
                 self._dirty = True
             case ev.NodesLeft():
-                blocks = {m.node.machine: m.block for name, m in self._members.items() if name in event.nodes}
+                leaving = [self._members[name] for name in event.nodes if name in self._members]
+                blocks = {member.node.machine: member.block for member in leaving}
                 self._drop(event.nodes, event.time)
                 for machine in blocks.keys() - self._machines:
                     self._holdings.lack(blocks[machine], machine, event.time)
                     self._holdings.doubt()
             case ev.NodesClosing():
-                closing = frozenset(event.nodes)
-                for member in self._members.values():
-                    if member.node.machine in closing:
+                for machine in event.nodes:
+                    for member in self._members.units.get(machine, {}).values():
                         member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
                         if event.closes - event.time <= self.settings.startup:
                             self._holdings.doubt()
@@ -239,17 +269,19 @@ class Planner:
                         f"a live trainer is already named {event.trainer.name!r}; give this one another name"
                     )
                 self._trainers[event.trainer.name] = event.trainer
+                self._service[event.trainer.name] = event.trainer.service
                 self._dirty = True
             case ev.TrainerProgressed():
-                if (trainer := self._trainers.get(event.trainer)) is not None:
-                    self._trainers[event.trainer] = replace(trainer, work_left=event.work_left)
+                if event.trainer in self._trainers:
+                    self._work_left[event.trainer] = event.work_left
             case ev.TrainerLearned():
                 if (trainer := self._trainers.get(event.trainer.name)) is not None:
+                    self._work_left.pop(trainer.name, None)
                     self._trainers[trainer.name] = replace(event.trainer, since=trainer.since, service=trainer.service)
                     self._dirty = self._dirty or _sizes_of(event.trainer) != _sizes_of(trainer)
             case ev.TrainerFinished() | ev.TrainerFailed() | ev.TrainerWithheld():
-                self._trainers.pop(event.trainer, None)
-                self._assigned.pop(event.trainer, None)
+                for known in (self._trainers, self._assigned, self._work_left, self._service):
+                    known.pop(event.trainer, None)
                 self._dirty = True
             case ev.TrainerHolds():
                 if event.trainer in self._trainers:
@@ -266,7 +298,7 @@ class Planner:
                 raise PlanningError(f"the planner does not know events of type {type(event).__name__}")
 
     def _drop(self, names: Iterable[str], now: float) -> None:
-        dropped = [member for name in names if (member := self._members.pop(name, None)) is not None]
+        dropped = [member for name in names if (member := self._members.drop(name)) is not None]
         blocks = {member.node.machine: member.block for member in dropped}
         for machine in blocks.keys() - self._machines:
             self.outlook.closed(now, [machine], given_back=self._holdings.is_over(blocks[machine], now))
@@ -330,11 +362,12 @@ class Planner:
 
     def _lend(self, usable: dict[str, PoolNode]) -> ev.Actions:
         """Lend nodes to ordinary tasks, which are short and have priority: unused first, then earliest-closing."""
-        busy = frozenset(self._tasks.busy & usable.keys())
-        taken = frozenset().union(*self._assigned.values())
-        order = sorted(usable.values(), key=lambda n: (n.name in taken, n.closes_or_inf, n.name))
-        spare = [node.name for node in order if node.name not in busy]
-        lent = busy | frozenset(spare[: self._tasks.nodes_wanted])
+        lent = busy = frozenset(self._tasks.busy & usable.keys())
+        if self._tasks.nodes_wanted:
+            taken = frozenset().union(*self._assigned.values())
+            order = sorted(usable.values(), key=lambda n: (n.name in taken, n.closes_or_inf, n.name))
+            spare = [node.name for node in order if node.name not in busy]
+            lent = busy | frozenset(spare[: self._tasks.nodes_wanted])
         if lent == self._lent:
             return []
         self._lent = lent
@@ -436,8 +469,8 @@ class Planner:
         for kind in sorted(holdings.kinds - growing):
             released, nodes = holdings.release(kind, min(spare[kind], may_go), self._used, now)
             may_go -= len(nodes)
-            for unit in [unit for unit, member in self._members.items() if member.node.machine in nodes]:
-                del self._members[unit]
+            for unit in [unit for machine in nodes for unit in self._members.units.get(machine, ())]:
+                self._members.drop(unit)
             self.outlook.closed(now, nodes, given_back=True)
             actions += released
         return actions
@@ -456,7 +489,7 @@ class Planner:
     @property
     def _complete_machines(self) -> frozenset[str]:
         """The machines of which all slots are ready."""
-        return frozenset(machine for machine, units in self._members.units.items() if units >= self.slots_per_node)
+        return frozenset(machine for machine, units in self._members.units.items() if len(units) >= self.slots_per_node)
 
     def _units_of(self, node: PoolNode) -> list[PoolNode]:
         """Return what is allocated of a node that has not joined: itself, or its slots."""

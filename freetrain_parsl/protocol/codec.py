@@ -50,7 +50,9 @@ __all__ = [
     "decode",
     "encode",
     "is_name",
+    "progress_item",
     "restored",
+    "restored_progress",
     "type_name",
 ]
 
@@ -127,11 +129,12 @@ Names: TypeAlias = Annotated[dict[str, str], Limit(_are_names)]
 """A mapping from names to names, with at most 32 entries."""
 
 
-VERSION = 8
+VERSION = 9
 """Protocol version; incremented with every change of a message."""
 
 _LONGEST_HEADER = 1 << 20  # bytes
 _PAYLOAD = "payload"  # the field that is sent as a separate frame
+_PROGRESS = "trainers_progressed"  # the type of an item that stands for several events
 _ENVELOPE = ("v", "type", "n", "seen")
 
 
@@ -215,6 +218,18 @@ def as_json(item: ev.Event | ev.Action) -> dict[str, Any]:
     """Return a JSON object with the item's ``type`` and those of its fields that differ from their defaults."""
     converted: dict[str, Any] = _to_json(item)
     return converted
+
+
+def progress_item(time: float, left: Mapping[str, float]) -> dict[str, Any]:
+    """Return a JSON object for a `TrainerProgressed` of each trainer; `restored_progress` reads it."""
+    return {"type": _PROGRESS, "time": time, "left": _to_json(left)}
+
+
+def restored_progress(item: Mapping[str, Any]) -> list[ev.TrainerProgressed]:
+    """Return the events that `progress_item` has converted; none if it is another item."""
+    if item["type"] != _PROGRESS:
+        return []
+    return [ev.TrainerProgressed(item["time"], trainer, float(left)) for trainer, left in item["left"].items()]
 
 
 def restored(item: Mapping[str, Any]) -> Any:

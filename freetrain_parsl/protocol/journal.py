@@ -125,7 +125,8 @@ class PlannerStarted(Record):
 class PlannerStep(Record):
     """The planner received `events` and returned `actions`, see `freetrain_parsl.protocol.codec`.
 
-    Windows without content are the same as before. The decisions on the way precede this record.
+    Windows without content are the same as before; the progress of all trainers is one item. The decisions on the way
+    precede this record.
     """
 
     events: list[dict[str, Any]]

@@ -25,6 +25,7 @@ __all__ = [
     "FilesLoaded",
     "Hello",
     "Invalid",
+    "ModulesImported",
     "Output",
     "PauseRun",
     "Place",
@@ -275,6 +276,22 @@ class FilesLoaded:
 
 
 @dataclass(frozen=True)
+class ModulesImported:
+    """Which installed modules a training job's function has imported until its first report.
+
+    Parameters
+    ----------
+    code
+        Identity of its code.
+    payload
+        Their names, in this order, see `executor.slot.imports_ahead`.
+    """
+
+    code: Text
+    payload: bytes
+
+
+@dataclass(frozen=True)
 class TaskEnded:
     """An ordinary task has ended.
 
@@ -333,9 +350,19 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The slot is registered; its node closes in `closes_in` seconds, ``None`` if that is unknown."""
+    """The slot is registered.
+
+    Parameters
+    ----------
+    closes_in
+        Seconds until its node closes, ``None`` if that is unknown.
+    code, payload
+        What it imports while it has no work, as in `ModulesImported`; empty: nothing.
+    """
 
     closes_in: Time | None = None
+    code: Text = ""
+    payload: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -469,6 +496,7 @@ ToDriver: TypeAlias = (
     | Output
     | Values
     | FilesLoaded
+    | ModulesImported
     | TaskEnded
     | StoreRequest
     | Reconnected
@@ -486,6 +514,7 @@ TO_DRIVER = by_type(
     Output,
     Values,
     FilesLoaded,
+    ModulesImported,
     TaskEnded,
     StoreRequest,
     Reconnected,

@@ -195,7 +195,7 @@ def require_own_entries(path: Path, remedy: str) -> None:
                 raise InvalidInput(f"{entry.path} is {_kind(facts.st_mode)} of {user_name(facts.st_uid)}; {remedy}")
 
 
-def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_own_file(path: Path, flags: int) -> int:
     """Open a file to write it, in a directory of this user's, and return its descriptor; links are not followed.
 
     Parameters
@@ -204,8 +204,6 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
         The file.
     flags
         Of `os.open`, with ``O_CREAT`` if it may be missing.
-    mode
-        Permissions of a file that is created.
 
     Raises
     ------
@@ -223,7 +221,7 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
                 raise InvalidInput(
                     f"{path} is {_kind(found.st_mode)} of {user_name(found.st_uid)}, not a file of yours; remove it"
                 )
-        return os.open(path.name, flags | _NO_LINK, mode, dir_fd=directory.descriptor)
+        return os.open(path.name, flags | _NO_LINK, 0o600, dir_fd=directory.descriptor)
 
 
 def read_small_file(path: Path) -> str:

@@ -87,13 +87,7 @@ class BestEpoch:
         return self.judged - (-1 if self.best is None else self.best.epoch) >= self.patience
 
     def value_in(self, row: Mapping[str, Any]) -> float:
-        """Return the value in a row of the history.
-
-        Raises
-        ------
-        UsageError
-            It has none.
-        """
+        """Return the value in a row of the history; raises UsageError if it has none."""
         value = row.get(self.metric)
         if not _is_number(value):
             known = ", ".join(name for name in row if name != "epoch")
@@ -155,13 +149,7 @@ class BestEpochs:
                 self._kept = HostBuffers().copy(state_of_model())
 
     def kept(self) -> tuple[EpochValue, dict[str, Any]]:
-        """Return the best epoch and the model's state after it.
-
-        Raises
-        ------
-        UsageError
-            There is none.
-        """
+        """Return the best epoch and the model's state after it; raises UsageError if there is none."""
         each = self.followed.get(KEEP)
         if each is None or each.best is None or self._kept is None:
             why = "call session.keep_best before the loop" if each is None else "no epoch had a value other than NaN"

@@ -264,13 +264,7 @@ def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) ->
 
 
 def check_extension(objects: Mapping[str, Stateful], present: SessionExtension) -> None:
-    """Check that the prepared objects still need this extension.
-
-    Raises
-    ------
-    UsageError
-        They need another one since they were prepared.
-    """
+    """Raise UsageError if the prepared objects need another extension than when they were prepared."""
     kind = _needed_by(objects)
     if kind is not None and not isinstance(present, kind):
         raise UsageError(kind.too_late)

@@ -23,7 +23,7 @@ from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 from freetrain_parsl.training.data import random_streams
-from freetrain_parsl.training.group.process_group import gist, is_lost_peer
+from freetrain_parsl.training.group.failures import gist, is_lost_peer
 from freetrain_parsl.training.group.regrouping import GroupMember
 from freetrain_parsl.training.mailbox import Clock, ControlMailbox, Finished, Membership, Paused
 from freetrain_parsl.training.runtime import Runtime, Unwind

@@ -108,7 +108,7 @@ class LoopStates:
                 raise UsageError(f"session.state: {name!r} is declared twice; choose another name")
             if name.startswith("_"):
                 raise UsageError(f"session.state: {name!r} begins with an underscore; choose another name")
-        state = LoopState(values, self._is_own_frozen if per_process else self._is_frozen)
+        state = LoopState(values, lambda: self._repeats if per_process else self._interrupted)
         for name, value in vars(state).items():
             if isinstance(value, nn.Module):
                 value.to(device)
@@ -171,12 +171,6 @@ class LoopStates:
             self._put_back([*self._shared, *(self._own if self._repeats else ())])
             self._interrupted = self._repeats = False
 
-    def _is_frozen(self) -> bool:
-        return self._interrupted
-
-    def _is_own_frozen(self) -> bool:
-        return self._repeats
-
     def _put_back(self, states: Sequence[LoopState]) -> None:
         for state in states:
             for name in vars(state):
@@ -191,19 +185,13 @@ class LoopStates:
         return remember(value, tensors=self._modules[name][1])
 
     def _all(self) -> Iterator[tuple[str, Any]]:
-        for state in (*self._shared, *self._own):
-            yield from vars(state).items()
+        yield from self.shared()
+        yield from self.own()
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
     def gather(self, group: Group) -> list[dict[str, Any]]:
-        """Return each member's own values, by rank, on the first member; all call this.
-
-        Raises
-        ------
-        PeerFailed
-            A member has failed.
-        """
+        """Return each member's own values, by rank, on the first member; all call this."""
         mine = self._contents(self._own)
         parts = [mine]
         if self._own:
@@ -343,7 +331,12 @@ def _load(value: Any, content: Any, *, in_place: bool) -> Any:
             return value
         return content.detach().to(value.device, copy=True)
     if isinstance(value, deque) and isinstance(content, list):
-        return _refilled(value, content) if in_place else deque(map(copied, content), value.maxlen)
+        fresh = deque(map(copied, content), value.maxlen)
+        if not in_place:
+            return fresh
+        value.clear()
+        value.extend(fresh)
+        return value
     if in_place and type(value) is type(content) and isinstance(value, dict):
         items = {key: _load(value.get(key), each, in_place=True) for key, each in content.items()}
         value.clear()
@@ -354,9 +347,3 @@ def _load(value: Any, content: Any, *, in_place: bool) -> Any:
         value[:] = [_load(mine, each, in_place=True) for mine, each in zip(known, content, strict=False)]
         return value
     return copied(content)
-
-
-def _refilled(value: deque[Any], content: Sequence[Any]) -> deque[Any]:
-    value.clear()
-    value.extend(map(copied, content))
-    return value

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.checkpoints.state import Stateful
 
-__all__ = ["parameters_of", "prepared", "size_of"]
+__all__ = ["check_added", "parameters_of", "prepared", "size_of"]
 
 _STATES_PER_PARAMETER = 3  # the parameter, and two moments in common optimizers
 
@@ -103,6 +103,19 @@ def parameters_of(objects: Iterable[object]) -> list[nn.Parameter]:
         elif isinstance(thing, Optimizer):
             known |= dict.fromkeys(p for group in thing.param_groups for p in group["params"])
     return list(known)
+
+
+def check_added(optimizers: Iterable[Optimizer], known: Iterable[nn.Parameter]) -> None:
+    """Raise UsageError for parameters made in the loop: no process that joins or resumes would have them."""
+    parameters = set(known)
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            if not parameters.issuperset(group["params"]):
+                raise UsageError(
+                    f"{type(optimizer).__name__}.add_param_group: group {number} has a parameter that was made in "
+                    "the loop, which a process that joins or resumes would not have: make it before "
+                    "session.prepare, as part of a prepared model, and add it to the optimizer in the loop"
+                )
 
 
 def _made(make: Any, before: Sequence[Any], options: Mapping[str, Any]) -> Optimizer:

@@ -3,10 +3,6 @@
 Decisions to stop, to save or to regroup are made at *boundaries*: when the next batch or the next epoch is requested.
 By then the user's loop has done everything that follows a step, and the state is consistent. At a boundary the members
 of a group sum one small vector, so that all of them decide the same; a group of one does not communicate.
-
-Every member has the whole state, so the members are replicas of each other. When one fails, the others leave the group
-and form a new one, and members that are a step behind receive the state of one that is ahead; the interrupted batch is
-repeated. The same holds for replicas of several members, between which the state is divided: `replica_groups`.
 """
 
 from __future__ import annotations
@@ -24,19 +20,19 @@ from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
-from freetrain_parsl.training.decisions import Decisions
+from freetrain_parsl.training.exchange.shared_calls import SharedCalls
+from freetrain_parsl.training.exchange.shared_results import first_value
 from freetrain_parsl.training.extension import SessionExtension, check_extension, extension_for, recalled
+from freetrain_parsl.training.group.changes import GroupChanges
+from freetrain_parsl.training.group.decisions import Decisions
 from freetrain_parsl.training.group.process_group import Group
-from freetrain_parsl.training.group.shared_calls import SharedCalls
-from freetrain_parsl.training.group.shared_gradients import Link
-from freetrain_parsl.training.group.shared_results import first_value
 from freetrain_parsl.training.preparation import parameters_of, size_of
 from freetrain_parsl.training.progress import ProgressReporter
 from freetrain_parsl.training.replicas.check import ReplicaCheck
 from freetrain_parsl.training.step.batch_runner import BatchRunner
 from freetrain_parsl.training.step.bypass import BypassCheck
-from freetrain_parsl.training.step.closure import needs_closure
 from freetrain_parsl.training.step.learning_rate import check_schedulers
+from freetrain_parsl.training.step.steps import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +48,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.node_memory import NodeMemory
     from freetrain_parsl.training.recorder import Recorder
     from freetrain_parsl.training.step.learning_rate import LrScaling
-    from freetrain_parsl.training.step.loss_kind import Reduction
 
 
 class Unwind(BaseException):
@@ -104,6 +99,8 @@ class Runtime:
     ) -> None:
         self.options = options
         self.members = members
+        self.mailbox = mailbox
+        self.clock = clock
         self.recorder = recorder
         self.extension = extension or SessionExtension()
         self.device = torch.device("cpu")
@@ -113,11 +110,6 @@ class Runtime:
         self.state = SessionState(options.seed, lambda: manager.newest.path if manager.newest else manager.path)
         self.reporter = ProgressReporter(self.state, manager, members, report, clock, self.extension)
         self.replicas = ReplicaCheck(options.name, self.state, members.note)
-        self.replicas.loop = self.state.loop.shared
-        self._shared_calls = SharedCalls(self.state, members, self.reporter, self._interrupt, self._recover)
-        self._decisions = Decisions(
-            options, members, mailbox, self.state, self.reporter, manager, self.replicas, clock, lambda: self.extension
-        )
         self.batch_runner: BatchRunner | None = None
         """Set by `start`."""
         self.at_start: list[Callable[[], None]] = []
@@ -127,13 +119,13 @@ class Runtime:
         self.unwinding: PauseReason | None = None
         """Why the user's function is being left; ``None`` while it runs."""
 
-        self._mailbox = mailbox
-        self._clock = clock
-        self._regrouped = False  # whether the group has changed since the last boundary
+        self._decisions = Decisions(self)
+        self._changes = GroupChanges(self)
+        self.steps = Steps(self, self._changes)
+        self.together = SharedCalls(self, self._changes).make
         self._memory = memory
         restored = None if members.is_newcomer else self._restore()
         self._restored = None if restored is None else Restoration(restored)
-        self._received: dict[str, Any] | None = None  # by a newcomer, until its loop comes to the batches
         if restored is not None:
             self.state.take_counts(restored.state)
             is_durable = restored.entry == manager.newest
@@ -227,13 +219,7 @@ class Runtime:
         return batch_runner
 
     def follow(self, best: BestEpoch) -> None:
-        """Judge each epoch from now on.
-
-        Raises
-        ------
-        UsageError
-            The loop has begun, or this was called before for the same verb.
-        """
+        """Judge each epoch from now on; raises UsageError in the loop, or if the verb was called before."""
         if self.started:
             raise UsageError(f"call session.{best.verb} before `for epoch in session.epochs(…)`")
         followed = self.state.best_epochs.followed
@@ -244,13 +230,7 @@ class Runtime:
             self.state.best_epochs.load(self._restored.state["best"])
 
     def keep(self, values: Mapping[str, Any], *, per_process: bool) -> LoopState:
-        """Keep values of the user's loop from now on; restore them, if there is a checkpoint.
-
-        Raises
-        ------
-        UsageError
-            The loop has begun, or a name or value cannot be used.
-        """
+        """Keep values of the user's loop from now on; restore them, if there is a checkpoint."""
         if self.started:
             raise UsageError("call session.state before `for epoch in session.epochs(…)`, and assign its values inside")
         state = self.state.loop.declare(values, per_process=per_process, device=self.device)
@@ -288,21 +268,10 @@ class Runtime:
             self._load_again(self._restored, tell=True)
             if not self.state.cursor.is_inside:
                 self._restored = None
-        self.members.parts = self.extension
-        self.members.state = lambda: self.extension.sent(self.state.whole())
-        self.members.adopt = self._adopt
-        self.members.meet_replicas = self.replicas.meet
-        if self.members.is_newcomer:
-            self._change_group(self.members.await_command, began=None)
-        else:
-            try:
-                self.members.exchange(self._place)
-            except PeerFailed as error:
-                self._recover(error)
+        self._changes.begin()
         self.started = True
-        self._shared_calls.batch_runner = self.batch_runner
         # The interval starts here: before the loop there is nothing to save.
-        now = self._clock()
+        now = self.clock()
         self.checkpoint_manager.due(now)
         self.reporter.start_counting(now)
         self.state.aim(self.members.group.size)
@@ -333,13 +302,13 @@ class Runtime:
         if self.recorder is not None:
             self.recorder.boundary(self)
         if self.reporter.count_step():
-            self._mailbox.underway.set()
-        if not self._regrouped:  # otherwise the group has just been formed in this boundary
+            self.mailbox.underway.set()
+        if not self._changes.is_new:  # otherwise the group has just been formed in this boundary
             try:
                 self._decide()
             except PeerFailed as error:
-                self._recover(error)
-        self._regrouped = False
+                self._changes.recover(error)
+        self._changes.is_new = False
         self.reporter.send()
         self.state.aim(self.members.group.size)
         if seed:
@@ -371,9 +340,9 @@ class Runtime:
         if self._restored is not None:
             self._load_again(self._restored, tell=False)
             self._restored = None
-        if self._received is not None:
-            self.state.adopt_objects(self.extension.received(self._received))
-            self._received = None
+        if self._changes.received is not None:
+            self.state.adopt_objects(self.extension.received(self._changes.received))
+            self._changes.received = None
 
     def _load_again(self, restored: Restoration, *, tell: bool) -> None:
         """Load what user code has changed since it was restored; see `Restoration.load_again`."""
@@ -381,109 +350,6 @@ class Runtime:
         self.state.trainable.load(restored.state["trainable"])
         self.state.loop.load(restored.loop(self.state.loop), rank=self.members.group.rank)
         self.extension.loaded_again()
-
-    def backward(
-        self,
-        loss: torch.Tensor,
-        items: torch.Tensor | float | None = None,
-        reduction: Reduction | None = None,
-        *,
-        steps: bool = False,
-    ) -> bool:
-        """Add a piece's gradients; after the last piece, ``.grad`` has the whole batch's gradients, on all members.
-
-        Parameters
-        ----------
-        loss, items, reduction
-            See `BatchRunner.backward`.
-        steps
-            Whether `step` follows at once.
-
-        Returns
-        -------
-        complete
-            Whether it was the last piece.
-        """
-        batch_runner = self._batch_runner_in_hand()
-        recorder = None if self.extension.computes else self.recorder
-        if recorder is not None:
-            recorder.loss(self, loss)
-        try:
-            batch_runner.backward(loss, items, reduction, steps=steps)
-        except PeerFailed as error:
-            self._interrupt(error)
-        if recorder is not None:
-            recorder.gradients(self)
-        return batch_runner.is_complete
-
-    def step(
-        self,
-        loss: torch.Tensor | None,
-        optimizer: Optimizer | None,
-        items: torch.Tensor | float | None = None,
-        reduction: Reduction | None = None,
-    ) -> bool:
-        """Compute the gradients of a loss, if given, and make the optimizer step if the batch is complete.
-
-        Returns
-        -------
-        made
-            Whether the step was made.
-        """
-        if loss is not None:
-            self.backward(loss, items, reduction, steps=True)
-        batch_runner = self._batch_runner_in_hand()
-        if not batch_runner.step(optimizer, self.state.scaling):
-            return False
-        self._count_step(batch_runner)
-        return True
-
-    def step_by_closure(
-        self,
-        closure: Callable[[], torch.Tensor],
-        optimizer: Optimizer | None,
-        items: torch.Tensor | float | None,
-        reduction: Reduction | None,
-    ) -> bool:
-        """Make a step of an optimizer that evaluates the loss itself, such as LBFGS; return whether it was made."""
-        batch_runner = self._batch_runner_in_hand()
-        optimizers = batch_runner.chosen(optimizer)
-        if not any(map(needs_closure, optimizers)):
-            return self.step(closure(), optimizer, items, reduction)
-        if len(optimizers) > 1:
-            raise UsageError("session.step(closure): say whose step it is with optimizer=…, as each evaluates the loss")
-
-        def evaluate() -> torch.Tensor | float:
-            return batch_runner.evaluation(closure, items, reduction)
-
-        try:
-            made = batch_runner.step_by_closure(optimizers[0], evaluate, self.state.scaling)
-        except PeerFailed as error:
-            self._interrupt(error)
-            return False
-        if made:
-            self._count_step(batch_runner)
-        return made
-
-    def _count_step(self, batch_runner: BatchRunner) -> None:
-        cursor = self.state.cursor
-        cursor.steps += 1
-        if cursor.steps == 1:
-            self.state.training_metrics.count_step(batch_runner.batch, batch_runner.tally)
-        if self.recorder is not None:
-            self.recorder.step()
-
-    def together(self, operation: Callable[[Group], Any], *, name: str, of_parts: bool) -> Any:
-        """Return the result of a collective operation of user code, the same on all members; see `SharedCalls.make`."""
-        self.check_running()
-        return self._shared_calls.make(operation, name=name, of_parts=of_parts)
-
-    def gradient_link(self, tensor: torch.Tensor, *, gathers: bool) -> Link | None:
-        """Return the link that passes a result's gradients to all members; ``None`` without gradients or a batch."""
-        batch_runner = self.batch_runner
-        if batch_runner is None or not batch_runner.has_piece or not (tensor.requires_grad and torch.is_grad_enabled()):
-            return None
-        return Link(self.members.group, batch_runner.link(gathers=gathers))
 
     def end_pass(self, expected: Positions) -> None:
         """Close the metrics of an epoch after its last batch; `expected` are the positions of its samples."""
@@ -498,7 +364,7 @@ class Runtime:
     def end_epoch(self) -> None:
         """Judge the epoch, and advance to the next one."""
         self.check_running()
-        self._restored = self._received = None  # an epoch may end without coming to its batches
+        self._restored = self._changes.received = None  # an epoch may end without coming to its batches
         self.state.loop.release()  # if user code has left an interrupted batch
         assert self.batch_runner is not None, "checked by start"
         cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
@@ -524,7 +390,7 @@ class Runtime:
             # Even if this step is saved already: functions may log or change their models after the loop.
             # No process continues from here, so the other members' values are not needed.
             own = self.state.loop.gather(Group())
-            self._save_last(own, "the training job is done", mark=None, patiently=True)
+            self._save_last(own, "the training job is done", done=True)
         self.reporter.send(at_once=True)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────
@@ -540,106 +406,30 @@ class Runtime:
             self.batch_runner.average_statistics(group)
         if any(decision):
             self.replicas.compare_all(group)
-        if decision.commanded and self._refuses_change(group):
+        if decision.commanded and self._changes.are_refused():
             self._pause(PauseReason.REQUESTED)
         elif decision.commanded:
-            began = self._clock()
-            self._change_group(self.members.take_command, began)
+            self._changes.carry_out_command()
         elif decision.closing or decision.requested:
             self._pause(PauseReason.CLOSING if decision.closing else PauseReason.REQUESTED)
         elif decision.save_due:
-            self._save("periodic", mark=self._mark)
+            own = self.state.loop.gather(group)
+            facts = self._facts("periodic")
+            self.checkpoint_manager.save(lambda: self.state.whole(own), wait=False, mark=self._mark, **facts)
         elif decision.copy_due:
             self.extension.copy(self.state.whole(self.state.loop.gather(Group())))
 
     def _pause(self, reason: PauseReason) -> NoReturn:
         own = self.state.loop.gather(self.members.group)
-        self._save_last(own, reason.sentence, mark=self._mark, patiently=False)
-        self._unwind(reason)
+        self._save_last(own, reason.sentence, done=False)
+        self.unwind(reason)
 
-    def _unwind(self, reason: PauseReason) -> NoReturn:
+    def unwind(self, reason: PauseReason) -> NoReturn:
+        """Leave the user's function."""
         self.unwinding = reason
         if reason is not PauseReason.LEFT:
             self.reporter.send(at_once=True)
         raise Unwind(reason)
-
-    # ── other groups ──────────────────────────────────────────────────────────────────────────────
-
-    def _recover(self, error: PeerFailed) -> None:
-        """Continue without the failed members, in place; the current batch, if any, is interrupted.
-
-        Raises
-        ------
-        PeerFailed
-            The training job cannot continue in place.
-        Unwind
-            The others continue without this member.
-        """
-        if not self.extension.in_place or (self.extension.spreads and self.members.group.replicas == 1):
-            raise error
-        began = self._clock()
-        self._change_group(lambda: self.members.strand(str(error)), began)
-
-    def _interrupt(self, error: PeerFailed) -> None:
-        """Interrupt the current batch after a failure, and continue without the failed members.
-
-        Raises
-        ------
-        PeerFailed
-            The training job cannot continue in place, or the loop's state cannot be put back to the batch's beginning.
-        """
-        assert self.batch_runner is not None, "there is a batch"
-        loop, place = self.state.loop, self.state.cursor.place
-        if not loop.can_be_undone(has_stepped=self.batch_runner.has_stepped):
-            raise error
-        self.batch_runner.cut()
-        loop.cut()
-        self._recover(error)
-        loop.hold(repeats=self.state.cursor.place == place)
-        self.batch_runner.hold()
-
-    def _refuses_change(self, group: Group) -> bool:
-        """Return whether the group cannot change in place now, and say why; all members call this."""
-        if not self.extension.spreads:
-            return False
-        reason = self.extension.obstacle(group, self.members.next_size)
-        if reason is not None:
-            self.members.note(f"saved and resumed instead of changed in place: {reason}")
-        return reason is not None
-
-    def _change_group(self, first_command: Callable[[], Any], began: float | None) -> None:
-        """Leave the group and continue in the one given by a command, which may change while the group forms."""
-        left = self.members.move(first_command, self._place)
-        if left:
-            self._unwind(PauseReason.LEFT)
-        self._regrouped = True
-        self.replicas.have_met()
-        self.checkpoint_manager.rejoin()
-        paused = 0.0 if began is None else self._clock() - began
-        self.reporter.pace.restart()
-        self.members.tell_regrouped(paused)
-        self.reporter.send(at_once=True)
-
-    def _place(self) -> tuple[int, ...]:
-        """Return this member's position and the standing of its replica; a newcomer has no position yet."""
-        begun = not self.members.is_newcomer
-        changes = 0 if self.state.batch is None else self.state.batch.changes
-        place = (int(value) for value in self.state.cursor.place)
-        return (int(begun), *place, changes, self.state.results.number, *self.replicas.standing())
-
-    def _adopt(self, state: dict[str, Any]) -> None:
-        """Load the state of a member that is ahead."""
-        cursor = self.state.cursor
-        if self._shared_calls.underway and cursor.pass_ended and cursor.leads_to(state["cursor"]):
-            # Only the result is missing: the others have done what this member's code will do after the epoch.
-            self.state.results.load(state["results"])
-            return
-        if not self.members.is_newcomer and state["cursor"]["epoch"] != cursor.epoch:
-            # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
-            self._unwind(PauseReason.LEFT)
-        self.state.adopt(self.extension.received(state))
-        if self.members.is_newcomer and self.state.cursor.is_inside:
-            self._received = state
 
     # ── saving and restoring ──────────────────────────────────────────────────────────────────────
 
@@ -656,24 +446,10 @@ class Runtime:
                 return state
         return manager.restore()
 
-    def _save(self, reason: str, *, mark: tuple[int, ...]) -> None:
-        """Save in the background, unless the state with this mark is saved already; all members call this.
-
-        Raises
-        ------
-        TrainingError
-            This write and all before it have failed: no checkpoint can be written.
-        """
-        own = self.state.loop.gather(self.members.group)
-        self.checkpoint_manager.save(lambda: self.state.whole(own), wait=False, mark=mark, **self._facts(reason))
-
-    def _save_last(
-        self, own: Sequence[Mapping[str, Any]], reason: str, *, mark: tuple[int, ...] | None, patiently: bool
-    ) -> None:
-        """Save the final state of the fragment, see `CheckpointManager.save_last`; all members call this."""
-        self.checkpoint_manager.save_last(
-            lambda: self.state.whole(own), patiently=patiently, mark=mark, **self._facts(reason)
-        )
+    def _save_last(self, own: Sequence[Mapping[str, Any]], reason: str, *, done: bool) -> None:
+        """Save the state with which this fragment ends, even if it is saved already if the job is `done`; on all."""
+        facts, mark = self._facts(reason), None if done else self._mark
+        self.checkpoint_manager.save_last(lambda: self.state.whole(own), patiently=done, mark=mark, **facts)
 
     def _facts(self, reason: str) -> dict[str, Any]:
         return {"step": self.state.training_metrics.step, "epoch": self.state.cursor.epoch, "reason": reason}
@@ -682,19 +458,3 @@ class Runtime:
     def _mark(self) -> tuple[int, ...]:
         """Identifies the current state, to compare it with saved ones."""
         return self.state.training_metrics.step, *self.state.cursor.place
-
-    def _batch_runner_in_hand(self) -> BatchRunner:
-        self.check_running()
-        if self.state.order is None:
-            raise UsageError(
-                "session.step() was called without a loader, which divides the work over the processes: create one, "
-                "data = session.loader(dataset, batch_size=…) before the epoch loop; without a data set, as in "
-                "reinforcement learning, over the numbers of the episodes: session.loader(range(1000), batch_size=8)"
-            )
-        if self.batch_runner is None or not self.batch_runner.has_piece:
-            raise UsageError(
-                "session.step() was called without a batch of session.loader(), or twice for one: create the loader "
-                "with data = session.loader(dataset, batch_size=…) before the epoch loop, write `for … in data:`, and "
-                "call session.step() once in it"
-            )
-        return self.batch_runner

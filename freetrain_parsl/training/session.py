@@ -14,7 +14,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.data.cursor import Position
 from freetrain_parsl.training.data.data_verbs import DataVerbs
 from freetrain_parsl.training.data.loader_options import check_whole
-from freetrain_parsl.training.group.exchange_verbs import ExchangeVerbs
+from freetrain_parsl.training.exchange.exchange_verbs import ExchangeVerbs
 from freetrain_parsl.training.helper_verbs import HelperVerbs
 from freetrain_parsl.training.preparation import prepared
 from freetrain_parsl.training.step.loss_kind import checked_reduction, item_count, scalar
@@ -281,7 +281,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
         UsageError
             See `step`. Later, when the next batch is requested: there was no step, and the gradients are not zero.
         """
-        return self._runtime.backward(scalar(loss), item_count(items), checked_reduction(reduction, items))
+        return self._runtime.steps.backward(scalar(loss), item_count(items), checked_reduction(reduction, items))
 
     def step(
         self,
@@ -333,8 +333,8 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
             )
         if isinstance(loss, torch.Tensor) or not callable(loss):
             given = None if loss is None else scalar(loss)
-            return self._runtime.step(given, optimizer, item_count(items), reduction)
-        return self._runtime.step_by_closure(lambda: scalar(loss()), optimizer, item_count(items), reduction)
+            return self._runtime.steps.step(given, optimizer, item_count(items), reduction)
+        return self._runtime.steps.step_by_closure(lambda: scalar(loss()), optimizer, item_count(items), reduction)
 
     def log(self, *, every: int | None = None, **values: Any) -> None:
         """Add numbers or strings to this epoch's row of ``metrics["history"]``, and pass them to the trackers.

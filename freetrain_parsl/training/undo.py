@@ -96,19 +96,8 @@ def _undo(value: Any, *, copies: bool) -> Callable[[], Any]:
         return lambda: value
     if isinstance(value, torch.Tensor):
         return _undo_tensor(value) if copies else lambda: value
-    if isinstance(value, dict):
-        return _undo_dict(value, copies=copies)
-    if kind in (list, deque):
-        return _undo_list(value, copies=copies)
-    if kind is tuple:
-        undos = _undos(value, copies=copies)
-
-        def put_back() -> Any:
-            for undo in undos:
-                undo()
-            return value
-
-        return put_back
+    if isinstance(value, dict) or kind in (list, deque, tuple):
+        return _undo_container(value, copies=copies)
     return _undo_object(value) if copies else lambda: value
 
 
@@ -132,29 +121,16 @@ def _undo_tensor(tensor: torch.Tensor) -> Callable[[], Any]:
     return put_back
 
 
-def _undo_dict(value: Any, *, copies: bool) -> Callable[[], Any]:
-    before = dict(value)
-    undos = _undos(before.values(), copies=copies)
+def _undo_container(value: Any, *, copies: bool) -> Callable[[], Any]:
+    before = dict(value) if isinstance(value, dict) else tuple(value)
+    undos = _undos(before.values() if isinstance(before, dict) else before, copies=copies)
 
     def put_back() -> Any:
         for undo in undos:
             undo()
-        value.clear()
-        value.update(before)
-        return value
-
-    return put_back
-
-
-def _undo_list(value: Any, *, copies: bool) -> Callable[[], Any]:
-    before = list(value)
-    undos = _undos(before, copies=copies)
-
-    def put_back() -> Any:
-        for undo in undos:
-            undo()
-        value.clear()
-        value.extend(before)
+        if type(value) is not tuple:
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(before)
         return value
 
     return put_back

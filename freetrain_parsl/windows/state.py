@@ -172,8 +172,6 @@ class Scheduling:
         E.g. ``slurm``, ``24.11.5``.
     cycle
         Seconds between passes of the backfill scheduler: how long a start may take although nodes are free.
-    plan_ahead
-        How far into the future it plans, seconds.
     plan_jobs
         How many pending jobs it plans; ``None`` if unknown.
     """
@@ -181,7 +179,6 @@ class Scheduling:
     system: str
     version: str = ""
     cycle: float = 30.0
-    plan_ahead: float = 86400.0
     plan_jobs: int | None = None
 
 

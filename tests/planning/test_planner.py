@@ -12,7 +12,7 @@ import pytest
 from freetrain_parsl.errors import InvalidApp, InvalidSettings
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.curves.scaling import ScalingCurve
-from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, PlannedJob, Pool
+from freetrain_parsl.planning.model import Allocation, CostsInSeconds, Decision, PlannedJob, Pool, PoolNode
 from freetrain_parsl.planning.objectives.base import MaxMin
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies.base import Policy
@@ -395,3 +395,44 @@ def test_a_node_that_leaves_at_the_end_of_its_block_s_walltime_is_no_early_closi
     before = planner.outlook.horizon()
     planner.advance(ev.NodesLeft(leaves, ("a",)))
     assert (planner.outlook.horizon() < before) is expected
+
+
+def test_an_event_about_one_node_looks_at_no_other(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thousand nodes, each that joined, left or closed cost a loop over all."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=1000)))
+    block = held(planner, *(f"n{number}" for number in range(1000)))
+    looked_at: list[str] = []
+    monkeypatch.setattr(PoolNode, "machine", property(lambda node: looked_at.append(node.name) or node.name))
+    planner._take(ev.NodesLeft(1, ("n7",)))
+    planner._take(ev.NodesClosing(1, ("n8",), 50))
+    planner._take(joined(1, block, "n7"))
+    assert set(looked_at) <= {"n7", "n8"}
+    planner.wake_at(1)
+    looked_at.clear()
+    planner._take(ev.TrainerProgressed(2, "t", 5.0))
+    planner.wake_at(2)
+    assert not looked_at, "the time of the next event is known"
+
+
+def test_progress_between_decisions_describes_no_trainer_anew(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred training jobs report it two hundred times a second; a decision is made every half minute."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    held(planner, "a")
+    made: list[str] = []
+    original = PlannedJob.__post_init__
+    monkeypatch.setattr(PlannedJob, "__post_init__", lambda job: made.append(job.name) or original(job))
+    for second in range(1, 5):
+        assert planner.advance(ev.TrainerProgressed(second, "t", 1000.0 - second)) == []
+    assert not made
+    (now,) = planner.trainers
+    assert (now.work_left, now.service) == (996.0, 4.0)
+
+
+def test_what_a_trainer_learned_replaces_its_earlier_progress(planner: Planner) -> None:
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", work=1000)))
+    planner.advance(ev.TrainerProgressed(1, "t", 900), ev.TrainerLearned(1, trainer("t", work=800)))
+    assert planner.trainers[0].work_left == 800
+    planner.advance(ev.TrainerProgressed(2, "t", 700))
+    assert planner.trainers[0].work_left == 700

@@ -149,7 +149,7 @@ def test_a_batch_with_a_step_done_keeps_its_samples() -> None:
             for x, y in data:
                 sizes.append(len(x))
                 session.step(cross_entropy(one(x), y), optimizer=optimizers[0])
-                session._runtime._mailbox.post_batch(16)
+                session._runtime.mailbox.post_batch(16)
                 session.step(cross_entropy(other(x), y), optimizer=optimizers[1])
         return session.audit
 

@@ -24,10 +24,11 @@ from training_crew import (
 
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
-from freetrain_parsl.training.group import lost_messages, process_group
+from freetrain_parsl.training.group import failures, joining
 from freetrain_parsl.training.group.admission import Admission
-from freetrain_parsl.training.group.process_group import Group, RendezvousStore, join
+from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.reachability import check_reachable
+from freetrain_parsl.training.group.rendezvous import RendezvousStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,7 +160,7 @@ class _Operation:
 
 
 def test_an_operation_whose_message_is_lost_ends_once_the_group_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_messages, "_LOST", 0.0)
+    monkeypatch.setattr(failures, "_LOST", 0.0)
     group = Group(0, 2)
     slow, lost = _Operation(looks=3), _Operation(looks=None)
     group._await(slow)  # type: ignore[arg-type]
@@ -197,7 +198,7 @@ def test_members_that_do_not_come_are_lost_peers() -> None:
 
 def test_a_member_that_arrives_and_does_not_connect_is_a_failed_peer_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process was stopped, or killed, between the meeting and the connection."""
-    monkeypatch.setattr(process_group, "_CONNECT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(joining, "_CONNECT_TIMEOUT", timedelta(seconds=1))
     backend = Dictionary()
     here = Membership("net", world_size=2, interface="lo", address="127.0.0.1")
     other = threading.Thread(target=_arrive_and_vanish, args=(RendezvousStore(backend),))

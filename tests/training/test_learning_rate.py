@@ -10,9 +10,10 @@ import torch
 from torch import optim
 
 from freetrain_parsl.errors import UsageError
+from freetrain_parsl.training.data.loader_options import chosen_lr_scaling
 from freetrain_parsl.training.fragment import run_local
 from freetrain_parsl.training.step.elastic_batch import ElasticBatch
-from freetrain_parsl.training.step.learning_rate import RateScaling, check_lr_scaling, check_schedulers
+from freetrain_parsl.training.step.learning_rate import RateScaling, check_schedulers
 
 
 def optimizer(kind: Any = optim.SGD, **options: Any) -> Any:
@@ -96,7 +97,7 @@ def test_a_scheduler_sees_and_sets_the_unscaled_rate() -> None:
 @pytest.mark.parametrize("value", ["quadratic", 2, True, ("linear",)])
 def test_an_unknown_rule_is_refused_with_the_choices(value: Any) -> None:
     with pytest.raises(UsageError, match="'linear', 'sqrt', 'adascale', 'none', or a function"):
-        check_lr_scaling(value)
+        chosen_lr_scaling(value, elastic=True, scaled=False)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, None, "2"])

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from torch.utils.checkpoint import checkpoint
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.step.loss_kind import LossReader, weighing_of
+from freetrain_parsl.training.step.loss_kind import LossReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ MEANS: list[Callable[[], torch.Tensor]] = [
 
 @pytest.mark.parametrize("loss", MEANS)
 def test_means_and_penalties_on_parameters_are_weighed_by_samples(loss: Callable[[], torch.Tensor]) -> None:
-    assert weighing_of(loss(), SAMPLES) == ("mean", None)
+    assert read(LossReader(), loss()) == ("mean", None)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_means_and_penalties_on_parameters_are_weighed_by_samples(loss: Callable
 def test_cross_entropy_alone_knows_how_many_items_it_is_a_mean_over(
     loss: Callable[[], torch.Tensor], items: float
 ) -> None:
-    assert weighing_of(loss(), SAMPLES) == ("mean", items)
+    assert read(LossReader(), loss()) == ("mean", items)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_cross_entropy_alone_knows_how_many_items_it_is_a_mean_over(
     ],
 )
 def test_sums_of_torch_are_sums(loss: Callable[[], torch.Tensor]) -> None:
-    assert weighing_of(loss(), SAMPLES) == ("sum", None)
+    assert read(LossReader(), loss()) == ("sum", None)
 
 
 UNCLEAR = r'is the loss a sum over the samples, or a mean\?.*reduction="sum"\) or reduction="mean"'
@@ -126,7 +126,7 @@ PART = r"only a part of the loss: .*items=\(y != ignore_index\).sum\(\)"
 )
 def test_what_cannot_be_known_is_asked_for_in_one_line(loss: Callable[[], torch.Tensor], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        weighing_of(loss(), SAMPLES)
+        read(LossReader(), loss())
     assert "\n" not in str(caught.value)
 
 

@@ -16,8 +16,11 @@ from training_crew import Dictionary
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Membership
 from freetrain_parsl.training.group.admission import Admission
-from freetrain_parsl.training.group.process_group import RendezvousStore, gist, gloo_environment, is_lost_peer, join
+from freetrain_parsl.training.group.failures import gist, is_lost_peer
+from freetrain_parsl.training.group.joining import gloo_environment
+from freetrain_parsl.training.group.process_group import join
 from freetrain_parsl.training.group.reachability import check_reachable
+from freetrain_parsl.training.group.rendezvous import RendezvousStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

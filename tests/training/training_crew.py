@@ -26,7 +26,8 @@ from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import Logged
 from freetrain_parsl.training.fragment import ControlMailbox, Finished, Membership, Paused, run_fragment
-from freetrain_parsl.training.group.process_group import RendezvousStore, join
+from freetrain_parsl.training.group.process_group import join
+from freetrain_parsl.training.group.rendezvous import RendezvousStore
 from freetrain_parsl.training.group.state_transfer import pass_on
 from freetrain_parsl.training.node_memory import NodeMemory
 

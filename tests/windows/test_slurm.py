@@ -75,10 +75,10 @@ class TestWindows:
         assert (terms.start_delay, terms.walltime_step, terms.min_nodes, terms.max_nodes) == (2.0, 60.0, 1, None)
 
     def test_defaults_of_slurm_where_the_site_says_nothing(self):
-        """30 s between passes, a day ahead, 500 jobs."""
+        """30 s between passes, 500 jobs."""
         replies = Replies(change={"scontrol show config": "SchedulerType = sched/backfill\n"})
         scheduling = source(replies).state().scheduling
-        assert (scheduling.cycle, scheduling.plan_ahead, scheduling.plan_jobs) == (30, 86400, 500)
+        assert (scheduling.cycle, scheduling.plan_jobs) == (30, 500)
 
     @pytest.mark.parametrize("version", ["24.11.5", "26.05.5"])
     def test_newer_versions_are_asked_for_json(self, version):

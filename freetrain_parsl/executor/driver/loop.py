@@ -44,6 +44,7 @@ from freetrain_parsl.protocol.messages import (
     FilesLoaded,
     Hello,
     Invalid,
+    ModulesImported,
     Output,
     RunEnded,
     RunMessage,
@@ -120,6 +121,7 @@ class ControlLoop:
     _COUNTING = 600.0  # seconds between records of the requests to the batch system
     _STOPPED = 1.0  # an iteration longer than this, in seconds, may mean that the process was stopped
     _CALLBACKS = 5.0  # seconds for which the end waits for callbacks of futures
+    _LONG = 0.05  # seconds of a decision after which messages are handled first, before all jobs act on it
     _BACKLOG = 0.5  # seconds for which queued messages are then read before timeouts are checked
 
     def __init__(
@@ -286,11 +288,13 @@ class ControlLoop:
         self._events.append(self._tasks.demand(self._clock()))
         events, self._events[:] = list(self._events), []  # acting produces new events
         self._act(self._planner.advance(*events))
+        if self._clock() - begun > self._LONG:
+            self._receive(0.0)
         self._manager.advance()
         self._tasks.serve()
         self._blocks.leave_in_time()
         self._end_if_closed()
-        busy = self._planner.trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
+        busy = self._planner.has_trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
         self._submitter.rest(not busy)
         self._journal.commit(all_progress=False)
         self._turn_seconds = self._clock() - begun
@@ -425,6 +429,8 @@ class ControlLoop:
                 case FilesLoaded():
                     if self._node_start is not None:
                         self._node_start.learn(message.payload)
+                case ModulesImported():
+                    self._slots.imports_ahead = message
                 case _:
                     self._on_message(name, message)
         except (OSError, sqlite3.Error, MemoryError):
@@ -489,7 +495,7 @@ class ControlLoop:
         self._journal.write(self._clock(), entry)
 
 
-_ROUTINE = (SlotHeartbeat, StoreRequest, Output, Values, FilesLoaded)
+_ROUTINE = (SlotHeartbeat, StoreRequest, Output, Values, FilesLoaded, ModulesImported)
 
 
 def _is_routine(message: ToDriver) -> bool:

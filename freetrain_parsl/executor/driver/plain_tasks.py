@@ -108,5 +108,6 @@ class TaskQueue:
 
     def demand(self, now: float) -> ev.TasksWaiting:
         """Return an event for the planner: how many units tasks use and could use."""
-        busy = frozenset(slot.place for slot in self._registry.slots.values() if isinstance(slot.busy, int))
+        slots = self._registry.slots.values() if self._tasks else ()
+        busy = frozenset(slot.place for slot in slots if isinstance(slot.busy, int))
         return ev.TasksWaiting(now, -(-len(self._queue) // self._registry.slots_per_unit), busy)

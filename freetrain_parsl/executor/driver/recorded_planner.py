@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.codec import as_json
+from freetrain_parsl.protocol.codec import as_json, progress_item
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -27,11 +27,24 @@ def _content(event: ev.WindowsSeen) -> _WindowsAndTerms:
     return event.windows, event.terms, event.terms_by_kind
 
 
+def _left(events: Iterable[ev.Event], progress: Mapping[str, ev.TrainerProgressed]) -> dict[str, float]:
+    """Return the work left of the trainers whose latest progress no later event has replaced."""
+    left = {trainer: event.work_left for trainer, event in progress.items()}
+    for event in events:
+        match event:
+            case ev.TrainerProgressed():
+                left[event.trainer] = event.work_left
+            case ev.TrainerSubmitted() | ev.TrainerLearned():
+                left.pop(event.trainer.name, None)
+    return left
+
+
 class RecordedPlanner(Planner):
     """A `Planner` that records every step and decision: `write` gets each record with its time.
 
     Events without any effect on the planner are left out: an unchanged demand of tasks or unchanged windows that led to
-    no decision, and progress that newer progress replaced before a decision.
+    no decision, and progress that newer progress, or a new description, replaced before a decision. The rest of the
+    progress is one item: with a hundred training jobs it is most of a step.
     """
 
     def __init__(
@@ -59,9 +72,8 @@ class RecordedPlanner(Planner):
         if self.statistics.plans == plans and not any(map(self._matters, moved)):
             self._progress.update(progress)
             return actions
-        earlier = [event for name, event in self._progress.items() if name not in progress]
-        self._progress.clear()
-        compact = self._compact([*earlier, *moved], self._now)
+        left, self._progress = _left(moved, self._progress), {}
+        compact = self._compact(moved, left, self._now)
         self._write(self._now, record.PlannerStep("", compact, [as_json(action) for action in actions]))
         return actions
 
@@ -76,10 +88,15 @@ class RecordedPlanner(Planner):
                 return _content(event) != self._recorded_windows
         return True
 
-    def _compact(self, events: Iterable[ev.Event], time: float) -> list[dict[str, Any]]:
-        """Convert events, without the demand and the contents of windows if these are as last recorded."""
+    def _compact(self, events: Iterable[ev.Event], left: Mapping[str, float], time: float) -> list[dict[str, Any]]:
+        """Convert events, without the demand and the contents of windows if these are as last recorded.
+
+        `left`: trainer -> its work left, according to the events.
+        """
         compact = []
         for event in events:
+            if isinstance(event, ev.TrainerProgressed):
+                continue
             if isinstance(event, ev.TasksWaiting):
                 if self._same_tasks(event):
                     continue
@@ -92,6 +109,8 @@ class RecordedPlanner(Planner):
                     item.pop("terms_by_kind", None)
                 self._recorded_windows = _content(event)
             compact.append(item)
+        if left:
+            compact.append(progress_item(time, left))
         if not compact or compact[-1]["time"] != time:
             compact.append(as_json(ev.Tick(time)))
         return compact

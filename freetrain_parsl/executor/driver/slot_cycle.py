@@ -22,7 +22,7 @@ from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.blocks import format_span
 from freetrain_parsl.planning.model import PoolNode
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import Exit, Welcome
+from freetrain_parsl.protocol.messages import Exit, ModulesImported, Welcome
 from freetrain_parsl.texts import printable, text_of
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ class SlotCycle:
         self._request_after: float | None = None
         self.nodes_there_are: int | None = None
         """Number of nodes on which blocks can ever start, as far as known."""
+        self.imports_ahead = ModulesImported("", b"")
+        """What slots that register import while they have no work."""
 
     # Requests for slots.
 
@@ -277,7 +279,8 @@ class SlotCycle:
         if block.joined is None:
             block.joined = self._clock()
         closes = block.loses_nodes_at(self._clock())
-        self._server.send(name, Welcome(closes - self._clock()))
+        ahead = self.imports_ahead
+        self._server.send(name, Welcome(closes - self._clock(), ahead.code, ahead.payload))
         self._write(record.SlotJoined(name, slot.node, block.name, message.pid))
         if self._registry.completes(slot):
             self._join_pool(slot, block)
@@ -332,8 +335,7 @@ class SlotCycle:
         if (block := self._registry.blocks.get(slot.block)) is not None:
             block.warned = True
         if not slot.leaving:
-            for other in self._registry.slots.on(slot.node):
-                other.leaving = True
+            self._registry.reclaim(slot.node)
             self._emit(ev.NodesClosing(self._clock(), (slot.node,), self._clock() + message.closes_in))
             self._write(record.NodeClosing(slot.node, message.closes_in))
         if message.gone:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, UserDict
+from collections import Counter
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.executor.node_kinds import KindOfSlots, units_per_node
 from freetrain_parsl.places import node_of, slot_place
@@ -42,6 +42,8 @@ class Slot:
         Number of its messages that could not be handled.
     denials
         Number of consecutive heartbeats that contradict its assignment.
+    waited
+        Seconds for which its training job has waited for other members there, according to its last heartbeat.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Slot:
     node_kind: str = ""
     faults: int = 0
     denials: int = 0
+    waited: float = 0.0
 
     @property
     def place(self) -> str:
@@ -110,28 +113,39 @@ class Block:
         return min(time for time in (latest, self.closes, self.yields) if time is not None)
 
 
-class _Slots(UserDict[str, Slot]):
-    """Slot name -> slot, with indices of nodes, blocks and tokens."""
+class _Slots(dict[str, Slot]):
+    """Slot name -> slot, with indices of nodes, blocks and tokens; changed one by one."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.changes = 0
+        """Number of times that slots came, left, or were reclaimed."""
         self._by_node: dict[str, dict[str, Slot]] = {}
         self._by_block: dict[str, dict[str, Slot]] = {}
         self._by_token: dict[str, dict[str, Slot]] = {}
 
     def __setitem__(self, name: str, slot: Slot) -> None:
-        self.pop(name, None)
+        self.pop(name)
         super().__setitem__(name, slot)
+        self.changes += 1
         for index, key in self._indices(slot):
             index.setdefault(key, {})[name] = slot
 
     def __delitem__(self, name: str) -> None:
-        slot = self.data[name]
-        super().__delitem__(name)
+        if self.pop(name) is None:
+            raise KeyError(name)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """Remove a slot, and return it if it was there."""
+        slot = super().pop(name, None)
+        if slot is None:
+            return default
+        self.changes += 1
         for index, key in self._indices(slot):
             del index[key][name]
             if not index[key]:
                 del index[key]
+        return slot
 
     def _indices(self, slot: Slot) -> Iterator[tuple[dict[str, dict[str, Slot]], str]]:
         yield self._by_node, slot.node
@@ -140,7 +154,8 @@ class _Slots(UserDict[str, Slot]):
 
     def on(self, node: str) -> list[Slot]:
         """Return the slots of a node, ordered by name."""
-        return [slot for _, slot in sorted(self._by_node.get(node, {}).items())]
+        here = self._by_node.get(node, {})
+        return [slot for _, slot in sorted(here.items())] if len(here) > 1 else list(here.values())
 
     def of_block(self, block: str) -> list[Slot]:
         """Return the slots of a block, in the order in which they joined."""
@@ -215,6 +230,8 @@ class SlotRegistry:
 
     def kinds_on(self, places: Iterable[str]) -> set[str]:
         """Return the kinds of the nodes of units that have slots."""
+        if len(self.kinds) == 1:
+            return set(self.kinds) if any(self.slots.at(place) for place in places) else set()
         return {slot.node_kind for place in places for slot in self.slots.at(place)}
 
     def transports_on(self, places: Iterable[str]) -> set[str]:
@@ -302,6 +319,12 @@ class SlotRegistry:
             del self._aside[name]
         slots = [slot for name in over for slot in self.slots.on(node_of(name)) if name in (slot.place, slot.node)]
         return list({slot.place: slot for slot in reversed(slots)}.values())[::-1]
+
+    def reclaim(self, node: str) -> None:
+        """Note that the batch system reclaims a node."""
+        for slot in self.slots.on(node):
+            slot.leaving = True
+        self.slots.changes += 1
 
     def closing(self, places: Iterable[str]) -> frozenset[str]:
         """Return the units, out of these, whose node the batch system reclaims."""

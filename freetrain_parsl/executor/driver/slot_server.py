@@ -6,6 +6,7 @@ import errno
 import logging
 import random
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import zmq
@@ -18,7 +19,7 @@ from freetrain_parsl.executor.jobs.port import TO_DRIVER
 from freetrain_parsl.executor.waker import Waker
 from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode, is_name
 from freetrain_parsl.protocol.delivery import Delivery
-from freetrain_parsl.protocol.messages import Invalid, Probe, Reconnected, SlotHeartbeat
+from freetrain_parsl.protocol.messages import Invalid, Probe, Reconnected, SlotHeartbeat, StoreRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 __all__ = ["SlotServer"]
 
 _SHORT, _MOST_HEARTBEATS = 256, 8192  # bytes of a heartbeat that is kept, and their number
+_GATHER = 0.005  # seconds for which messages gather: waking for each heartbeat costs more than handling it
+_LARGE = 1 << 16  # bytes
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 _HANDSHAKE = 10_000  # milliseconds within which a peer must authenticate
 
 
@@ -72,6 +76,8 @@ class SlotServer:
         self.port = self._bind(addresses, port_range)
         self._deliveries: dict[str, Delivery] = {}
         self._heartbeats: dict[bytes, Envelope] = {}
+        self._is_asked = False
+        """Whether a slot waited for an answer when messages were last received."""
         self._waker = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -97,19 +103,24 @@ class SlotServer:
     def receive(self, timeout: float) -> Iterator[tuple[str, ToDriver]]:
         """Wait at most `timeout` seconds, then yield the messages received: (slot, message) pairs.
 
-        A message that cannot be decoded is yielded as `Invalid`.
+        Those that arrive within a few milliseconds are received together, unless slots that meet call the store. A
+        message that cannot be decoded is yielded as `Invalid`.
         """
         ready = dict(self._poller.poll(int(max(0.0, timeout) * 1000)))
         if self._waker.fileno() in ready:
             self._waker.clear()
         if self._socket not in ready:
             return
+        if not self._is_asked:
+            time.sleep(_GATHER)
+        self._is_asked = False
         for _ in range(self._MOST_AT_ONCE):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             envelope = self._decoded(frames)
+            self._is_asked = self._is_asked or isinstance(envelope.message, StoreRequest)
             if isinstance(envelope.message, Probe):
                 self._send(identity, envelope)
                 continue
@@ -188,9 +199,13 @@ class SlotServer:
 
     def _send(self, identity: bytes, envelope: Envelope) -> bool:
         """Send an envelope; return false if the peer is gone or accepts no more messages."""
+        header, payload = encode(envelope)
         try:
-            # Large arguments are not copied, because that would block the driver's other threads.
-            self._socket.send_multipart([identity, *encode(envelope)], zmq.NOBLOCK, copy=False)
+            # Not by `send_multipart`, which checks what it is given: this is half of the driver's messages.
+            self._socket.send(identity, _MORE)
+            self._socket.send(header, _MORE)
+            # A large payload is not copied, because that would block the driver's other threads.
+            self._socket.send(payload, zmq.NOBLOCK, copy=len(payload) < _LARGE)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

@@ -23,7 +23,8 @@ from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 from freetrain_parsl.executor.jobs.training.progress import FailureRate
 from freetrain_parsl.executor.payloads.payloads import error_in, settle_with_error, settle_with_value
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import RunStart, WithFunction
+from freetrain_parsl.protocol.messages import RunReport, RunStart, WithFunction
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.storage.root import probe_root
 from freetrain_parsl.texts import text_of
 
@@ -55,7 +56,9 @@ class _Held:
     job: HeldJob
     trainings: dict[str, Training]
     look_at: float = 0.0
-    """Time of the next look at it: every turn, unless it waits for nodes."""
+    """Time of the next look at it: every turn, unless it waits for nodes or is settled."""
+    settled: bool = False
+    """Whether it was settled at the last one: a change of any slots can be of interest to it."""
 
 
 class _Trainings(JobKind):
@@ -76,6 +79,11 @@ class _Trainings(JobKind):
         )
         jobs.hold(self, machine, [training])
         return True
+
+
+def _is_progress(event: Event) -> bool:
+    message = event.message if isinstance(event, on.Said) else None
+    return isinstance(message, RunReport) and isinstance(message.report, Progress)
 
 
 class JobManager:
@@ -108,6 +116,7 @@ class JobManager:
     """
 
     _LOOK = 10.0  # seconds between looks at a job that waits for nodes: time only explains why it waits
+    _LOOK_SETTLED = 1.0  # seconds between looks at a settled one, for what follows from no event: it makes no step
 
     def __init__(
         self,
@@ -148,6 +157,8 @@ class JobManager:
         """Future -> the job to which its training job was added last, and its name."""
         self._by_slot: dict[str, _Held] = {}
         """Slot -> the job that was last started there."""
+        self._seen_changes = 0
+        """Of the slots, when settled jobs were looked at."""
         self._machine: on.MachineSized | None = None
 
     @property
@@ -241,15 +252,17 @@ class JobManager:
     def advance(self) -> None:
         """Advance every job one step towards its assignment."""
         self._watch_storage()
+        changed, self._seen_changes = self.registry.slots.changes != self._seen_changes, self.registry.slots.changes
         for kind, jobs in self._jobs.items():
             kind.advance()
             now = self.clock()
-            for held in [one for one in jobs if one.look_at <= now]:
+            for held in [one for one in jobs if one.look_at <= now or (changed and one.settled)]:
                 group = held.job.forming
                 arrived = frozenset() if group is None else self.rendezvous.arrived(self._store(held, group))
                 self._handle(held, on.TimePassed(arrived))
-                if held.job.waits_for_nodes:
-                    held.look_at = now + self._LOOK
+                held.settled = held.job.settled
+                if held.settled or held.job.waits_for_nodes:
+                    held.look_at = now + (self._LOOK_SETTLED if held.settled else self._LOOK)
             if gone := [one for one in jobs if one.look_at <= now and one.job.ended]:
                 self._forget(jobs, gone)
 
@@ -271,8 +284,10 @@ class JobManager:
         self._tell(slot, on.Said(slot.name, message))
 
     def on_heartbeat(self, slot: Slot, waited: float) -> None:
-        """Record how long a member has been waiting for the others."""
-        self._tell(slot, on.Heartbeat(slot.name, waited))
+        """Record how long a member has been waiting for the others; nearly always it has not, and had not."""
+        if waited or slot.waited:
+            slot.waited = waited
+            self._tell(slot, on.Heartbeat(slot.name, waited))
 
     def on_lost(self, slot: Slot, reason: str, *, crash: bool) -> None:
         """Handle the failure of a slot; a `crash` is a failure that the batch system did not cause."""
@@ -307,7 +322,8 @@ class JobManager:
             self._handle(held, event)
 
     def _handle(self, held: _Held, event: Event) -> None:
-        held.look_at = 0.0
+        if not (held.settled and _is_progress(event)):
+            held.look_at = 0.0
         self._carry_out(held, held.job.handle(event, self.registry, self.clock()))
 
     def _carry_out(self, held: _Held, commands: Iterable[Addressed]) -> None:

@@ -57,6 +57,10 @@ class HeldJob(Protocol):
         """Whether only an event can change it, so that it rarely gets `TimePassed`."""
 
     @property
+    def settled(self) -> bool:
+        """Whether it trains undisturbed on the nodes that it is assigned, so that only events can soon change it."""
+
+    @property
     def forming(self) -> int | None:
         """Number of the group whose rendezvous it watches."""
 

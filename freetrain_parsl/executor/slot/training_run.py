@@ -61,7 +61,7 @@ def memory_of_slot(node: str) -> NodeMemory:
 
 
 class ChannelStore:
-    """The blocking backend of ``training.group.process_group.RendezvousStore`` for one generation.
+    """The blocking backend of ``training.group.rendezvous.RendezvousStore`` for one generation.
 
     The `group` is the generation's key, ``trainer/generation``.
     """
@@ -310,7 +310,7 @@ class TrainingRun(Run):
     # The main thread.
 
     def _meet(self, membership: Membership) -> Store:
-        from freetrain_parsl.training.group.process_group import RendezvousStore
+        from freetrain_parsl.training.group.rendezvous import RendezvousStore
 
         self._generation = membership.generation
         group = f"{membership.trainer}/{membership.generation}"

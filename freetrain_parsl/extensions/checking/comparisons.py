@@ -62,11 +62,10 @@ def first_difference(
     tolerance: float = 0.0,
     *,
     without: Collection[Kind] = (),
-    kinds: Collection[Kind] = _ORDER,
 ) -> StateDifference | None:
     """Return the first part of the session's state that differs, at places that both have come to.
 
-    Only `kinds` of parts are compared, except those in `without`; a tolerance is relative, and 0 compares bits.
+    Kinds in `without` are not compared; a tolerance is relative, and 0 compares bits.
     """
     for place in sorted(one.states.keys() & other.states.keys()):
         ours, theirs = one.states[place], other.states[place]
@@ -75,7 +74,6 @@ def first_difference(
             StateDifference(place, name, value.kind, value.leaf, theirs[name].leaf)
             for name, value in ours.items()
             if name in theirs
-            and value.kind in kinds
             and value.kind not in without
             and value.leaf.differs(theirs[name].leaf, tolerance, scales[value.family])
         ]

@@ -93,7 +93,6 @@ class VariableCauses:
         effect: StateDifference | None,
         at: int,
         *,
-        by_share: Collection[str] = (),
         known: Collection[str] = (),
     ) -> list[Finding]:
         """Return the causes, most probable first.
@@ -120,7 +119,6 @@ class VariableCauses:
                 effect if suspect.is_part or self._uses(suspect) else explained,
                 at,
                 sure=suspect.place == first,
-                by_share=base_of(suspect.path) in by_share,
             )
             for suspect in roots
             if effect is None or suspect.place <= effect.place or suspect.place == first
@@ -145,7 +143,7 @@ class VariableCauses:
                 continue
             if leaf.norm is not None and variable.carried and variable.in_loop and self._uses(suspect):
                 where = self._where(suspect)
-                mend = self._mend(suspect, counts=False, by_share=False).partition("; or")[0]
+                mend = self._mend(suspect, counts=False).partition("; or")[0]
                 text = (
                     f"`{suspect.name}` ({short_place(where)}) was {leaf.text} at every step, so that no comparison "
                     "shows whether it begins anew in a process that joins or resumes; as a local variable, it does."
@@ -197,9 +195,7 @@ class VariableCauses:
         line = self._sources[suspect.frame].look_up(suspect.name).line
         return f"{frame.file}:{line}" if line else ""
 
-    def _finding(
-        self, suspect: Suspect, effect: StateDifference | None, at: int, *, sure: bool, by_share: bool
-    ) -> Finding:
+    def _finding(self, suspect: Suspect, effect: StateDifference | None, at: int, *, sure: bool) -> Finding:
         shown, uses, where = shown_path(suspect.path), self._uses(suspect), self._where(suspect)
         source = self._sources.get(suspect.frame)
         counts = source is not None and source.look_up(suspect.name).counts
@@ -227,10 +223,10 @@ class VariableCauses:
             details.append(f"Then {effect.sentence()}.")
         elif harmless:
             details.append("It reaches no loss, learning rate, log or result.")
-        mend = "" if harmless else self._mend(suspect, counts=counts, by_share=by_share)
+        mend = "" if harmless else self._mend(suspect, counts=counts)
         return Finding("variable", text, suspect.name, where, tuple(details), mend, note=harmless)
 
-    def _mend(self, suspect: Suspect, *, counts: bool, by_share: bool) -> str:
+    def _mend(self, suspect: Suspect, *, counts: bool) -> str:
         if counts:
             return (
                 "session.position.samples // batch_size is the number of the batch in its epoch, "
@@ -251,8 +247,7 @@ class VariableCauses:
             )
         key = self._key(suspect)
         initial = self._initial(suspect, key)
-        own = "per_process=True, " if by_share and of in (*_TENSORS, "list", "deque") else ""
-        mend = f"state = session.state({own}{key}={initial}) before the loop, and state.{key} in its place"
+        mend = f"state = session.state({key}={initial}) before the loop, and state.{key} in its place"
         if of in _TENSORS or "[" in shown_path(suspect.path):
             mend += ", changed under `if session.step(loss):`"  # an average must not take a batch twice
         if suspect.one.text.isdigit() and not suspect.is_part:

@@ -49,7 +49,15 @@ class StartArray(RunStart):
 
 @dataclass(frozen=True)
 class AddMember(WithFunction):
-    """Train one more training job in an array."""
+    """Train one more training job in an array.
+
+    Parameters
+    ----------
+    likeness
+        As in `TrainingRequest`; empty: unknown.
+    """
+
+    likeness: Text = ""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def environment_of_user(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run_command(arguments: Sequence[str], directory: Path | None = None) -> str:
+def run_command(arguments: Sequence[str]) -> str:
     """Run a command that returns within seconds, and return its output.
 
     Raises
@@ -98,7 +98,6 @@ def run_command(arguments: Sequence[str], directory: Path | None = None) -> str:
     """
     done = subprocess.run(
         [*script_command(FREETRAIN), *arguments],
-        cwd=directory,
         env=environment_of_user(os.environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,

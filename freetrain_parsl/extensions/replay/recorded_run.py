@@ -13,7 +13,7 @@ from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.settings import SettingsInSeconds
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.codec import restored
+from freetrain_parsl.protocol.codec import restored, restored_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,6 +78,9 @@ def read_run(journal: Path) -> RecordedRun:
             case record.PlannerStep(events=events, actions=actions):
                 received: list[ev.Event] = []
                 for item in events:
+                    if progress := restored_progress(item):
+                        received += progress
+                        continue
                     event = _event(item, seen)
                     if isinstance(event, ev.WindowsSeen):
                         seen = event

@@ -44,10 +44,11 @@ _APPLICATIONS = {
 }
 _STEPS = 100  # of the initial batch, in an epoch
 _JOBS, _SECONDS_BETWEEN = 40, 90.0
+_GPUS_PER_NODE = 4
 _MOST_NODES = 4  # whose placements are listed
 
 
-def write_example(directory: Path, gpus_per_node: int = 4) -> list[Path]:
+def write_example(directory: Path) -> list[Path]:
     """Write ``jobs.csv`` and the three profiles, and return the files."""
     directory.mkdir(parents=True, exist_ok=True)
     limits = ["application,epochs,init_batch,max_batch,min_local_batch,max_local_batch"]
@@ -56,7 +57,7 @@ def write_example(directory: Path, gpus_per_node: int = 4) -> list[Path]:
     for name, (epochs, (initial, largest), (least, most), (sample, exchange), noise) in _APPLICATIONS.items():
         limits.append(f"{name},{epochs},{initial},{largest},{least},{most}")
         for nodes in range(1, _MOST_NODES + 1):
-            for placement in product(range(1, gpus_per_node + 1), repeat=nodes):
+            for placement in product(range(1, _GPUS_PER_NODE + 1), repeat=nodes):
                 gpus, digits = sum(placement), "".join(map(str, placement))
                 sync = exchange * (nodes if nodes > 1 else 0.2) * (gpus > 1)
                 passes += [

@@ -251,12 +251,14 @@ class Image:
     def to_be_checked(self) -> set[str]:
         """Return what must not have changed when a node starts.
 
-        Directories of packages change with each installation; sources that are edited are looked at one by one.
+        Directories of packages change with each installation, as does that of conda, which installs libraries, too;
+        sources that are edited are looked at one by one.
         """
+        conda = {os.path.join(os.path.abspath(prefix), "conda-meta") for prefix in (sys.prefix, sys.base_prefix)}
         places = {entry for entry in map(os.path.abspath, sys.path) if self.environment.locate(f"{entry}/x")}
         checkout = f"{PACKAGE}/" if str(PACKAGE) in dict(self.environment.trees) else None
         edited = {s for _, s in self.entries.values() if checkout and isinstance(s, str) and s.startswith(checkout)}
-        return {place for place in places if os.path.isdir(place)} | edited | set(self.sources)
+        return {place for place in places | conda if os.path.isdir(place)} | edited | set(self.sources)
 
     def _add_elsewhere(self) -> None:
         """Add the code of modules outside the trees, and what finds it."""

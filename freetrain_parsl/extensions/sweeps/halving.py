@@ -22,6 +22,7 @@ from freetrain_parsl.errors import (
 )
 from freetrain_parsl.settings_checks import check_count
 from freetrain_parsl.sweep import SweepPoint
+from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -262,8 +263,10 @@ def _runs(train: TrainingApp, configurations: Sequence[dict[str, Any]], last: in
     points = [SweepPoint(kwargs={**configuration, **own}) for configuration in configurations]
     apps = train.at_points(points, "successive_halving")
     if takes_epochs:  # the name may depend on this argument: in all rungs it is that of the last one
+        code = code_of(train.func)
         apps = [
-            app.options(name=app.call_request((), point.kwargs).name) for app, point in zip(apps, points, strict=True)
+            app.options(name=app.call_request((), point.kwargs, code, stage=()).name)  # a name depends on no files
+            for app, point in zip(apps, points, strict=True)
         ]
     return [_Run(app, each, takes_epochs) for app, each in zip(apps, configurations, strict=True)]
 

@@ -151,7 +151,8 @@ def _relax(values: Table) -> tuple[float, Counts]:
     not fit.
     """
     rows, nodes = len(values), values.shape[1] - 1
-    corners = [_envelope(row) for row in values]
+    known: dict[bytes, Counts] = {}  # many trainers have equal tables
+    corners = [_remembered(known, row) for row in values]
     owner = np.repeat(np.arange(rows), [len(at) - 1 for at in corners])
     ends = np.concatenate([at[1:] for at in corners])
     lengths = np.concatenate([np.diff(at) for at in corners])
@@ -162,6 +163,14 @@ def _relax(values: Table) -> tuple[float, Counts]:
     counts = np.zeros(rows, dtype=np.int64)
     np.maximum.at(counts, owner[taken], ends[taken])
     return float(slopes[order[fitting]]), counts
+
+
+def _remembered(known: dict[bytes, Counts], row: Table) -> Counts:
+    """Return `_envelope` of a row; `known` are those of other rows, by their bytes."""
+    key = row.tobytes()
+    if (corners := known.get(key)) is None:
+        corners = known[key] = _envelope(row)
+    return corners
 
 
 def _envelope(row: Table) -> Counts:

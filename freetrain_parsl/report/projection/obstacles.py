@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from freetrain_parsl.places import node_of
 from freetrain_parsl.planning.blocks import why_not
@@ -153,9 +156,11 @@ class FreeUnits:
         self._least: dict[str, tuple[int, AllowedCounts]] = {}  # job -> its least number of slots, and those allowed
         self._held: dict[str, list[str]] = {}  # job -> its slots
         self._lent: list[str] = []
+        self._known_free: set[str] | None = None  # since the last record
 
     def take(self, entry: record.PlannerStarted | record.PlannerStep) -> None:
         """Take the next record."""
+        self._known_free = None
         match entry:
             case record.PlannerStarted(slots_per_node=slots):
                 self._blocks, self._least, self._held, self._lent, self._jobs = {}, {}, {}, [], {}
@@ -192,7 +197,10 @@ class FreeUnits:
 
     @property
     def _free(self) -> set[str]:
-        return self._blocks.keys() - {slot for slots in self._held.values() for slot in slots} - set(self._lent)
+        if self._known_free is None:
+            held = chain(self._lent, *self._held.values())
+            self._known_free = self._blocks.keys() - set(held)
+        return self._known_free
 
     def why_not_more(self, name: str) -> str:
         """Say why a job that runs has none of the free units, too; empty: none is free, or it can use no more."""
@@ -210,7 +218,8 @@ class FreeUnits:
         there = f"{free} {unit}{' is' if free == 1 else 's are'} free"
         if larger > held + free:
             return f"{there}, and the next number that it may have is {larger}"
-        best = max(range(larger, held + free + 1), key=lambda count: job.rate(count) if job.may_have(count) else 0.0)
+        rates = np.where(job.may_have_each(held + free), job.curve.rates(held + free), 0.0)
+        best = larger + int(np.argmax(rates[larger:]))
         if not job.curve.relative and job.rate(best) <= job.rate(held):
             return (
                 f"{there}, on which it would not be faster: {job.rate(held):.3g} samples/s on {held}, "

@@ -287,6 +287,14 @@ class Checkpoints:
         return seconds if isinstance(seconds, float) and 0.0 <= seconds < math.inf else None
 
 
+def other_job(path: Path, difference: str) -> CheckpointMismatch:
+    """Return the error that a checkpoint belongs to another training job."""
+    return CheckpointMismatch(
+        f"checkpoint {path} belongs to another training job: {difference}; "
+        "undo the change, or use another name or checkpoint directory"
+    )
+
+
 def is_spread(leaf: Any) -> bool:
     """Return whether the members hold different parts of a tensor."""
     tensors = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors

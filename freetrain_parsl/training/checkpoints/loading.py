@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from freetrain_parsl.errors import CheckpointMismatch, DamagedCheckpoint, StateLost
+from freetrain_parsl.errors import DamagedCheckpoint, StateLost
 from freetrain_parsl.training.checkpoints.copy_on_write import address_of
-from freetrain_parsl.training.checkpoints.format import is_spread
+from freetrain_parsl.training.checkpoints.format import is_spread, other_job
 from freetrain_parsl.training.checkpoints.parameters import add_missing_groups, load_outside
 from freetrain_parsl.training.extension import filled
 from freetrain_parsl.training.loop_state import LoopValue
@@ -30,13 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Restoration:
-    """A checkpoint that is loaded into objects: when they are prepared, and again if user code changes them.
-
-    Parameters
-    ----------
-    restored
-        The checkpoint.
-    """
+    """A checkpoint that is loaded into objects: when they are prepared, and again if user code changes them."""
 
     def __init__(self, restored: Restored) -> None:
         self._restored = restored
@@ -92,13 +86,7 @@ class Restoration:
         return {**saved, "shared": shared}
 
     def check_complete(self, objects: Mapping[str, Stateful]) -> None:
-        """Check that all objects of the checkpoint have been prepared.
-
-        Raises
-        ------
-        CheckpointMismatch
-            The checkpoint contains further objects.
-        """
+        """Raise CheckpointMismatch unless all objects of the checkpoint have been prepared."""
         if list(self._restored.state["objects"]) != list(objects):
             self._mismatch_of(objects)
 
@@ -180,10 +168,7 @@ class Restoration:
         self._mismatch(f"it contains {', '.join(states)}, but session.prepare got {', '.join(objects)}")
 
     def _mismatch(self, difference: str, cause: Exception | None = None) -> NoReturn:
-        raise CheckpointMismatch(
-            f"checkpoint {self._restored.entry.path} belongs to another training job: {difference}; "
-            "undo the change, or use another name or checkpoint directory"
-        ) from cause
+        raise other_job(self._restored.entry.path, difference) from cause
 
 
 def _marks(value: Any) -> Any:

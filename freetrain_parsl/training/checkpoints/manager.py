@@ -13,8 +13,7 @@ from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training.checkpoints.code.code_change import accept_code, other_code_of_this_call
 from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts
 from freetrain_parsl.training.checkpoints.save_schedule import TRIES, Schedule
-from freetrain_parsl.training.checkpoints.saver import SaverParts, WholeSaver
-from freetrain_parsl.training.checkpoints.writer_claim import WriterClaim
+from freetrain_parsl.training.checkpoints.saver import SaverParts, WholeSaver, WriterClaim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -83,13 +82,7 @@ class CheckpointManager:
         return self._schedule.interval(self._checkpoints.write_seconds_estimate)
 
     def due(self, now: float) -> bool:
-        """Return whether a periodic save is due; the time before the first call does not count.
-
-        Parameters
-        ----------
-        now
-            Monotonic time in seconds.
-        """
+        """Return whether a periodic save is due at this time; the time before the first call does not count."""
         return self._schedule.due(now, self.interval) and not self.busy
 
     def due_in(self, now: float) -> float:
@@ -214,13 +207,7 @@ class CheckpointManager:
         self._mark = mark
 
     def poll(self) -> None:
-        """Take the outcome of the background write, if it has ended; called at boundaries.
-
-        Raises
-        ------
-        TrainingError
-            This write and all before it have failed: no checkpoint can be written.
-        """
+        """Take the outcome of the background write, if it has ended; called at boundaries. Raises as `advance`."""
         self._take(self._saver.poll)
 
     @property

@@ -18,7 +18,7 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.checkpoints.format import is_spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["TrainableFlags", "add_missing_groups", "load_outside", "names_of_groups", "outside_state"]
 
@@ -36,7 +36,7 @@ class TrainableFlags:
 
     def watch(self, objects: Mapping[str, object]) -> None:
         """Note the flags of all parameters at the start of the loop."""
-        self._parameters = dict(_parameters_of(objects))
+        self._parameters = _parameters_by_name(objects)
         self._initial = {name: parameter.requires_grad for name, parameter in self._parameters.items()}
 
     def changes(self) -> dict[str, bool]:
@@ -50,13 +50,6 @@ class TrainableFlags:
             flag = changes.get(name, self._initial[name])
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
-
-
-def _parameters_of(objects: Mapping[str, object]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, thing in objects.items():
-        if isinstance(thing, nn.Module):
-            for inner, parameter in thing.named_parameters():
-                yield f"{name}.{inner}", parameter
 
 
 Names = list[list[str | None]]
@@ -133,24 +126,12 @@ def _parameters_by_name(objects: Mapping[str, object]) -> dict[str, nn.Parameter
 
 
 def outside_state(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """Return the parameters of the optimizers that are in no model: place -> values.
-
-    Raises
-    ------
-    UsageError
-        One of them is sharded.
-    """
+    """Return the values of the optimizers' parameters in no model, by place; raises UsageError if one is sharded."""
     return {place: parameter.detach() for place, parameter in _outside(objects).items()}
 
 
 def load_outside(objects: Mapping[str, object], state: Mapping[str, torch.Tensor]) -> None:
-    """Load the values of these parameters, as far as the state has them.
-
-    Raises
-    ------
-    RuntimeError
-        One has another shape.
-    """
+    """Load them, as far as the state has them; raises RuntimeError if one has another shape."""
     with torch.no_grad():
         for place, parameter in _outside(objects).items():
             if place in state:

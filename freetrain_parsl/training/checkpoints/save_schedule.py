@@ -67,13 +67,7 @@ class Schedule:
         self._slowdown = self._slowdown if slowdown is None else slowdown
 
     def interval(self, write_seconds: float) -> timedelta:
-        """Return the time from the start of one save to the start of the next.
-
-        Parameters
-        ----------
-        write_seconds
-            From the start of a save until it is durable.
-        """
+        """Return the time from the start of a save, durable after `write_seconds`, to the start of the next."""
         interval = self._fixed
         if interval is None:
             cost = self._blocked + self._slowdown
@@ -104,13 +98,7 @@ class Schedule:
         self._causes.clear()
 
     def failed(self, error: Exception) -> bool:
-        """Note that a save has failed.
-
-        Returns
-        -------
-        known
-            Whether an earlier one had the same cause, with no success in between.
-        """
+        """Note that a save has failed; return whether an earlier one had the same cause, with no success in between."""
         self.failures += 1
         cause = error.__cause__
         kind = (type(cause), getattr(cause, "errno", None))

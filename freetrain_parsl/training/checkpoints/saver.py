@@ -13,17 +13,56 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from freetrain_parsl.errors import StorageUnavailable
+from freetrain_parsl.storage.root import check_same_root
 from freetrain_parsl.training.checkpoints.background import Background, HostBuffers, in_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.storage.entry import Entry
     from freetrain_parsl.storage.posix import CheckpointDirectory
     from freetrain_parsl.training.checkpoints.format import Checkpoints, Facts, State
     from freetrain_parsl.training.checkpoints.save_schedule import Schedule
-    from freetrain_parsl.training.checkpoints.writer_claim import WriterClaim
     from freetrain_parsl.training.group.process_group import Group
+
+
+class WriterClaim:
+    """Makes this process the only writer of a directory, once in each generation of the group.
+
+    Parameters
+    ----------
+    options
+        Contains the directory's root, and its identity if known.
+    directory
+        The training job's directory.
+    group_of
+        Returns the current group.
+    """
+
+    def __init__(self, options: SessionOptions, directory: CheckpointDirectory, group_of: Callable[[], Group]) -> None:
+        self._options = options
+        self._directory = directory
+        self._group_of = group_of
+        self._generation: int | None = None  # for which this process became the writer
+
+    def take(self) -> None:
+        """Become the writer, once in a generation: who was fenced off must not do it again; raises CheckpointError."""
+        generation = self._group_of().generation
+        if self._generation != generation:
+            if self._options.root_identity:
+                check_same_root(self._options.checkpoint_root, self._options.root_identity)
+            self._directory.open(generation)
+            self._generation = generation
+
+    def lose(self) -> None:
+        """Note that the directory is missing, and with it the staging directory: `take` opens it again."""
+        self._generation = None
+
+    def release(self) -> None:
+        """Stop being the writer."""
+        self._directory.close()
+        self._generation = None
 
 
 class SaverParts(NamedTuple):
@@ -65,15 +104,7 @@ class Saver(Protocol):
         """Return whether this member is needed to write a state; the others do not call `start` and `save`."""
 
     def start(self, make_state: Callable[[], State], facts: Facts) -> None:
-        """Copy a state and start to write it in the background; the saver must not be busy.
-
-        Parameters
-        ----------
-        make_state
-            Returns the state.
-        facts
-            For the manifest.
-        """
+        """Copy a state and start to write it in the background, with these facts; the saver must not be busy."""
 
     def save(self, make_state: Callable[[], State], facts: Facts) -> Entry:
         """Write a state, see `start`, and return once it is durable."""
@@ -92,13 +123,7 @@ class Saver(Protocol):
 
 
 class WholeSaver:
-    """Writes whole states on the first member, without communication; see `Saver` for its methods.
-
-    Parameters
-    ----------
-    parts
-        What it works with.
-    """
+    """Writes whole states on the first member, without communication; see `Saver` for its methods."""
 
     def __init__(self, parts: SaverParts) -> None:
         self._checkpoints, self._claim, self._schedule = parts.checkpoints, parts.claim, parts.schedule

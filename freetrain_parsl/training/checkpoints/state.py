@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim import Optimizer
 
-from freetrain_parsl.errors import CheckpointMismatch
 from freetrain_parsl.training.best_epoch import BestEpochs
+from freetrain_parsl.training.checkpoints.format import other_job
 from freetrain_parsl.training.checkpoints.parameters import (
     TrainableFlags,
     add_missing_groups,
@@ -17,7 +17,7 @@ from freetrain_parsl.training.checkpoints.parameters import (
     outside_state,
 )
 from freetrain_parsl.training.data.cursor import Cursor
-from freetrain_parsl.training.group.shared_results import SharedResults
+from freetrain_parsl.training.exchange.shared_results import SharedResults
 from freetrain_parsl.training.loop_state import LoopStates
 from freetrain_parsl.training.metrics import TrainingMetrics
 from freetrain_parsl.training.step.elastic_batch import ElasticBatch
@@ -144,40 +144,22 @@ class SessionState:
         self.loop.load(state["loop"])
 
     def take_counts(self, state: Mapping[str, Any]) -> None:
-        """Load the position in the data and the metrics.
-
-        Raises
-        ------
-        CheckpointMismatch
-            The state has another seed.
-        """
+        """Load the position in the data and the metrics; raises CheckpointMismatch if the seed is another."""
         if state["seed"] != self._seed:
-            self._mismatch(f"it was trained with seed {state['seed']}, now it is {self._seed}")
+            raise other_job(self._source(), f"it was trained with seed {state['seed']}, now it is {self._seed}")
         self.training_metrics.load(state["books"])
         self.cursor.load(state["cursor"])
         self.results.load(state["results"])
 
     def take_order(self, state: Mapping[str, Any]) -> None:
-        """Load the parts of a state that depend on the order of the data.
-
-        Raises
-        ------
-        CheckpointMismatch
-            The state belongs to another dataset or batch size.
-        """
+        """Load what depends on the order; raises CheckpointMismatch if the data set or batch size is another."""
         if state["order"] is None or self.order is None:
             return
         for name, before in state["order"].items():
-            if getattr(self.order, name) != before and name not in _MAY_CHANGE:
-                self._mismatch(f"it was trained with {name} {before!r}, now it is {getattr(self.order, name)!r}")
+            if (now := getattr(self.order, name)) != before and name not in _MAY_CHANGE:
+                raise other_job(self._source(), f"it was trained with {name} {before!r}, now it is {now!r}")
         self.training_metrics.load_ledger(state["books"])
         if self.scaling is not None and state["factor"] is not None:
             self.scaling.resume(state["factor"], state["rate"], state["ramp"])
         if self.batch is not None and state["batch"] is not None:
             self.batch.load(state["batch"])
-
-    def _mismatch(self, difference: str) -> NoReturn:
-        raise CheckpointMismatch(
-            f"checkpoint {self._source()} belongs to another training job: {difference}; "
-            "undo the change, or use another name or checkpoint directory"
-        )

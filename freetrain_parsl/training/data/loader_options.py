@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.step.learning_rate import check_lr_scaling
+from freetrain_parsl.training.step.learning_rate import Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,13 +64,7 @@ class LoaderOptions:
 
 
 def check_whole(what: str, value: object, *, least: int) -> None:
-    """Reject what is not a whole number, of Python or numpy, of at least `least`.
-
-    Raises
-    ------
-    UsageError
-        It is not; the message begins with `what`.
-    """
+    """Raise UsageError, which begins with `what`, unless a value is a whole number of at least `least`."""
     try:
         number = index(value)  # type: ignore[arg-type]  # checked here
     except TypeError:
@@ -80,13 +74,7 @@ def check_whole(what: str, value: object, *, least: int) -> None:
 
 
 def check_worker_options(options: Mapping[str, Any], num_workers: int) -> None:
-    """Reject what is not an option of workers, and options without workers.
-
-    Raises
-    ------
-    UsageError
-        There are such options.
-    """
+    """Raise UsageError if there are options that are none of workers, or options without workers."""
     if unknown := [name for name in options if name not in WORKER_OPTIONS]:
         raise UsageError(f"session.loader: worker_options are {', '.join(WORKER_OPTIONS)}; got {', '.join(unknown)}")
     if options and not num_workers:
@@ -94,13 +82,7 @@ def check_worker_options(options: Mapping[str, Any], num_workers: int) -> None:
 
 
 def check_batch_range(value: object, batch_size: int) -> tuple[int, int]:
-    """Return a range of batch sizes as a pair.
-
-    Raises
-    ------
-    UsageError
-        It is not a pair of whole numbers in order, or does not contain the batch size.
-    """
+    """Return a range of batch sizes, which contains the batch size, as a pair; raises UsageError if it is none."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise UsageError(f"session.loader: batch_range is a pair such as (64, 4096), got {value!r}")
     least, most = value
@@ -112,29 +94,19 @@ def check_batch_range(value: object, batch_size: int) -> tuple[int, int]:
 
 
 def check_fixed_size(*, deterministic: bool, scaled: bool, drop_last: bool) -> None:
-    """Reject options that cannot be combined with ``batch_range``.
-
-    Raises
-    ------
-    UsageError
-        One of them is given; the message has the reason.
-    """
+    """Raise UsageError, with the reason, if an option cannot be combined with ``batch_range``."""
     given = {"deterministic": deterministic, "scaled": scaled, "drop_last": drop_last}
     if option := next((name for name in given if given[name]), None):
         raise UsageError(f"session.loader: batch_range cannot be combined with {option}=True: {_WHY_NOT[option]}")
 
 
 def chosen_lr_scaling(value: LrScaling | None, *, elastic: bool, scaled: bool) -> LrScaling:
-    """Return how the learning rate follows the batch size, by default as its kind asks for.
-
-    Raises
-    ------
-    UsageError
-        The choice does not exist, or has no effect.
-    """
+    """Return how the learning rate follows the batch size; raises UsageError if there is no such choice or effect."""
     if value is None:
         return "linear" if scaled else "auto"
-    check_lr_scaling(value)
+    if not (callable(value) or value in get_args(Rule)):
+        choices = ", ".join(repr(choice) for choice in get_args(Rule))
+        raise UsageError(f"session.loader: lr_scaling is {value!r}; it is one of {choices}, or a function")
     if not (elastic or scaled):
         raise UsageError("session.loader: lr_scaling needs batch_range=… or scaled=True; the batch size is fixed")
     if value == "adascale" and not elastic:

@@ -67,16 +67,23 @@ def seed_cpu(*parts: int) -> None:
 
 
 @contextmanager
-def cpu_seeded(*parts: int) -> Iterator[None]:
-    """Seed all but the GPU generators as `seed_cpu` does, and restore their states at the end."""
+def cpu_kept() -> Iterator[None]:
+    """Restore the states of all but the GPU generators at the end."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code draws from the global generator
     with torch.random.fork_rng(devices=[]):
-        seed_cpu(*parts)
         try:
             yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)  # noqa: NPY002 - the same
+
+
+@contextmanager
+def cpu_seeded(*parts: int) -> Iterator[None]:
+    """Seed all but the GPU generators as `seed_cpu` does, and restore their states at the end."""
+    with cpu_kept():
+        seed_cpu(*parts)
+        yield
 
 
 class HostDraws(NamedTuple):

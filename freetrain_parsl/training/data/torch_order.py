@@ -8,7 +8,6 @@ the start of the loop. All processes run the same code until there, so they have
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from freetrain_parsl.training.data.lazy_positions import in_torchs_order, is_long
+from freetrain_parsl.training.data.random_streams import cpu_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ class TorchOrder:
         """Return the positions of an epoch, without those of an incomplete last batch if it is dropped."""
         assert self._first is not None, "the loop has begun"
         known, states = (0, self._first) if self._next is None or self._next[0] > epoch else self._next
-        with self._kept():
+        with cpu_kept():  # the loader's own generator continues, as in a plain script
             self._set(states)
             for earlier in range(known, epoch):
                 self._skip(earlier)
@@ -115,17 +115,6 @@ class TorchOrder:
         random.setstate(states.python)
         for generator, state in zip(self._own, states.own, strict=True):
             generator.set_state(state)
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Keep the global generators as they are; the loader's own continues, as in a plain script."""
-        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the same
-        with torch.random.fork_rng(devices=[]):
-            try:
-                yield
-            finally:
-                random.setstate(python)
-                np.random.set_state(numpy)  # noqa: NPY002 - the same
 
 
 def torch_order_like(loader: DataLoader[Any], *, batch_size: int, drop_last: bool, **_options: Any) -> TorchOrder:

@@ -48,13 +48,7 @@ class GroupConnections:
         """Whether a thread waits for ever for a message that gloo lost."""
 
     def form(self, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-        """Exchange the listening ports once the group has formed; all members call this.
-
-        Parameters
-        ----------
-        gather
-            Returns the tensors of all members.
-        """
+        """Exchange the listening ports once the group has formed; all call this. `gather` returns all their tensors."""
         ports = sorted(_listening_port(descriptor) or 0 for descriptor in self._new().values())
         own = [port for port in ports if port][:_MOST_LISTENERS]
         padded = torch.tensor(own + [0] * (_MOST_LISTENERS - len(own)))

@@ -129,15 +129,7 @@ class GpuGroups:
         self._groups: list[dist.ProcessGroup] = []
 
     def form(self, group: dist.ProcessGroup) -> None:
-        """Form the connections of a process group over NCCL.
-
-        Raises
-        ------
-        PeerFailed
-            A member has failed.
-        RuntimeError
-            A member has failed.
-        """
+        """Form the connections of a group over NCCL; raises PeerFailed or RuntimeError if a member has failed."""
         self._groups.append(group)
         dist.all_reduce(torch.zeros(1, device=device()), group=group)
         self.settle()

@@ -72,13 +72,7 @@ class GroupMember:
             self._enter(membership)
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """Return the members as a device mesh; to a newcomer, one of the next group's size, without communication.
-
-        Raises
-        ------
-        UsageError
-            They share a GPU.
-        """
+        """Return the members as a device mesh; to a newcomer, one of the next group's size, without communication."""
         return self.group.mesh(device)
 
     def leave(self) -> None:
@@ -90,13 +84,7 @@ class GroupMember:
     # ── commands ──────────────────────────────────────────────────────────────────────────────────
 
     def has_command(self) -> bool:
-        """Return whether there is a command to carry out at a boundary that all members agree on.
-
-        Raises
-        ------
-        PeerFailed
-            The command is to leave the group at once.
-        """
+        """Return whether there is a command for an agreed boundary; raises PeerFailed if it is to leave at once."""
         command = self._mailbox.pending
         if command is not None and command.abort and self.group.size > 1:
             failure = PeerFailed("a member has failed")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.group import gpus
 from freetrain_parsl.training.group.connections import GroupConnections
-from freetrain_parsl.training.group.lost_messages import await_collective
+from freetrain_parsl.training.group.failures import await_collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

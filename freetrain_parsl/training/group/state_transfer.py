@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,22 +18,6 @@ if TYPE_CHECKING:
 
 _MARK = "\0tensor"  # placeholder for a tensor in the skeleton of a state
 _PACK = 1 << 20  # smaller tensors are sent together
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Assignment of receivers to sources, round-robin."""
-
-    sources: Sequence[int]
-    receivers: Sequence[int]
-
-    def receivers_of(self, rank: int) -> list[int]:
-        if rank not in self.sources:
-            return []
-        return list(self.receivers[self.sources.index(rank) :: len(self.sources)])
-
-    def source_of(self, rank: int) -> int:
-        return self.sources[self.receivers.index(rank) % len(self.sources)]
 
 
 def pass_on(group: Group, sources: Sequence[int], receivers: Sequence[int], state: dict[str, Any] | None) -> Any:
@@ -60,10 +43,10 @@ def pass_on(group: Group, sources: Sequence[int], receivers: Sequence[int], stat
     PeerFailed
         A member has failed.
     """
-    plan = _Plan(sources, receivers)
-    if group.rank in plan.receivers:
-        return _receive(group, plan.source_of(group.rank))
-    if targets := plan.receivers_of(group.rank):
+    source_of = {receiver: sources[turn % len(sources)] for turn, receiver in enumerate(receivers)}
+    if group.rank in source_of:
+        return _receive(group, source_of[group.rank])
+    if targets := [receiver for receiver, source in source_of.items() if source == group.rank]:
         assert state is not None, "sources have a state"
         _send(group, targets, state)
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -67,12 +66,12 @@ class Since(NamedTuple):
     now: int
 
 
-class Disagreement:
+class Disagreement(NamedTuple):
     """A thing that is not equal on all members.
 
     Parameters
     ----------
-    name, kind
+    kind, name
         See `Fact`.
     values
         Rank -> value for a message, of the members that are compared; empty: it is too long.
@@ -80,17 +79,16 @@ class Disagreement:
         The ranks, grouped by equal values.
     """
 
-    def __init__(self, kind: str, name: str, values: Mapping[int, str], groups: Sequence[Sequence[int]]) -> None:
-        self.kind = kind
-        self.name = name
-        self._values = values
-        self._groups = groups
+    kind: str
+    name: str
+    values: Mapping[int, str]
+    groups: Sequence[Sequence[int]]
 
     def __str__(self) -> str:
-        shown = {self._values[ranks[0]] for ranks in self._groups}
-        if "" in shown or len(shown) < len(self._groups):  # numbers that look the same, but have other bits
-            return f"{self.name} is not the same on {' and '.join(map(_ranks, self._groups))}"
-        values = (f"{self._values[ranks[0]]} on {_ranks(ranks)}" for ranks in self._groups)
+        shown = {self.values[ranks[0]] for ranks in self.groups}
+        if "" in shown or len(shown) < len(self.groups):  # numbers that look the same, but have other bits
+            return f"{self.name} is not the same on {' and '.join(map(_ranks, self.groups))}"
+        values = (f"{self.values[ranks[0]]} on {_ranks(ranks)}" for ranks in self.groups)
         return f"{self.name} is {', '.join(values)}"
 
 
@@ -121,20 +119,14 @@ def accuse(job: str, group: Group, among: Sequence[int], facts: Iterable[Fact], 
     """
     epoch, _, position, _ = place
     where = Fact("position", "the position in the data", str(place), f"epoch {epoch}, sample {position}")
-    everyone = _exchange(group, [where, *facts])
+    everyone = group.gather_objects([where, *facts])
     with suppress(PeerFailed):  # another member has got everything, and has ended
         group.sum(torch.zeros(1))  # none ends while others still receive
     raise ReplicasDiffer(sentence(job, differences({rank: everyone[rank] for rank in among}), since))
 
 
 def differences(facts: Mapping[int, Iterable[Fact]]) -> list[Disagreement]:
-    """Return what differs, the most telling kinds first.
-
-    Parameters
-    ----------
-    facts
-        Rank -> all facts of this member.
-    """
+    """Return what differs between the facts of the members, by rank; the most telling kinds first."""
     by_rank = {rank: {(fact.kind, fact.name): fact for fact in each} for rank, each in facts.items()}
     names = dict.fromkeys(name for each in by_rank.values() for name in each)
     found = []
@@ -167,16 +159,3 @@ def sentence(job: str, found: Sequence[Disagreement], since: Since) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _exchange(group: Group, facts: Iterable[Fact]) -> list[list[Fact]]:
-    """Return the facts of all members, by rank."""
-    content = torch.frombuffer(bytearray(json.dumps(list(facts)).encode()), dtype=torch.uint8)
-    lengths = [int(length) for length in group.gather(torch.tensor([content.numel()]))]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: content.numel()] = content
-    parts = group.gather(padded)
-    return [
-        [Fact(*fact) for fact in json.loads(part[:length].numpy().tobytes())]
-        for part, length in zip(parts, lengths, strict=True)
-    ]

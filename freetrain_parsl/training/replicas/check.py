@@ -75,7 +75,7 @@ class ReplicaCheck:
     """
 
     def __init__(self, job: str, state: SessionState, note: Callable[[str], None]) -> None:
-        self.loop: Callable[[], Iterable[tuple[str, object]]] = tuple
+        self.loop: Callable[[], Iterable[tuple[str, object]]] = state.loop.shared
         """Returns the names and values of the loop's state."""
         self.turn = 0
         """See `Standing`."""
@@ -93,13 +93,7 @@ class ReplicaCheck:
     # ── at every boundary ─────────────────────────────────────────────────────────────────────────
 
     def votes(self, *, whole: bool = False) -> tuple[int, int]:
-        """Return the hash of this member's replica and its square, to be summed over the members.
-
-        Parameters
-        ----------
-        whole
-            Whether it covers everything; the same on all members.
-        """
+        """Return the hash of this replica, of the `whole` of it if all do so, and its square, to be summed."""
         step, place = self._state.training_metrics.step, self._state.cursor.place
         whole, self._whole_due = whole or self._whole_due, False
         if whole:
@@ -153,13 +147,7 @@ class ReplicaCheck:
             self._equal_parts[covered.part] = covered.step
 
     def compare_all(self, group: Group) -> None:
-        """Compare everything now; all members call this.
-
-        Raises
-        ------
-        ReplicasDiffer, PeerFailed
-            See `judge`.
-        """
+        """Compare everything now; all members call this, and it raises as `judge`."""
         if group.size > 1:
             votes = torch.tensor(self.votes(whole=True), dtype=torch.float64)
             self.judge(group, *group.sum(votes).tolist())

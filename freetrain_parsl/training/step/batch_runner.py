@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.training.exchange.shared_results import BatchParts
 from freetrain_parsl.training.metrics import Tally
-from freetrain_parsl.training.preparation import parameters_of
-from freetrain_parsl.training.step.batch_parts import BatchParts
+from freetrain_parsl.training.preparation import check_added, parameters_of
 from freetrain_parsl.training.step.buffers import RunningStatistics
 from freetrain_parsl.training.step.closure import Kept, needs_closure, usage
 from freetrain_parsl.training.step.gradients import GradientSum, OrderedSum, OverlappedSum
 from freetrain_parsl.training.step.loss_kind import LossReader, Weighing, check_weighing
-from freetrain_parsl.training.step.once_per_step import Hyperparameters, guard
+from freetrain_parsl.training.step.once_per_step import Hyperparameters, guard, once_a_step
+from freetrain_parsl.training.step.own_gradients import OwnGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
     from freetrain_parsl.training.step.learning_rate import RateScaling
     from freetrain_parsl.training.step.loss_kind import Reduction
-
-# Methods that users call once per step.
-_CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
-    (LRScheduler, "step"),
-    (AveragedModel, "update_parameters"),
-    (torch.amp.GradScaler, "unscale_"),
-)
 
 
 class BatchRunner:
@@ -78,14 +71,14 @@ class BatchRunner:
         """The parameters of the models, then those only in an optimizer; each once."""
         self._counted = self._count_parameters()
         bypass.watch(self.parameters)
-        spread = {parameter for parameter in self.parameters if extension.spread(parameter)}
-        self._spread = spread  # the extension averages their gradients
-        self._summed = [parameter for parameter in self.parameters if parameter not in spread]
-        self._sum: GradientSum = OverlappedSum(self._summed)
+        self._spread = {parameter for parameter in self.parameters if extension.spread(parameter)}
+        self._gradients = OwnGradients(self.parameters, self._spread)
+        self._sum: GradientSum = OverlappedSum(self._gradients.summed)
         self._noise: NoiseMeter | None = None
         self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
         self._group: Group
-        self._piece: Piece | None = None
+        self.piece: Piece | None = None
+        """The piece that the user's code trains on."""
         self._has_gradients = False
         self._complete = False
         self._calls = 0
@@ -98,11 +91,8 @@ class BatchRunner:
         self._items: list[torch.Tensor | float] = []  # of this member's pieces for the current step so far
         self._step_tally: Tally  # that of the current step of the batch
         self._tally_work: Pending | None = None
-        self._held: list[torch.Tensor | None] | None = None
-        self._releases: list[Callable[[], None]] = []
         self._was_deterministic: bool | None = None
-        for thing in objects:
-            self._guard(thing)
+        self._releases = [guard(thing, method, self._makes_steps) for thing in objects for method in once_a_step(thing)]
 
     def close(self) -> None:
         """Leave the classes of the user's objects, and torch's settings, as they were."""
@@ -123,7 +113,7 @@ class BatchRunner:
     def measure_noise(self, meter: NoiseMeter) -> None:
         """Measure the noise of the gradient from now on."""
         self._noise = meter
-        self._sum = OverlappedSum(self._summed, meter)
+        self._sum = OverlappedSum(self._gradients.summed, meter)
 
     @property
     def batch_loss(self) -> torch.Tensor | float | None:
@@ -143,16 +133,16 @@ class BatchRunner:
     @property
     def has_piece(self) -> bool:
         """Whether the user's code has a current piece."""
-        return self._piece is not None
+        return self.piece is not None
 
     @property
     def has_samples(self) -> bool:
         """Whether what the user's code computes now is of samples that count: see `Piece`."""
-        return self._piece is None or self._piece.weight > 0
+        return self.piece is None or self.piece.weight > 0
 
     def expected_rows(self, rows: int, total: int) -> int | None:
         """See `BatchParts.expected_rows`; ``None`` outside a batch, too."""
-        return None if self._piece is None else self._parts.expected_rows(rows, total, self._piece, self.batch)
+        return None if self.piece is None else self._parts.expected_rows(rows, total, self.piece, self.batch)
 
     def link(self, *, gathers: bool) -> Callable[[], bool]:
         """See `BatchParts.link`."""
@@ -162,11 +152,6 @@ class BatchRunner:
             self._bypass, gathers=gathers, one_piece=not self.one_step, is_current=lambda: self.batch is batch
         )
 
-    @property
-    def piece(self) -> Piece | None:
-        """The piece that the user's code trains on."""
-        return self._piece
-
     def open_batch(self, group: Group, batch: Batch, device: torch.device, done: int) -> None:
         """Begin a batch, of which `done` steps have been made already.
 
@@ -175,7 +160,9 @@ class BatchRunner:
         UsageError
             An optimizer has a parameter that was made in the loop.
         """
-        self._check_added()
+        if self._counted != (count := self._count_parameters()):
+            self._counted = count
+            check_added(self._optimizers, self.parameters)
         self._group, self.batch = group, batch
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
@@ -190,7 +177,7 @@ class BatchRunner:
 
     def hand_out(self, piece: Piece) -> None:
         """Note the piece that the user's code trains on next."""
-        self._piece, self._has_gradients = piece, False
+        self.piece, self._has_gradients = piece, False
         self._statistics.open_piece(piece)
         self._bypass.begin_batch()
 
@@ -202,8 +189,8 @@ class BatchRunner:
         UsageError
             It was trained on with a plain ``loss.backward()``, or its gradients were computed and not used.
         """
-        self._piece = None
-        if self._has_gradients and self._complete and not self.cut_off and self._any_gradient():
+        self.piece = None
+        if self._has_gradients and self._complete and not self.cut_off and self._gradients.any():
             raise UsageError(
                 "session.backward() was called for a batch, and session.step() was not: its gradients would be lost. "
                 "To accumulate gradients over several batches, use session.loader(batch_size=…, micro_batch=…), whose "
@@ -213,7 +200,7 @@ class BatchRunner:
 
     def leave_batch(self) -> None:
         """Note that the user's loop over this batch has ended, perhaps early."""
-        self._piece = None
+        self.piece = None
         self.cut_off = False
 
     def backward(
@@ -245,7 +232,7 @@ class BatchRunner:
         weighed = self._begin_backward(loss, items, reduction)
         if weighed is None:
             return
-        with self._bypass.session_acts():
+        with self._bypass.acting(session=True):
             if self._extension.computes:
                 self._extension.backward(weighed, steps=steps and not self.one_step)  # else a part of the batch follows
             else:
@@ -259,7 +246,7 @@ class BatchRunner:
         self._bypass.before_backward()
         if self.cut_off:
             return None
-        piece = self._piece
+        piece = self.piece
         assert piece is not None, "checked by the runtime"
         if self.in_closure:
             raise UsageError(f"session.backward() was called in a closure: {usage(self._optimizers[0])}")
@@ -277,7 +264,7 @@ class BatchRunner:
         if self._noise is not None and self._noise.measures_shards and items is not None:
             self._noise.share = float(sum(self._items)) / self.batch.samples
         if not self._measures_pieces:
-            self._give_back_held()
+            self._gradients.show()
         self._sum.before_backward(self._group, piece)
         weight = self._weight(piece, items)
         weighed = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
@@ -285,16 +272,16 @@ class BatchRunner:
 
     def _end_backward(self) -> None:
         """End `backward`, once the gradients of the piece are there."""
-        piece = self._piece
+        piece = self.piece
         assert piece is not None, "since _begin_backward"
         if self._noise is not None and self._measures_pieces:
             weighs_items = self._weighing.items is not None
-            self._noise.add_piece(self._summed, float(self._items[-1]) if weighs_items else piece.weight)
-            self._add_held()
+            self._noise.add_piece(self._gradients.summed, float(self._items[-1]) if weighs_items else piece.weight)
+            self._gradients.add_hidden()
         self._sum.after_backward(self._group, piece)
         self._statistics.close_piece(piece)
         if not piece.last:
-            self._hold()
+            self._gradients.hide()
             return
         if self._tally_work is not None:
             self._group.end_sums([self._tally_work])
@@ -302,15 +289,12 @@ class BatchRunner:
         if self._noise is not None:
             self._noise.factor = float(factor)
         self._sum.complete(self._group, self.batch.shards)
-        self._multiply_gradients(factor)
+        self._gradients.multiply(factor)
         if self._noise is not None and not self._calls:
             if self._group.size == 1:
-                self._noise.add_whole(self._summed)
+                self._noise.add_whole(self._gradients.summed)
             self._noise.close_batch()
-        if self._spread:
-            for parameter in self._summed:
-                if parameter.grad is not None:
-                    parameter.grad /= self._group.shards
+        self._gradients.divide_summed(self._group.shards)
         self._statistics.complete(self._group, self.batch.shards)
         self._group.confirm()
         self._complete = True
@@ -329,9 +313,9 @@ class BatchRunner:
         self._has_gradients = False
         self._calls += 1
         if self._calls <= self._done:  # made before the batch was interrupted
-            self._zero_gradients()
+            self._gradients.reset()
             return False
-        with self._bypass.session_acts(), nullcontext() if scaling is None else scaling.applied(optimizers):
+        with self._bypass.acting(session=True), nullcontext() if scaling is None else scaling.applied(optimizers):
             if self._extension.computes:
                 self._extension.step(optimizers)
             elif self._scaler is not None:
@@ -344,7 +328,7 @@ class BatchRunner:
         return True
 
     def _end_step(self) -> None:
-        self._zero_gradients()
+        self._gradients.reset()
         if self._scaler is not None:
             self._scaler.update()
         if self._calls == 1:
@@ -397,7 +381,7 @@ class BatchRunner:
             return False
         kept = Kept(chosen) if self._group.size > 1 else None
         try:
-            with nullcontext() if scaling is None else scaling.applied([chosen]), self._bypass.session_acts():
+            with nullcontext() if scaling is None else scaling.applied([chosen]), self._bypass.acting(session=True):
                 chosen.step(evaluate)  # type: ignore[arg-type]  # LBFGS reads a tensor, too
         except PeerFailed:
             assert kept is not None, "in a group"
@@ -414,13 +398,13 @@ class BatchRunner:
         self, closure: Callable[[], torch.Tensor], items: torch.Tensor | float | None, reduction: Reduction | None
     ) -> torch.Tensor | float:
         """Compute the gradients of the batch once more in a step; return its loss, the same on all members."""
-        self._zero_gradients()
+        self._gradients.reset()
         self._has_gradients = False
         self._evaluations += 1
         self.in_closure, passes = True, self._bypass.passes_in_batch
-        with self._bypass.user_acts():
+        with self._bypass.acting(session=False):
             loss = closure()
-        if self._bypass.passes_in_batch > passes and self._any_gradient():
+        if self._bypass.passes_in_batch > passes and self._gradients.any():
             raise UsageError(f"loss.backward() was called in a closure: {usage(self._optimizers[0])}")
         self.in_closure = False
         self.backward(loss, items, reduction)
@@ -430,9 +414,9 @@ class BatchRunner:
     def cut(self) -> None:
         """Drop the current batch after a member has failed."""
         self.cut_off = self._parts.is_interrupted = True
-        self._held = None
+        self._gradients.forget()
         self._sum.cancel()
-        self._zero_gradients()
+        self._gradients.reset()
         self._statistics.cancel()
         if self._calls:  # they may belong to a step that is not made again
             self._hyperparameters = None
@@ -489,12 +473,6 @@ class BatchRunner:
         """Whether one loss is the mean over the whole batch; it then needs no weight, except for equal bits."""
         return self._group.size == 1 and len(self.batch.pieces) == 1 and self._was_deterministic is None
 
-    def _multiply_gradients(self, factor: torch.Tensor | float) -> None:
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad *= factor
-
     @property
     def _factor(self) -> torch.Tensor | float:
         """By which summed gradients are multiplied: the number of items is known only after the last piece."""
@@ -507,35 +485,6 @@ class BatchRunner:
             return torch.where(items > 0, self.batch.samples / items, 1.0)
         return self.batch.samples / items if items else 1.0
 
-    def _hold(self) -> None:
-        """Hide the gradients so far from user code that runs between backward and step."""
-        self._held = [parameter.grad for parameter in self.parameters]
-        self._zero_gradients()
-
-    def _give_back_held(self) -> None:
-        if self._held is not None:
-            for parameter, gradient in zip(self.parameters, self._held, strict=True):
-                parameter.grad = gradient
-            self._held = None
-
-    def _any_gradient(self) -> bool:
-        return any(p.grad is not None and (p in self._spread or bool(p.grad.any())) for p in self.parameters)
-
-    def _zero_gradients(self) -> None:
-        """Reset the gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _add_held(self) -> None:
-        """Add the gradients so far to those of a piece that was computed without them."""
-        if self._held is not None:
-            for parameter, gradient in zip(self.parameters, self._held, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                elif gradient is not None:
-                    parameter.grad = gradient.add_(parameter.grad)
-            self._held = None
-
     @property
     def _measures_pieces(self) -> bool:
         """Whether the gradients of each piece are computed apart from the others, to measure their noise."""
@@ -545,25 +494,5 @@ class BatchRunner:
         """Return the number of parameters of the optimizers."""
         return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
 
-    def _check_added(self) -> None:
-        """Refuse parameters that were made in the loop: no process that joins or resumes would have them."""
-        if self._counted == (count := self._count_parameters()):
-            return
-        self._counted, known = count, set(self.parameters)
-        for optimizer in self._optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                if not known.issuperset(group["params"]):
-                    raise UsageError(
-                        f"{type(optimizer).__name__}.add_param_group: group {number} has a parameter that was made in "
-                        "the loop, which a process that joins or resumes would not have: make it before "
-                        "session.prepare, as part of a prepared model, and add it to the optimizer in the loop"
-                    )
-
-    def _guard(self, thing: Any) -> None:
-        """Make a once-per-step method do nothing if no step is made: micro-batches, interrupted batches."""
-        for kind, method in _CALLED_ONCE_A_STEP:
-            if isinstance(thing, kind):
-                self._releases.append(guard(thing, method, self._makes_steps))
-
     def _makes_steps(self) -> bool:
-        return not self.cut_off and (self._piece is None or self._piece.last)
+        return not self.cut_off and (self.piece is None or self.piece.last)

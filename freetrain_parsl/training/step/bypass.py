@@ -44,13 +44,14 @@ class BypassCheck:
     def __init__(self, applies: Callable[[], bool]) -> None:
         self._applies = applies
         self._parameters: dict[int, nn.Parameter] = {}
-        self._session_acts = False
+        self.is_in_session = False
+        """Whether the session itself computes gradients or makes a step."""
         self._optimizer_steps = 0  # of optimizers without prepared parameters
         self._optimizer = ""  # the last of those
         self._passes = 0  # backward passes outside the session in this epoch
         self._passes_before = 0  # the same in earlier epochs
-        self._in_batch = False
-        self._passes_in_batch = 0
+        self.passes_in_batch = 0
+        """Gradients that backward passes of the user's code have added in this batch."""
         self._gets_from_session: dict[nn.Parameter, bool] = {}  # of optimizers that are not prepared, once these step
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
 
@@ -74,32 +75,13 @@ class BypassCheck:
                 self._hooks.append(hook)
 
     @contextmanager
-    def session_acts(self) -> Iterator[None]:
-        """Mark steps and backward passes of the session itself."""
-        before, self._session_acts = self._session_acts, True
+    def acting(self, *, session: bool) -> Iterator[None]:
+        """Mark steps and backward passes of the session itself; or code of the user inside a step of the session."""
+        before, self.is_in_session = self.is_in_session, session
         try:
             yield
         finally:
-            self._session_acts = before
-
-    @contextmanager
-    def user_acts(self) -> Iterator[None]:
-        """Mark code of the user inside a step of the session."""
-        before, self._session_acts = self._session_acts, False
-        try:
-            yield
-        finally:
-            self._session_acts = before
-
-    @property
-    def is_in_session(self) -> bool:
-        """Whether the session itself computes gradients or makes a step."""
-        return self._session_acts
-
-    @property
-    def passes_in_batch(self) -> int:
-        """Gradients that backward passes of the user's code have added in this batch."""
-        return self._passes_in_batch
+            self.is_in_session = before
 
     def before_backward(self) -> None:
         """Check that the session's backward pass does not add to gradients of the user's code.
@@ -109,17 +91,17 @@ class BypassCheck:
         UsageError
             The prepared parameters have gradients of a plain ``loss.backward()``.
         """
-        if self._passes_in_batch and self._has_gradients():
+        if self.passes_in_batch and self._has_gradients():
             raise UsageError(
                 "loss.backward() was called before session.step(loss) in the same batch: its gradients would be added "
                 "without the other processes; write session.backward(loss), then clip or read the gradients, then "
                 "session.step(); sum several losses before it, or set the gradients to zero in between"
             )
-        self._passes_in_batch = 0
+        self.passes_in_batch = 0
 
     def begin_batch(self) -> None:
         """Note that the user's code gets a batch, or a piece of one."""
-        self._passes_in_batch = 0
+        self.passes_in_batch = 0
 
     def end_batch(self) -> None:
         """Check how a batch was trained on, when the next one is requested.
@@ -129,7 +111,7 @@ class BypassCheck:
         UsageError
             It was trained on with a plain ``loss.backward()``.
         """
-        if self._passes_in_batch and self._has_gradients():
+        if self.passes_in_batch and self._has_gradients():
             raise UsageError(
                 "a batch of session.loader() was trained on with loss.backward() and without session.step(): "
                 f"{_REPLACEMENT}; to accumulate gradients over several batches, use session.loader(micro_batch=…)"
@@ -180,7 +162,7 @@ class BypassCheck:
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._session_acts or not self._applies():
+        if self.is_in_session or not self._applies():
             return
         name = type(optimizer).__name__
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -222,12 +204,12 @@ class BypassCheck:
                 self._hooks.append(hook)
 
     def _on_strange_gradient(self, parameter: torch.Tensor) -> None:
-        self._gets_from_session[parameter] = self._session_acts  # type: ignore[index]  # hooks are on parameters only
+        self._gets_from_session[parameter] = self.is_in_session  # type: ignore[index]  # hooks are on parameters only
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:  # noqa: ARG002 - torch's signature
-        if not self._session_acts:
+        if not self.is_in_session:
             self._passes += 1
-            self._passes_in_batch += 1
+            self.passes_in_batch += 1
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters.values())

@@ -8,7 +8,7 @@ by one in a fixed order, so the result has the same bits for any number of membe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +28,7 @@ _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
 _BLOCK = 4 << 20  # elements gathered at a time
 
 
-class GradientSum(Protocol):
+class GradientSum:
     """Sets ``.grad`` of all parameters to the sum over all shards of a batch, on all members."""
 
     sends_early: bool
@@ -90,7 +90,7 @@ class _Bucket:
                 parameter.grad = view.view_as(parameter).clone()
 
 
-class OverlappedSum:
+class OverlappedSum(GradientSum):
     """Sums in buckets, which are sent while the ``backward`` of the last piece runs, as soon as they are full.
 
     A parameter that is used more than once may get its gradient in several parts: with reentrant activation
@@ -131,9 +131,6 @@ class OverlappedSum:
             bucket.missing, bucket.work = set(bucket.parameters), None
         self._launched, self._late = 0, False
         self._group = group
-
-    def after_backward(self, group: Group, piece: Piece) -> None:
-        """See `GradientSum`: done by the hooks."""
 
     def complete(self, group: Group, shards: int) -> None:  # noqa: ARG002 - not needed for the sum
         """See `GradientSum`."""
@@ -207,7 +204,7 @@ class OverlappedSum:
         return [bucket.work for bucket in buckets if bucket.work is not None]
 
 
-class OrderedSum:
+class OrderedSum(GradientSum):
     """Sums shard by shard, in the order of the shards, whichever member had them.
 
     The members gather all shards, so each step sends the gradients once per shard: the cost of bitwise equal results.
@@ -222,9 +219,6 @@ class OrderedSum:
         self.sends_early = False
         self._parameters = list(parameters)
         self._rows: list[torch.Tensor] = []
-
-    def before_backward(self, group: Group, piece: Piece) -> None:
-        """See `GradientSum`."""
 
     def after_backward(self, group: Group, piece: Piece) -> None:
         """See `GradientSum`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -17,26 +17,13 @@ from freetrain_parsl.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["LrScaling", "RateScaling", "Rule", "check_lr_scaling", "check_schedulers"]
+__all__ = ["LrScaling", "RateScaling", "Rule", "check_schedulers"]
 
 Rule: TypeAlias = Literal["auto", "linear", "sqrt", "adascale", "none"]
 """How the learning rate follows the batch size."""
 
 LrScaling: TypeAlias = Rule | Callable[[float], float]
 """A `Rule`, or a function: batch size relative to the initial one -> factor of the learning rate."""
-
-
-def check_lr_scaling(value: object) -> None:
-    """Check that a value is an `LrScaling`.
-
-    Raises
-    ------
-    UsageError
-        It is not; the message lists the choices.
-    """
-    if not (callable(value) or value in get_args(Rule)):
-        choices = ", ".join(repr(choice) for choice in get_args(Rule))
-        raise UsageError(f"session.loader: lr_scaling is {value!r}; it is one of {choices}, or a function")
 
 
 def check_schedulers(objects: Iterable[object]) -> None:
@@ -136,7 +123,7 @@ class RateScaling:
                 return self._gain(self.scale)
             case "none":
                 return 1.0
-        assert callable(rule), "checked by check_lr_scaling"
+        assert callable(rule), "checked by the loader"
         factor: object = rule(self.scale)
         if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
             raise UsageError(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.group.shared_gradients import Shared
+from freetrain_parsl.training.exchange.shared_results import Shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,6 @@ __all__ = [
     "checked_reduction",
     "item_count",
     "scalar",
-    "weighing_of",
 ]
 
 Reduction = Literal["mean", "sum", "batch"]
@@ -219,17 +218,6 @@ def check_weighing(weighing: Weighing, *, one_piece: bool, measured: bool) -> No
             "session.step: a loss that is a sum over samples cannot be combined with batch_range, as its gradient "
             "grows with the batch: use the mean"
         )
-
-
-def weighing_of(loss: torch.Tensor, samples: int, *, gathered: bool = False) -> Weighing:
-    """Return how a loss is to be weighed, as its graph shows; see `LossReader.weighing`.
-
-    Raises
-    ------
-    UsageError
-        It cannot be known.
-    """
-    return _look(loss, samples, gathered=gathered)[0]
 
 
 def _look(loss: torch.Tensor, samples: int, *, gathered: bool) -> tuple[Weighing, _Path | None]:

@@ -11,15 +11,29 @@ import functools
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch.optim import Optimizer
 
-__all__ = ["Hyperparameters", "guard"]
+__all__ = ["Hyperparameters", "guard", "once_a_step"]
 
+_CALLED_ONCE_A_STEP: tuple[tuple[type, str], ...] = (
+    (LRScheduler, "step"),
+    (AveragedModel, "update_parameters"),
+    (torch.amp.GradScaler, "unscale_"),
+)
 _guards: WeakKeyDictionary[Any, Callable[[], bool]] = WeakKeyDictionary()
 _originals: dict[tuple[type, str], Any] = {}
+
+
+def once_a_step(thing: object) -> list[str]:
+    """Return the methods of an object that users call once per step."""
+    return [method for kind, method in _CALLED_ONCE_A_STEP if isinstance(thing, kind)]
 
 
 def guard(thing: Any, method: str, acts: Callable[[], bool]) -> Callable[[], None]:

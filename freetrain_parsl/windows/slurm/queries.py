@@ -44,7 +44,7 @@ _KEEP_CONFIG, _KEEP_PARTITIONS, _KEEP_RESERVATIONS, _KEEP_NODES = 600.0, 300.0, 
 _REST_AFTER_FAILURE = 600.0
 
 # Slurm's defaults for SchedulerParameters.
-_BF_INTERVAL, _BF_WINDOW, _BF_MAX_JOB_TEST, _SCHED_INTERVAL = 30, 1440, 500, 60
+_BF_INTERVAL, _BF_MAX_JOB_TEST, _SCHED_INTERVAL = 30, 500, 60
 
 
 class SlurmQueries:
@@ -160,12 +160,11 @@ class SlurmQueries:
         major, minor = self.version()
         version = f"{major}.{minor:02}"
         if config.get("SchedulerType") == "sched/builtin":
-            return Scheduling("slurm", version, _whole(words, "sched_interval", _SCHED_INTERVAL), plan_ahead=0.0)
+            return Scheduling("slurm", version, _whole(words, "sched_interval", _SCHED_INTERVAL))
         return Scheduling(
             "slurm",
             version,
             _whole(words, "bf_interval", _BF_INTERVAL),
-            60.0 * _whole(words, "bf_window", _BF_WINDOW),
             _whole(words, "bf_max_job_test", _BF_MAX_JOB_TEST),
         )
 

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -27,6 +28,7 @@ from freetrain_parsl.protocol.messages import (
     Probe,
     SlotHeartbeat,
     StartTask,
+    StoreRequest,
     TaskEnded,
     ToDriver,
     ToSlot,
@@ -235,6 +237,28 @@ def test_a_peer_that_probes_and_vanishes_is_survived(cert_dir: str) -> None:
     context.term()  # the probe has been sent
     until(lambda: not connections_to(server.port))
     assert list(server.receive(1.0)) == []
+    server.close()
+
+
+def test_heartbeats_gather_but_slots_that_meet_are_answered_at_once(
+    cert_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waking for each heartbeat of a thousand slots cost more than handling it."""
+    server = SlotServer(cert_dir, (55000, 56000))
+    waits: list[float] = []
+    monkeypatch.setattr("freetrain_parsl.executor.driver.slot_server.time", SimpleNamespace(sleep=waits.append))
+    context = zmq.Context()
+    dealer = curvezmq.ClientContext.socket(_Certified(context, cert_dir), zmq.DEALER)
+    dealer.setsockopt(zmq.IDENTITY, b"s0")
+    dealer.connect(f"tcp://127.0.0.1:{server.port}")
+    call = StoreRequest("t/1", 1, "get", ("key",), 1.0)
+    for message, waited in ((SlotHeartbeat(), 1), (call, 1), (call, 0), (SlotHeartbeat(), 0), (SlotHeartbeat(), 1)):
+        waits.clear()
+        dealer.send_multipart(frames_of(message))
+        assert list(server.receive(10.0)) == [("s0", message)]
+        assert len(waits) == waited
+    dealer.close(0)
+    context.term()
     server.close()
 
 

@@ -202,14 +202,14 @@ def test_a_training_whose_new_nodes_are_not_free_is_paused_rather_than_kept_wait
 
 def test_a_node_that_the_batch_system_takes_is_left_at_once_whatever_the_planner_says(stage: Stage) -> None:
     stage.running("n0", "n1")
-    stage.registry.slots["s1"].leaving = True
+    stage.registry.reclaim("n1")
     stage.turn()
     assert (stage.place("s0"), stage.place("s1")) == ((0, 1, False), (None, 0, False))
 
 
 def test_a_training_whose_nodes_are_all_taken_is_paused_at_once_though_others_are_free(stage: Stage) -> None:
     stage.running("n0")
-    stage.registry.slots["s0"].leaving = True
+    stage.registry.reclaim("n0")
     assert kinds(stage.on("n1")) == [("s0", "pause")]
 
 

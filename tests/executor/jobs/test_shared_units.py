@@ -73,7 +73,7 @@ def test_all_jobs_leave_a_node_that_closes(stage: Stage) -> None:
     stage.submit(name="other")
     (start,) = stage.on("n0/3", name="other")
     stage.manager.on_message(stage.registry.slots["s0d"], RunReport("other", start[1].run, stage.report()))
-    stage.registry.slots["s0c"].leaving = True  # the slot of neither
+    stage.registry.reclaim("n0")
     assert sorted(kinds(stage.turn())) == [("s0a", "pause"), ("s0b", "pause"), ("s0d", "pause")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -522,8 +523,43 @@ def test_trainings_that_wait_cost_the_others_nothing(stage: Stage, monkeypatch: 
     assert not futures[8].done()
     handled.clear()
     stage.on("n1", name="w9")
-    assert set(handled) == {"t", "w9"}
+    assert set(handled) == {"w9"}
     handled.clear()
     stage.now += 10.0
     stage.turn()
     assert {"w8", "w10"} < set(handled), "they explain what they wait for"
+
+
+def test_a_training_that_runs_undisturbed_is_looked_at_once_a_second(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred of them, looked at in each turn, were most of the driver's work with a thousand slots."""
+    stage.running("n0", "n1")
+    stage.turn()
+    handled: list[str] = []
+    original = TrainingMachine.handle
+
+    def counted(self: TrainingMachine, event: Any, *arguments: Any) -> Any:
+        handled.append(type(event).__name__)
+        return original(self, event, *arguments)
+
+    monkeypatch.setattr(TrainingMachine, "handle", counted)
+    for _ in range(8):
+        stage.now += 0.25
+        stage.manager.on_heartbeat(stage.registry.slots["s1"], 0.0)
+        stage.progress("s0", step=2)
+        stage.turn()
+    assert Counter(handled) == {"Said": 8, "TimePassed": 2}
+    handled.clear()
+    stage.registry.reclaim("n9")
+    stage.turn()
+    assert handled == ["TimePassed"], "a change of any slots may concern it"
+    stage.manager.on_heartbeat(stage.registry.slots["s1"], 3.0)
+    stage.turn()
+    stage.manager.on_heartbeat(stage.registry.slots["s1"], 0.0)
+    assert handled == ["TimePassed", "Heartbeat", "TimePassed", "Heartbeat"]
+    stage.lose("s1")
+    handled.clear()
+    for _ in range(3):
+        stage.turn()
+    assert handled == ["TimePassed"] * 3, "it changes"

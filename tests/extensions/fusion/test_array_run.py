@@ -14,7 +14,9 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.executor.jobs.port import TO_DRIVER, TO_SLOT
 from freetrain_parsl.executor.payloads.payloads import error_in, pack_training
 from freetrain_parsl.extensions.fusion.engine.engine import FusionEngine
+from freetrain_parsl.extensions.fusion.forward.forward import fused_call
 from freetrain_parsl.extensions.fusion.messages import (
+    FAILED,
     AddMember,
     ArraySized,
     MemberEnded,
@@ -49,8 +51,10 @@ class Slot:
         announced: int | None = None,
         limit: int | None = None,
         turns: str = "",
+        likeness: str = "",
     ) -> None:
         self.root = root
+        self.likeness = likeness
         self.function = function
         self.sent: list[Any] = []
         self.on_message: Callable[[Any], None] = lambda _message: None
@@ -62,7 +66,7 @@ class Slot:
 
     def add(self, name: str, point: dict[str, Any]) -> None:
         payload = pack_training(self.function, (), point)
-        message = AddMember("cohort-1", 7, SessionOptions(name, self.root), payload)
+        message = AddMember("cohort-1", 7, SessionOptions(name, self.root), payload, self.likeness)
         assert self.run.handle(self._passed(message, TO_SLOT))
 
     def perform(self) -> RunEnded:
@@ -261,6 +265,51 @@ def test_an_array_that_is_too_large_for_the_memory_gives_its_members_back(
     assert (sized.size, sized.fused, sized.decided) == (2, True, True)
     assert "memory" in sized.reason
     assert {type(slot.end_of(str(number)).end) for number in range(4)} == {RunPaused}
+
+
+@pytest.mark.parametrize("where", ["engine.engine", "forward.verification"])
+def test_members_for_which_a_fused_call_has_no_memory_leave_and_the_others_are_fused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Nothing is lost: the call is made one by one, with the random numbers that it had."""
+
+    def fails_for_four(*args: Any, **kwargs: Any) -> Any:
+        output = fused_call(*args, **kwargs)  # draws the masks of dropout
+        if len(args[6]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return output
+
+    def release(message: Any) -> None:
+        if isinstance(message, ArraySized):
+            for name in "23":
+                slot.run.handle(ReleaseMember("cohort-1", 7, name))
+
+    monkeypatch.setattr(f"freetrain_parsl.extensions.fusion.{where}.fused_call", fails_for_four)
+    slot = Slot(tmp_path / "array", POINTS, size=4)
+    slot.on_message = release
+    slot.perform()
+    reason = "4 fused training jobs need more memory than there is"
+    assert slot.sizes() == [ArraySized("cohort-1", 7, 2, fused=True, decided=True, reason=reason)]
+    assert {type(slot.end_of(name).end) for name in "23"} == {RunPaused}
+    assert slot.run.fused_steps == 11
+    for number, point in enumerate(POINTS[:2]):
+        value = alone(tmp_path / "alone", str(number), point)
+        assert distance(deserialize(slot.end_of(str(number)).payload)["losses"], value["losses"]) < 1e-10
+
+
+def test_two_members_for_which_a_fused_call_has_no_memory_train_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_args: Any, **_kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("freetrain_parsl.extensions.fusion.engine.engine.fused_call", no_memory)
+    slot = Slot(tmp_path, POINTS[:2], size=2)
+    slot.perform()
+    sized = slot.sizes()[0]
+    assert (sized.size, sized.fused, sized.gain_size) == (1, False, 1)
+    assert sized.reason == f"{FAILED}, 2 fused training jobs need more memory than there is"
+    assert all(isinstance(slot.end_of(name).end, RunFinished) for name in "01")
 
 
 @pytest.mark.parametrize(

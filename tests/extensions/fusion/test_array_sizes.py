@@ -18,6 +18,8 @@ def test_what_was_measured_is_found_again(tmp_path: Path) -> None:
     write_array_size(tmp_path, "key", MeasuredSize(8, 2.5))
     write_array_size(tmp_path, "key", MeasuredSize(4, 3.5))
     assert read_array_size(tmp_path, "key") == MeasuredSize(4, 3.5)
+    write_array_size(tmp_path, "key", MeasuredSize(8, 0.9, "no gain"))
+    assert read_array_size(tmp_path, "key") == MeasuredSize(8, 0.9, "no gain")
     assert read_array_size(tmp_path, "another") is None
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
@@ -36,9 +38,10 @@ def test_what_was_measured_is_found_again(tmp_path: Path) -> None:
         json.dumps({"size": 4, "gain": 0.0}),
         json.dumps({"size": 4, "gain": float("nan")}),
         json.dumps({"size": 4, "gain": "2"}),
+        json.dumps({"size": 4, "gain": 2.0, "turns": 1}),
         "[" * 4000,
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_a_damaged_file_is_not_used_and_named(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     write_array_size(tmp_path, "key", MeasuredSize(8, 2.5))

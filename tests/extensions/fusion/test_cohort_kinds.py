@@ -71,6 +71,18 @@ def test_a_later_run_starts_no_array_for_what_cannot_be_fused(make) -> None:
     assert list(world.trainers)[-1].startswith("cohort-")
 
 
+def test_what_cannot_be_fused_is_not_tried_again_with_other_options(make) -> None:
+    world = make(nodes=1)
+    world.fuses = False
+    submit(world, 2, likeness="conv")
+    world.advance(1.0)
+    world.assign_all()
+    world.settle(4)
+    world.submit("urgent", key="another priority", likeness="conv")
+    assert "urgent" in world.trainers
+    assert records(world, record.TrainsAlone)[-1] == record.TrainsAlone("urgent", "they differ")
+
+
 @pytest.mark.parametrize(
     ("reason", "size", "passing"),
     [("0.9 times as fast", 2, False), (f"{FAILED}, RuntimeError: memory", 1, False), ("eps=0", 1, True)],

@@ -10,6 +10,7 @@ import pytest
 
 from freetrain_parsl import training_app
 from freetrain_parsl.executor.journal import read_journal
+from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, size_key, write_array_size
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.training.fragment import run_local
 
@@ -66,6 +67,16 @@ def exactly_once(run: RunState) -> bool:
     )
 
 
+def disturb(site: Any) -> None:
+    """Kill the process of one slot, and cancel all blocks, once a job has a checkpoint."""
+    site.until(lambda run: any(t.progress.get("checkpoint_step") for t in run.trainings.values()))
+    joined = {entry.subject: entry for entry in records(site, record.SlotJoined)}
+    os.kill(next(iter(joined.values())).pid, signal.SIGKILL)
+    site.until(lambda run: any(fragment.failure for fragment in run.fragments))
+    queue = site.cluster.queue().items()
+    site.cluster.cancel(job for job, status in queue if status["nodes"])
+
+
 @pytest.mark.smoke
 def test_a_sweep_trains_in_arrays_and_each_training_ends_as_alone(start) -> None:
     train = make_app()
@@ -85,16 +96,50 @@ def test_a_killed_array_and_a_cancelled_block_lose_no_sample(start) -> None:
     train = make_app()
     site = start(nodes=2)
     futures = train.sweep(lr=RATES)
-    site.until(lambda run: any(t.progress.get("checkpoint_step") for t in run.trainings.values()))
-    joined = {entry.subject: entry for entry in records(site, record.SlotJoined)}
-    os.kill(next(iter(joined.values())).pid, signal.SIGKILL)
-    site.until(lambda run: any(fragment.failure for fragment in run.fragments))
-    queue = site.cluster.queue().items()
-    site.cluster.cancel(job for job, status in queue if status["nodes"])
+    disturb(site)
     results = [future.result(timeout=200) for future in futures]
     assert_as_alone(train, results)
     site.until(lambda run: run.completed == len(RATES))
     assert exactly_once(site.run)
+
+
+def test_members_in_turns_share_one_base_after_a_killed_process_and_a_cancelled_block(start, tmp_path) -> None:
+    """An earlier run has found that fusing does not pay, so they begin in turns, each as alone."""
+
+    @training_app
+    def train(session, *, lr):
+        import torch
+        from torch.utils.data import TensorDataset
+
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            base = torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh()).double().requires_grad_(False)
+        head = torch.nn.Linear(512, 1).double()
+        model, _ = session.prepare(torch.nn.Sequential(base, head), torch.optim.Adam(head.parameters(), lr=lr))
+        x = torch.randn(320, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        data = session.loader(TensorDataset(x), batch_size=16)
+        for _epoch in session.epochs(40):
+            for (a,) in data:
+                session.step(model(a).square().mean())
+        return {"loss": session.metrics["loss"], "head": head.weight.flatten().tolist()}
+
+    point = {"lr": RATES[0]}
+    request = train.call_request((), point)
+    (tmp_path / "checkpoints").mkdir()
+    key = size_key(request.options.code, 1, request.likeness)
+    write_array_size(tmp_path / "checkpoints", key, MeasuredSize(4, 0.9, "fused they are 0.90 times as fast"))
+    site = start(nodes=2)
+    futures = train.sweep(lr=RATES[:4])
+    disturb(site)
+    results = [future.result(timeout=200) for future in futures]
+    for lr, result in zip(RATES[:4], results, strict=True):
+        alone = run_local(train.func, lr=lr)
+        assert result["head"] == pytest.approx(alone["head"], rel=0, abs=1e-12)
+    site.until(lambda run: run.completed == 4)
+    assert exactly_once(site.run)
+    why = "fused they are 0.90 times as fast (found by an earlier run)"
+    assert {entry.turns for entry in records(site, record.BaseShared)} == {why}
+    assert max(entry.size for entry in records(site, record.BaseShared)) == 33 * 512 * 8
 
 
 def test_fuse_false_trains_each_by_itself(start) -> None:

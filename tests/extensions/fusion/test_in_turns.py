@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -130,6 +131,23 @@ def test_the_driver_learns_that_they_take_turns_and_what_they_share(tmp_path: Pa
     assert base.size > sum(each.nbytes for each in frozen)
     assert all(isinstance(slot.end_of(name).end, RunFinished) for name in "01")
     assert [type(message) for message in slot.sent].index(BaseShared) < slot.sent.index(last)
+
+
+def test_a_later_run_of_training_jobs_that_are_alike_takes_turns_at_once(tmp_path: Path, never_pays: None) -> None:
+    """Others of the function, as with another network, find out by themselves."""
+    points = [{**point, "epochs": LONG} for point in POINTS[:2]]
+    Slot(tmp_path, points, tune, limit=2, likeness="wide").perform()
+    test_shared_base.BUILT.clear()
+    later = {likeness: Slot(tmp_path / likeness, POINTS[:2], tune, likeness=likeness) for likeness in ("wide", "small")}
+    for slot in later.values():
+        slot.run._options = replace(slot.run._options, checkpoint_root=tmp_path)
+        slot.perform()
+    (known,) = later["wide"].sizes()
+    assert (known.size, known.fused, known.decided, known.gain_size) == (2, False, True, 2)
+    assert known.turns.startswith("fused they are ")
+    assert known.turns.endswith(" times as fast as one by one (found by an earlier run)")
+    assert later["wide"].run.fused_steps == 0
+    assert not [sized for sized in later["small"].sizes() if sized.decided]
 
 
 def test_a_later_array_takes_turns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,3 +152,24 @@ def test_fusing_is_chosen_only_where_it_was_measured_to_be_faster(limit: int, fa
     speed = 1 / factors[sizing.size.bit_length() % 6]
     assert sizing.gain == pytest.approx(speed)
     assert sizing.fused is (sizing.gain >= 1.1)
+
+
+def test_missing_memory_decides_on_the_best_smaller_size() -> None:
+    sizing = ArraySizing(16)
+    while sizing.size < 8:
+        sizing.count(1.0 if sizing.fused else sizing.size)
+    sizing.halve(8)
+    assert (sizing.size, sizing.fused, sizing.decided) == (4, True, True)
+    assert not sizing.fuses(8), "those who are too many have not left"
+    assert sizing.fuses(4)
+
+
+def test_missing_memory_halves_a_size_that_was_known_and_ends_fusing_with_two() -> None:
+    sizing = ArraySizing(16, 8)
+    sizing.halve(8)
+    assert (sizing.size, sizing.fused) == (4, True)
+    sizing.halve(4)
+    sizing.halve(2)
+    assert (sizing.size, sizing.fused) == (1, False)
+    assert sizing.verdict == "2 fused training jobs need more memory than there is"
+    assert sizing.takes_turns(2, base=1e9, own=1.0)

@@ -55,11 +55,11 @@ def llama(*, dtype: torch.dtype = torch.float64, use_cache: bool = False) -> Any
         return LlamaForCausalLM(config).to(dtype)
 
 
-def adapted(model: Any, *, rank: int = 4, alpha: float = 8.0, dropout: float = 0.0, **options: Any) -> Any:
-    """Put adapters of PEFT on a network; both matrices are drawn, so that each matters from the first step."""
-    from peft import LoraConfig, get_peft_model
+def lora(*, rank: int = 4, alpha: float = 8.0, dropout: float = 0.0, **options: Any) -> Any:
+    """Return adapters of PEFT; both matrices are drawn, so that each matters from the first step."""
+    from peft import LoraConfig
 
-    config = LoraConfig(
+    return LoraConfig(
         task_type="CAUSAL_LM",
         init_lora_weights=False,
         r=rank,
@@ -67,8 +67,14 @@ def adapted(model: Any, *, rank: int = 4, alpha: float = 8.0, dropout: float = 0
         lora_dropout=dropout,
         **{"target_modules": list(LAYERS), **options},
     )
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """Put adapters on a network."""
+    from peft import get_peft_model
+
     dtype = next(model.parameters()).dtype
-    return get_peft_model(model, config, autocast_adapter_dtype=False).to(dtype)
+    return get_peft_model(model, lora(**options), autocast_adapter_dtype=False).to(dtype)
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
@@ -198,9 +204,17 @@ def by_trl(
 
 
 def by_dpo(
-    session: Any, *, lr: float = 1e-2, adapter: Mapping[str, Any] | None = None, **options: Any
+    session: Any,
+    *,
+    lr: float = 1e-2,
+    adapter: Mapping[str, Any] | None = None,
+    copies: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train with TRL's DPOTrainer: against another network, or, with an adapter, against the network without it."""
+    """Train with TRL's DPOTrainer: against another network; or, with an adapter, against the network without it.
+
+    If TRL is given a network that has adapters already, it `copies` them, and the copy is the reference.
+    """
     import datasets
     from trl import DPOConfig, DPOTrainer
 
@@ -209,8 +223,9 @@ def by_dpo(
     rows = [{name: " " * (at.start > 0) + " ".join(text[at]) for name, at in parts.items()} for text in texts]
     given = {"bf16": False, "gradient_checkpointing": False, **options}
     trainer = DPOTrainer(
-        model=llama() if adapter is None else adapted(llama(), **adapter),
+        model=adapted(llama(), **adapter) if adapter is not None and copies else llama(),
         ref_model=llama() if adapter is None else None,
+        peft_config=lora(**adapter) if adapter is not None and not copies else None,
         args=DPOConfig(**_arguments(session.directory, lr=lr, **given)),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=_tokenizer(),

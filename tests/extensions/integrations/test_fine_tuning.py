@@ -56,6 +56,13 @@ RANKS = (2, 4, 8)
 NEAR = 1e-9
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["the network without adapters", "a copy of the adapters"])
+def test_dpo_with_adapters_and_either_reference(tmp_path: Path, copies: bool) -> None:
+    """PEFT switches adapters off, or to the copy, between the forward and the backward pass of each step."""
+    pytest.importorskip("peft")
+    assert_as_alone(tmp_path, [{**point, "copies": copies} for point in adapters(alpha=(4.0, 16.0, 64.0))], by_dpo)
+
+
 def adapters(**options: Any) -> list[dict[str, Any]]:
     """Return points of ranks that differ; what is a tuple differs, too."""
     return [

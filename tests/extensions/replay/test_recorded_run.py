@@ -29,6 +29,7 @@ from freetrain_parsl.planning.model import (
     WindowKind,
 )
 from freetrain_parsl.planning.placement import place
+from freetrain_parsl.planning.planner import Planner
 from freetrain_parsl.planning.policies import Policy, resolve_policy
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import as_json, restored
@@ -253,13 +254,13 @@ def test_what_has_no_effect_is_not_recorded(tmp_path: Path) -> None:
     with recorded(path) as planner:
         for second in range(100):
             seen = ev.WindowsSeen(float(second), (window("n0", closes=None),))
-            planner.advance(seen, ev.TrainerProgressed(second, "t", 5.0), ev.TasksWaiting(second, 0))
+            planner.advance(seen, ev.TrainerProgressed(second, "u", 5.0), ev.TasksWaiting(second, 0))
         planner.advance(ev.TrainerSubmitted(100.0, trainer("t")), ev.TasksWaiting(100.0, 0))
     first, last = read_run(path).steps
     assert [type(event) for event in first.events] == [ev.WindowsSeen, ev.TrainerProgressed]
     assert [(type(event), event.time) for event in last.events] == [
-        (ev.TrainerProgressed, 99.0),
         (ev.TrainerSubmitted, 100.0),
+        (ev.TrainerProgressed, 100.0),
     ]
 
 
@@ -314,6 +315,29 @@ def test_every_kind_is_among_them() -> None:
         return {kind} if not kind.__subclasses__() else set().union(*map(leaves, kind.__subclasses__()))
 
     assert {type(item) for item in EVERYTHING} == leaves(ev.Event) | leaves(ev.Action)
+
+
+def test_the_progress_of_a_step_is_one_item_without_what_newer_events_replaced(tmp_path: Path) -> None:
+    with recorded(tmp_path / "journal.sqlite") as planner:
+        planner.advance(*(ev.TrainerSubmitted(0.0, trainer(name, work=1000)) for name in "abc"))
+        planner.advance(*(ev.TrainerProgressed(1.0, name, 900.0) for name in "abc"))
+        planner.advance(
+            ev.TrainerProgressed(2.0, "a", 800.0),
+            ev.TrainerProgressed(2.0, "b", 800.0),
+            ev.TrainerLearned(2.0, trainer("b", work=math.inf, most=3)),
+            ev.TrainerLearned(3.0, trainer("c", work=700)),
+            ev.TrainerProgressed(3.0, "c", math.inf),
+            ev.TrainerProgressed(3.0, "a", 600.0),
+        )
+        left = {one.name: one.work_left for one in planner.trainers}
+    step = read_run(tmp_path / "journal.sqlite").steps[-1]
+    progress = [event for event in step.events if isinstance(event, ev.TrainerProgressed)]
+    assert {event.trainer: event.work_left for event in progress} == {"a": 600.0, "c": math.inf}
+    assert left == {"a": 600.0, "b": math.inf, "c": math.inf}
+    again = Planner(resolve_policy("milp"), SETTINGS)
+    for one in read_run(tmp_path / "journal.sqlite").steps:
+        again.advance(*one.events)
+    assert {one.name: one.work_left for one in again.trainers} == left
 
 
 def test_a_journal_without_a_planner_is_refused(tmp_path: Path) -> None:

@@ -14,20 +14,19 @@ from tests.support.slowfs import missing_for_slowfs
 pytestmark = pytest.mark.cluster
 
 STARTS = Path(__file__).parents[3] / "benchmarks" / "starts.py"
-MOST = 400
-"""Calls, of 40,000 without an image: 115 to 229 were seen, from a checkout, on machines with other work.
+MOST = 100
+"""Calls, of 20,000 without an image, at any load: the kernel keeps what it knows for longer than a start takes."""
 
-The longer a start takes, the more often the kernel, which keeps names for a second, asks again.
-"""
+KEEP = "900"  # seconds
 
 
 def test_few_calls_of_a_start_reach_the_shared_file_system(tmp_path: Path) -> None:
     if missing := missing_for_slowfs():
         pytest.skip(missing)
     out = tmp_path / "rows.json"
-    command = [sys.executable, STARTS, "--latencies", "1", "--image", "auto", "--unpacks", "yes", "--json", out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, STARTS, "--latencies", "1", "--image", "auto", "--unpacks", "yes", "--keep", KEEP]
+    done = subprocess.run([*command, "--json", out], capture_output=True, text=True, timeout=float(KEEP), check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(out.read_text(encoding="utf-8"))
     assert [row["unpacks"] for row in rows] == [True]
-    assert rows[0]["shared_tree_calls"] <= MOST
+    assert 20 < rows[0]["shared_tree_calls"] + rows[0]["driver_calls"] <= MOST

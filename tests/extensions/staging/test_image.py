@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -80,7 +81,11 @@ class World:
 def world_of(python: str, directory: Path) -> World:
     """Make an environment."""
     subprocess.run([python, "-m", "venv", "--without-pip", directory / "venv"], check=True, timeout=100)
-    world = World(directory, directory / "venv" / "bin" / "python", directory / "project")
+    return filled(World(directory, directory / "venv" / "bin" / "python", directory / "project"))
+
+
+def filled(world: World) -> World:
+    """Add packages and a project to an environment."""
     site = world.packages
     for name, text in {
         "tool/__init__.py": "from tool import used\nfrom pathlib import Path\nHERE = Path(__file__).parent\n",
@@ -239,6 +244,62 @@ def test_the_content_is_private_and_has_no_owner(world: World) -> None:
     with tarfile.open(image) as tar:
         assert all(member.mode & 0o077 == 0 for member in tar if not member.issym())
         assert {member.uid for member in tar} == {0}
+
+
+def conda_world(directory: Path) -> World:
+    """Make an environment as conda does: a prefix with an interpreter of its own, which finds libraries in ``../lib``.
+
+    A package is a link into the cache of packages, as where that is on another file system.
+    """
+    base, prefix = Path(os.path.realpath(sys.base_prefix)), directory / "envs" / "train"
+    version = sysconfig.get_python_version()
+    library = prefix / "lib" / f"python{version}"
+    unused = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "lib2to3", "config-*", "ensurepip")
+    shutil.copytree(base / "lib" / f"python{version}", library, ignore=unused, symlinks=True)
+    for shared in base.glob("lib/libpython*.so*"):
+        shutil.copy(shared, prefix / "lib", follow_symlinks=False)
+    (prefix / "bin").mkdir()
+    old = os.fsencode(base / "lib") + b"\0"
+    program = (base / "bin" / f"python{version}").read_bytes()
+    new = program.replace(b"\0" + old, b"\0" + b"$ORIGIN/../lib\0".ljust(len(old), b"\0"))
+    (prefix / "bin" / f"python{version}").write_bytes(new)
+    (prefix / "bin" / f"python{version}").chmod(0o755)
+    (prefix / "bin" / "python").symlink_to(f"python{version}")
+    (prefix / "conda-meta").mkdir()
+    (prefix / "conda-meta" / "history").touch()
+    (prefix / "conda-meta" / "python-0-h0_0.json").write_text('{"name": "python"}', encoding="utf-8")
+    (library / "site-packages").mkdir()
+    world = filled(World(directory, prefix / "bin" / "python", directory / "project"))
+    cached = directory / "pkgs" / "tool-1.0-0" / "used.py"
+    cached.parent.mkdir(parents=True)
+    (world.packages / "tool" / "used.py").rename(cached)
+    (world.packages / "tool" / "used.py").symlink_to(cached)
+    return world
+
+
+@pytest.mark.slow
+def test_a_conda_environment(tmp_path: Path) -> None:
+    """Its prefix is its own base, and its other libraries have no metadata of Python packages."""
+    if not any(Path(os.path.realpath(sys.base_prefix)).glob("lib/libpython*.so*")):
+        pytest.skip("this Python is not one with a shared library in a prefix of its own")
+    world = conda_world(tmp_path)
+    prefix = world.python.parent.parent
+    made = world.make("tool", "mine")
+    image = world.unpack(made)
+    site = image / world.packages.relative_to(prefix)
+    assert not (site / "tool/used.py").is_symlink(), "its content is copied"
+    assert (image / "conda-meta").readlink() == prefix / "conda-meta", "there is what tells that it is conda's"
+    assert not (image / "pyvenv.cfg").exists()
+    script = (
+        "import sys, tool.later, mine; maps = open('/proc/self/maps').read(); "
+        f"print(sys.prefix == sys.base_prefix == {str(image)!r}, tool.HERE == tool.later.HERE, mine.VALUE, "
+        f"{str(prefix)!r} in maps, {sys.base_prefix!r} in maps)"
+    )
+    (world.packages / "tool" / "later.py").write_text("from tool import HERE\n", encoding="utf-8")
+    assert world.run(image, script) == "True True old False False"
+    assert world.make("tool", "mine")["seconds"] == 0, "from the cache"
+    (prefix / "conda-meta" / "libblas-0-h1_0.json").write_text("{}", encoding="utf-8")
+    assert world.make("tool", "mine")["seconds"] > 0, "a library was installed, which the image may have"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["SlowTrees", "missing_for_slowfs"]
+__all__ = ["LIKE_NFS", "SlowTrees", "missing_for_slowfs"]
 
 SOURCE = Path(__file__).with_name("slowfs.c")
-_NUMBERS = 11
+_NUMBERS = 12
 _OPERATIONS = (0, 2, 3, 4, 7)  # lookups, opens, links, listings, others; reads are no metadata
+_OF_EXEMPT = 11
+
+LIKE_NFS = (30.0, 3.0)
+"""Defaults of NFS on Linux, nfs(5): names, also of what does not exist, are known until attributes of their directory
+expire, after 30 s at the earliest (``acdirmin``, ``lookupcache=all``); attributes of a file expire after 3 s
+(``acregmin``). FUSE's library has one time for the attributes of files and directories: 3 s, the more frequent one."""
 
 
 def missing_for_slowfs() -> str:
@@ -48,15 +55,17 @@ class SlowTrees:
         The directories.
     work
         Directory for the program and its counters.
-    cache_seconds
-        For which the kernel keeps names and attributes.
     exempt
-        Session whose processes are neither slow nor counted; 0: none.
+        Session whose processes are not slow; 0: none.
+    keep
+        Seconds for which the kernel keeps names, and those for which it keeps attributes.
     """
 
-    def __init__(self, trees: Iterable[Path], work: Path, cache_seconds: float = 1.0, exempt: int = 0) -> None:
+    def __init__(
+        self, trees: Iterable[Path], work: Path, exempt: int = 0, keep: tuple[float, float] = LIKE_NFS
+    ) -> None:
         self._trees = list(trees)
-        self._work, self._cache = work, cache_seconds
+        self._work, self._keep = work, keep
         self._exempt = exempt
         self._states: list[mmap.mmap] = []
 
@@ -68,7 +77,7 @@ class SlowTrees:
         subprocess.run(["cc", "-O2", "-D_FILE_OFFSET_BITS=64", SOURCE, "-o", program, *flags], check=True)
         for number, tree in enumerate(self._trees):
             state = self._work / f"state-{number}"
-            subprocess.run([program, tree, tree, str(self._cache), state], check=True)
+            subprocess.run([program, tree, tree, *map(str, self._keep), state], check=True)
             with state.open("r+b") as file:
                 self._states.append(mmap.mmap(file.fileno(), 8 * _NUMBERS))
             self._states[-1][80:88] = struct.pack("Q", self._exempt)
@@ -85,9 +94,16 @@ class SlowTrees:
             state[64:72] = struct.pack("Q", round(1000 * milliseconds))
 
     def reset(self) -> None:
-        """Set the counters to zero."""
+        """Let the kernel forget the names that it knows, and set the counters to zero."""
+        subprocess.run(["sh", "-c", "echo 2 > /proc/sys/vm/drop_caches"], check=True)
+        try:
+            for tree in self._trees:
+                (tree / ".slowfs-forget").exists()
+        except OSError:
+            print("slowfs: Linux before 6.16 does not forget names that open files hold", file=sys.stderr)
         for state in self._states:
             state[:64] = bytes(64)
+            state[88:96] = bytes(8)
         self._note("reset")
 
     def _note(self, what: str) -> None:
@@ -99,5 +115,15 @@ class SlowTrees:
     def operations(self) -> int:
         """Return the number of metadata operations since `reset`."""
         self._note("counted")
-        numbers = [struct.unpack_from("8Q", state) for state in self._states]
-        return sum(counts[index] for counts in numbers for index in _OPERATIONS)
+        return self._sum(_OPERATIONS)
+
+    def exempt_operations(self) -> int:
+        """Return the same of the exempt session.
+
+        Each may have spared one of the counted operations: that of the process that would have asked first.
+        """
+        return self._sum((_OF_EXEMPT,))
+
+    def _sum(self, indices: Iterable[int]) -> int:
+        numbers = [struct.unpack_from(f"{_NUMBERS}Q", state) for state in self._states]
+        return sum(counts[index] for counts in numbers for index in indices)

@@ -161,6 +161,17 @@ class TrainingMachine:
         return waits and not self.desired and self.goal is Goal.TRAIN
 
     @property
+    def settled(self) -> bool:
+        """Whether it trains undisturbed on the nodes that it is assigned, so that only events can soon change it."""
+        phase = self.phase
+        if not isinstance(phase, Running) or self._recovering is not None or self.goal is not Goal.TRAIN:
+            return False
+        return self.desired == phase.group.nodes and all(
+            one.role is Role.MEMBER and one.group_failed is None and one.deadline is None
+            for one in self.participants.values()
+        )
+
+    @property
     def ended(self) -> bool:
         """Whether it is over, and all its processes have ended."""
         return self.over and not self.participants

@@ -181,7 +181,7 @@ class CohortArrays:
     def _add(self, array: RunningArray, member: CohortMember) -> None:
         array.members[member.name] = member
         array.shared = array.shared or len(array.members) > 1
-        add = AddMember(self._cohort, array.run, member.request.options, b"")
+        add = AddMember(self._cohort, array.run, member.request.options, b"", member.request.likeness)
         member.response.do(do.Send(array.slot, add))
 
     # ── leaving ───────────────────────────────────────────────────────────────────────────────────

@@ -86,7 +86,7 @@ class Cohort:
     """
 
     states_curve = True
-    waits_for_nodes = False
+    waits_for_nodes = settled = False
     forming = None
 
     def __init__(

@@ -36,23 +36,24 @@ class Refusals:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._reasons: dict[tuple[CohortKey, str], str] = {}
-        self._earlier: dict[str, str] = {}  # likeness -> what an earlier run has found; empty: nothing
+        self._lasting: dict[str, str] = {}  # likeness -> what this or an earlier run has found; empty: nothing
 
     def reason(self, key: CohortKey, request: TrainingRequest) -> str:
         """Return why a training job cannot be fused; empty if nothing is known against it."""
         known = self._reasons.get((key, request.likeness))
         if known is not None or not request.likeness:
             return known or ""
-        if request.likeness not in self._earlier:
+        if request.likeness not in self._lasting:
             told = read_measurement(self._path(request.likeness), _checked, "its training jobs are tried in an array")
-            self._earlier[request.likeness] = "" if told is None else f"{told} (found by an earlier run)"
-        return self._earlier[request.likeness]
+            self._lasting[request.likeness] = "" if told is None else f"{told} (found by an earlier run)"
+        return self._lasting[request.likeness]
 
     def add(self, key: CohortKey, likenesses: Iterable[str], reason: str, *, lasting: bool) -> None:
         """Note why training jobs cannot be fused; `lasting`: this does not depend on the nodes."""
         for likeness in likenesses:
             self._reasons[key, likeness] = reason
             if lasting and likeness:
+                self._lasting[likeness] = reason  # of other keys, too: with another priority, for example
                 write_measurement(self._path(likeness), {"reason": reason[:_LONGEST]})
 
     def _path(self, likeness: str) -> Path:

@@ -172,6 +172,17 @@ class MemberStreams:
         finally:
             self._shared = torch_generators()
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the generators after an error."""
+        before = [ambient.torch_states for ambient in self._ambients]
+        try:
+            yield
+        except BaseException:
+            for ambient, states in zip(self._ambients, before, strict=True):
+                ambient.torch_states = states
+            raise
+
     def close(self) -> None:
         """Give the members the generators that were advanced for all."""
         if self._shared is not None:

@@ -27,7 +27,7 @@ from freetrain_parsl.extensions.fusion.engine.calls import (
 )
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
-from freetrain_parsl.extensions.fusion.engine.memory import forget_peak, used_memory
+from freetrain_parsl.extensions.fusion.engine.memory import forget_peak, is_out_of_memory, used_memory
 from freetrain_parsl.extensions.fusion.forward.differences import KeptBySome, compare
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
 from freetrain_parsl.extensions.fusion.forward.operators import reason_of
@@ -399,12 +399,13 @@ class FusionEngine:
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
         assigned: dict[str, Any] = {}
+        fewer = False
         try:
             stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
             args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
             if self._calls[kind] in _VERIFIED_CALLS:
                 _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
-            with _kept(state[1].values()):
+            with _kept(state[1].values()), streams.kept():
                 differing = self._differing[number]
                 output = fused_call(
                     models[0], functions[0], *state, args, kwargs, streams, differing=differing, assigned=assigned
@@ -416,7 +417,11 @@ class FusionEngine:
                 self._refuse(error, passing=isinstance(error, ArgumentsDiffer))
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
-            self._refuse(CannotFuse(f"{FAILED}, {type(error).__name__}: {reason_of(error)}"))
+            if not (fewer := self._sizing is not None and is_out_of_memory(error)):
+                self._refuse(CannotFuse(f"{FAILED}, {type(error).__name__}: {reason_of(error)}"))
+                return
+        if fewer:  # not where the error holds what the call has computed
+            self._fuse_fewer()
             return
         streams.close()
         assign(models, assigned)
@@ -519,16 +524,31 @@ class FusionEngine:
             memory, base = (used_memory(), self._base()) if sizing.completes_size else (0.0, 0)
             before = (sizing.size, sizing.fused, sizing.decided)
             if sizing.count(now - self._last_step, memory, base + self._own_memory) and not sizing.fused:
-                members = self._participants
-                own = sum(member.kept_bytes() for member in members) / len(members) - base
-                if not sizing.takes_turns(len(members), base, own):
-                    apart = self._apart.share
-                    some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
-                    self._refuse(CannotFuse(f"{sizing.verdict}{some}"))
+                apart = self._apart.share
+                some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
+                self._take_turns(sizing, f"{sizing.verdict}{some}")
             if (sizing.size, sizing.fused, sizing.decided) != before:
                 forget_peak()  # what loading took is not what a step takes
                 self._resized()
         self._last_step = now
+
+    def _take_turns(self, sizing: ArraySizing, reason: str) -> None:
+        """Let members that are not fused step in turns if they share most of their memory, or else train apart."""
+        members, base = self._participants, self._base()
+        own = sum(member.kept_bytes() for member in members) / len(members) - base
+        if not sizing.takes_turns(len(members), base, own):
+            self._refuse(CannotFuse(reason))
+
+    def _fuse_fewer(self) -> None:
+        """Make steps one by one until some have left, as there is no memory to fuse all; they lose nothing."""
+        sizing = self._sizing
+        assert sizing is not None, "checked by the caller"
+        sizing.halve(len(self._participants))
+        logger.warning("%s; from here on, %d are fused at most", sizing.too_large, sizing.size)
+        self._dissolve()
+        if not sizing.fused:
+            self._take_turns(sizing, sizing.verdict if sizing.gain_size > 1 else f"{FAILED}, {sizing.verdict}")
+        self._resized()
 
     def _step_one_by_one(self, participants: Sequence[MemberObjects], numbers: tuple[int, ...]) -> None:
         for number in numbers:

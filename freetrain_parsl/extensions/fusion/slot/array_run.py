@@ -6,7 +6,6 @@ The main thread is in `ArrayRun.perform`; `ArrayRun.handle` is called by the cha
 from __future__ import annotations
 
 import math
-import platform
 import sys
 import threading
 import time
@@ -34,9 +33,13 @@ from freetrain_parsl.extensions.fusion.messages import (
     ReleaseMember,
 )
 from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
-from freetrain_parsl.extensions.fusion.slot.array_sizes import MeasuredSize, read_array_size, write_array_size
+from freetrain_parsl.extensions.fusion.slot.array_sizes import (
+    MeasuredSize,
+    read_array_size,
+    size_key,
+    write_array_size,
+)
 from freetrain_parsl.protocol.messages import Output, PauseRun, RunEnded, Values
-from freetrain_parsl.protocol.options import digest_of
 from freetrain_parsl.protocol.reports import (
     Logged,
     PauseReason,
@@ -80,7 +83,7 @@ class ArrayRun(Run):
         """Number of steps that were made for several members at once, after the end."""
         self._command = command
         self._missing = set(command.members)
-        self._members: dict[str, None] = {}  # those that were added, and have not ended
+        self._members: dict[str, str] = {}  # those that were added, and have not ended, with their likeness
         self._complete = threading.Event()
         self._options: SessionOptions | None = None  # of the first member
         self._sizing: ArraySizing | None = None
@@ -124,7 +127,7 @@ class ArrayRun(Run):
         match message:
             case AddMember(run=self.number):
                 self._options = self._options or message.options
-                self._members[message.options.name] = None
+                self._members[message.options.name] = message.likeness
                 self.mailbox.add(Member(message.options, partial(self._load, message.payload)))
                 self._missing.discard(message.options.name)
                 if not self._missing:
@@ -182,12 +185,12 @@ class ArrayRun(Run):
         from freetrain_parsl.extensions.fusion.slot.run import run_members
         from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 
-        size = self._command.size
+        size, turns, most = self._command.size, self._command.turns, self._command.limit or _MOST_MEMBERS
         if size is None and (known := self._known_size()) is not None:
-            size = known.size
-            self._send_size(size, fused=True, gain=known.gain, gain_size=size, decided=True)
-        most = self._command.limit or _MOST_MEMBERS
-        self._sizing = ArraySizing(most, size, memory=memory_limit(), turns=self._command.turns)
+            size = min(known.size, most)
+            turns = known.turns and f"{known.turns} (found by an earlier run)"
+            self._send_size(size, not turns, known.gain, size, decided=True, turns=turns)
+        self._sizing = ArraySizing(most, size, memory=memory_limit(), turns=turns)
         engine = run_members(
             (),
             self.mailbox,
@@ -258,9 +261,15 @@ class ArrayRun(Run):
         return self._too_large
 
     def _resized(self, sizing: ArraySizing) -> None:
-        self._send_size(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided, turns=sizing.turns)
-        if sizing.decided and sizing.fused and self._options is not None:
-            write_array_size(self._options.checkpoint_root, self._key(), MeasuredSize(sizing.size, sizing.gain))
+        reason = sizing.too_large if sizing.fused else ""
+        self._send_size(
+            sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided, reason, turns=sizing.turns
+        )
+        if self._options is not None and sizing.decided and not sizing.too_large:  # another time, memory may suffice
+            likenesses = {each for each in [*self._members.values()] if each} if sizing.turns else ()
+            for likeness in {""} if sizing.fused else likenesses:
+                measured = MeasuredSize(sizing.size, sizing.gain, sizing.turns)
+                write_array_size(self._options.checkpoint_root, self._key(likeness), measured)
 
     def _shared(self, size: int) -> None:
         if size != self._base and max(size, self._base) >= _SMALLEST_BASE:
@@ -268,18 +277,20 @@ class ArrayRun(Run):
             self._send(BaseShared(self._training, self.number, size))
 
     def _known_size(self) -> MeasuredSize | None:
-        """Return the size that an earlier array of this function has found on such a device."""
-        return None if self._options is None else read_array_size(self._options.checkpoint_root, self._key())
+        """Return the size that an earlier array of this function has found on such a device.
 
-    def _key(self) -> str:
-        import torch
+        How many are fused is known whatever the members' arguments. That they step in turns is known of those that are
+        like the first one: it depends on the sizes of base and batch.
+        """
+        if self._options is None:
+            return None
+        keys = [self._key(likeness) for likeness in [*self._members.values()][:1] if likeness]
+        found = (read_array_size(self._options.checkpoint_root, key) for key in [*keys, self._key()])
+        return next(filter(None, found), None)
 
+    def _key(self, likeness: str = "") -> str:
         assert self._options is not None
-        device = f"{platform.machine()} with {torch.get_num_threads()} threads"
-        if torch.cuda.is_available():
-            device = torch.cuda.get_device_name()
-        code = self._options.code
-        return digest_of(["" if code is None else code.identity, device])  # whatever the arguments of its members
+        return size_key(self._options.code, self._options.threads, likeness)
 
     def _send_size(self, size: int, *details: Any, **more: Any) -> None:
         self._send(ArraySized(self._training, self.number, size, *details, **more))

@@ -50,6 +50,8 @@ class ArraySizing:
         """Why as many are not fused, but step in turns with one base; empty: they do not."""
         self.decided = size is not None or limit < 2
         """Whether size and mode stay."""
+        self.too_large = ""
+        """How many members need more memory than there is when they are fused; empty: that has not happened."""
         self._limit = limit
         self._memory = memory
         self._turns = 0
@@ -67,7 +69,9 @@ class ArraySizing:
 
     @property
     def verdict(self) -> str:
-        """Why members are not fused, if that does not pay."""
+        """Why members are not fused, if that does not pay, or needs too much memory."""
+        if self.too_large and not self._times:
+            return self.too_large
         return f"fused they are {self.gain:.2f} times as fast as one by one"
 
     @property
@@ -98,9 +102,19 @@ class ArraySizing:
 
     def fuses(self, members: int) -> bool:
         """Return whether to fuse this number of members; while fewer than `size` are there, nothing is timed."""
+        if self.too_large and members > self.size:
+            return False
         if self.decided or members == self.size:
             return self.fused
         return self.gain >= _GAIN
+
+    def halve(self, members: int) -> None:
+        """Decide, as there is no memory to fuse this number of members: on the best smaller size, or on half of it."""
+        self.too_large = f"{members} fused training jobs need more memory than there is"
+        self._times = {size: seconds for size, seconds in self._times.items() if size < members}
+        self.decided, self.fused, self.size = True, members > 3, members // 2
+        if self._times:
+            self._decide()
 
     def count(self, seconds: float, memory: float = 0.0, shared: float = 0.0) -> bool:
         """Count a step of `size` members.

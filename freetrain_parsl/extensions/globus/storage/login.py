@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from freetrain_parsl.errors import GlobusRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from globus_sdk import GlobusApp
 
@@ -24,13 +24,11 @@ _APP_NAME = "freetrain"
 _WHERE = "https://app.globus.org/settings/developers"
 
 
-def make_app(environment: Mapping[str, str] = os.environ, *, compute: bool = False) -> GlobusApp:
+def make_app(*, compute: bool = False) -> GlobusApp:
     """Return the app of this user, or of a service account if there is a client secret. No login flow is started.
 
     Parameters
     ----------
-    environment
-        Has the client's id, and its secret if it is a service account.
     compute
         Whether the login must be one for Globus Compute, too: of ``freetrain remote``. A driver needs none.
 
@@ -43,7 +41,7 @@ def make_app(environment: Mapping[str, str] = os.environ, *, compute: bool = Fal
         import globus_sdk
     except ImportError:
         raise GlobusRefused("the Globus SDK is not installed; run: pip install 'freetrain-parsl[globus]'") from None
-    client, secret = environment.get(CLIENT_ID, ""), environment.get(CLIENT_SECRET, "")
+    client, secret = os.environ.get(CLIENT_ID, ""), os.environ.get(CLIENT_SECRET, "")
     if not client:
         raise GlobusRefused(
             f"{CLIENT_ID} is not set; register a native app once at {_WHERE}, and export {CLIENT_ID}=<its client id>"

@@ -57,13 +57,13 @@ def site_parts(result: Mapping[str, Any], axis: TimeAxis) -> list[Element]:
     ]
 
 
-def _way(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next(way for way in result["ways"] if way["way"] == name)
+def _together(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next(way for way in result["ways"] if way["way"] == "together")
     return found
 
 
 def _opening(result: Mapping[str, Any]) -> list[Element]:
-    sites, gain, together = result["sites"], result["gain"], _way(result, "together")
+    sites, gain, together = result["sites"], result["gain"], _together(result)
     idle = " and ".join(f"{site['mean_idle']:,.1f} of {site['nodes']:,} at {site['site']}" for site in sites)
     return [
         element("p", f"FreeTrain replay of {', '.join(site['site'] for site in sites)}", class_="eyebrow"),
@@ -141,7 +141,7 @@ def _table(result: Mapping[str, Any]) -> Element:
 
 
 def _moves(result: Mapping[str, Any]) -> list[Element]:
-    links = _way(result, "together")["moves"]["links"]
+    links = _together(result)["moves"]["links"]
     rates = {(one["from"], one["to"]): one for one in result["transfers"]}
     text = (
         f"A decision every {duration(result['look'])}. The state of a training job has "

@@ -53,13 +53,7 @@ _NOT_CODE = {
 
 
 def code_of(function: Callable[..., Any]) -> Code:
-    """Return the code of a training function; wrappers made with `functools.wraps` are unwrapped.
-
-    Parameters
-    ----------
-    function
-        The function, or another callable.
-    """
+    """Return the code of a function or another callable; wrappers made with `functools.wraps` are unwrapped."""
     function = inspect.unwrap(function)
     walk = _Walk()
     walk.add(function)

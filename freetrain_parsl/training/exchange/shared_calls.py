@@ -9,45 +9,20 @@ from freetrain_parsl.errors import PeerFailed, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.training.checkpoints.state import SessionState
+    from freetrain_parsl.training.group.changes import GroupChanges
     from freetrain_parsl.training.group.process_group import Group
-    from freetrain_parsl.training.group.regrouping import GroupMember
-    from freetrain_parsl.training.progress import ProgressReporter
+    from freetrain_parsl.training.parts import TrainingParts
     from freetrain_parsl.training.step.batch_runner import BatchRunner
 
 __all__ = ["SharedCalls"]
 
 
 class SharedCalls:
-    """Makes the calls of one member.
+    """Makes the calls of one member; their failures change the group."""
 
-    Parameters
-    ----------
-    state, members, reporter
-        Those of the runtime.
-    interrupt
-        Interrupts the current batch after a failure, and continues without the failed members.
-    recover
-        Continues without them outside a batch.
-    """
-
-    def __init__(
-        self,
-        state: SessionState,
-        members: GroupMember,
-        reporter: ProgressReporter,
-        interrupt: Callable[[PeerFailed], None],
-        recover: Callable[[PeerFailed], None],
-    ) -> None:
-        self.batch_runner: BatchRunner | None = None
-        """Set once the loop has begun."""
-        self.underway = False
-        """Whether the group changes in a call."""
-        self._state = state
-        self._members = members
-        self._reporter = reporter
-        self._interrupt = interrupt
-        self._recover = recover
+    def __init__(self, training: TrainingParts, changes: GroupChanges) -> None:
+        self._training = training
+        self._changes = changes
 
     def make(self, operation: Callable[[Group], Any], *, name: str, of_parts: bool) -> Any:
         """Return the result of an operation, the same on all members.
@@ -71,28 +46,29 @@ class SharedCalls:
         PeerFailed
             A member has failed, and its part is lost: the training job resumes from a checkpoint.
         """
-        batch_runner, results = self._checked(name), self._state.results
+        self._training.check_running()
+        batch_runner, results = self._checked(name), self._training.state.results
         number = results.number + 1
         while results.number < number:
             try:
-                results.add(operation(self._members.group))
+                results.add(operation(self._training.members.group))
             except PeerFailed as error:  # noqa: PERF203 - the loop is this handler's
                 if of_parts and (not batch_runner.has_piece or batch_runner.has_stepped):
                     raise
-                self.underway = True
+                self._changes.in_call = True
                 if batch_runner.has_piece:
-                    self._interrupt(error)
+                    self._changes.interrupt(error)
                 else:
-                    self._recover(error)
-                self.underway = False
+                    self._changes.recover(error)
+                self._changes.in_call = False
         return results.latest
 
     def _checked(self, name: str) -> BatchRunner:
         """Check that a process that joins between two steps calls an operation as often as the others do."""
-        batch_runner = self.batch_runner
-        if batch_runner is None:
+        batch_runner, state = self._training.batch_runner, self._training.state
+        if batch_runner is None or not self._training.started:
             raise UsageError(f"call session.{name} inside or after `for epoch in session.epochs(…)`")
-        order, cursor, epochs = self._state.order, self._state.cursor, self._reporter.total_epochs
+        order, cursor, epochs = state.order, state.cursor, self._training.reporter.total_epochs
         if batch_runner.in_closure:
             raise UsageError(f"session.{name} cannot be called in the closure of session.step(closure)")
         if batch_runner.has_piece and order is not None and order.shards is not None:

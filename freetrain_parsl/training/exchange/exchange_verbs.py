@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.group.shared_gradients import own_part, rows_of_all, stand_in
-from freetrain_parsl.training.group.shared_results import check_plain, first_value, total
+from freetrain_parsl.training.exchange.shared_results import (
+    Link,
+    check_plain,
+    first_value,
+    own_part,
+    rows_of_all,
+    stand_in,
+    total,
+)
 
 if TYPE_CHECKING:
     from freetrain_parsl.training.runtime import Runtime
@@ -58,7 +65,7 @@ class ExchangeVerbs:
         part = self._own_part(tensor.long() if tensor.dtype == torch.bool else tensor, rows=False)
         result = self._runtime.together(lambda group: total(group, part), name="all_reduce", of_parts=True)
         result = result.to(tensor.device, copy=True)
-        link = self._runtime.gradient_link(part, gathers=False)
+        link = self._link(part, gathers=False)
         return result if link is None else link.sum(part, result)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -99,8 +106,15 @@ class ExchangeVerbs:
         if rows is not None:
             return stand_in(tensor, rows)
         gathered = result["tensor"].to(tensor.device, copy=True)
-        link = self._runtime.gradient_link(part, gathers=True)
+        link = self._link(part, gathers=True)
         return gathered if link is None else link.concatenation(part, gathered, result["rows"])
+
+    def _link(self, part: torch.Tensor, *, gathers: bool) -> Link | None:
+        """Return what passes a result's gradients to all members; ``None`` without gradients or a batch."""
+        batch_runner = self._runtime.batch_runner
+        if batch_runner is None or not batch_runner.has_piece or not (part.requires_grad and torch.is_grad_enabled()):
+            return None
+        return Link(self._runtime.members.group, batch_runner.link(gathers=gathers))
 
     def _own_part(self, tensor: torch.Tensor, *, rows: bool) -> torch.Tensor:
         batch_runner = self._runtime.batch_runner

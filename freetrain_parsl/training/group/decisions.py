@@ -9,14 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from freetrain_parsl.protocol.options import SessionOptions
-    from freetrain_parsl.training.checkpoints.manager import CheckpointManager
-    from freetrain_parsl.training.checkpoints.state import SessionState
-    from freetrain_parsl.training.extension import SessionExtension
-    from freetrain_parsl.training.group.regrouping import GroupMember
-    from freetrain_parsl.training.mailbox import Clock, ControlMailbox
-    from freetrain_parsl.training.progress import ProgressReporter
-    from freetrain_parsl.training.replicas.check import ReplicaCheck
+    from freetrain_parsl.training.parts import TrainingParts
 
 __all__ = ["BoundaryDecision", "Decisions"]
 
@@ -48,39 +41,13 @@ class BoundaryDecision(NamedTuple):
 
 
 class Decisions:
-    """Takes the decisions of one member, together with the others.
+    """Takes the decisions of one member, together with the others."""
 
-    Parameters
-    ----------
-    options, members, mailbox, clock
-        See `Runtime`.
-    state, reporter, checkpoint_manager, replicas
-        The runtime's own.
-    extension
-        Returns that of the prepared objects.
-    """
-
-    def __init__(
-        self,
-        options: SessionOptions,
-        members: GroupMember,
-        mailbox: ControlMailbox,
-        state: SessionState,
-        reporter: ProgressReporter,
-        checkpoint_manager: CheckpointManager,
-        replicas: ReplicaCheck,
-        clock: Clock,
-        extension: Callable[[], SessionExtension],
-    ) -> None:
-        self._options = options
-        self._members = members
-        self._mailbox = mailbox
-        self._state = state
-        self._reporter = reporter
-        self._checkpoint_manager = checkpoint_manager
-        self._replicas = replicas
-        self._clock = clock
-        self._extension = extension
+    def __init__(self, training: TrainingParts) -> None:
+        self._training = training
+        self._mailbox, self._members, self._clock = training.mailbox, training.members, training.clock
+        self._state, self._reporter = training.state, training.reporter
+        self._checkpoint_manager = training.checkpoint_manager
         self._on_gpu = torch.cuda.is_available()
         self._write_seconds = 0.0
         self._due_at = 0.0  # by the clock, for a group of one
@@ -108,7 +75,7 @@ class Decisions:
         closing: float = self._closing()
         save_due: float = group.is_first and manager.due(self._clock())
         ready: float = manager.ready
-        extension = self._extension()
+        extension = self._training.extension
         copy_due: float = group.is_first and extension.copy_due(self._state.training_metrics.step, self._clock())
         copied: float = extension.copy_arrived
         batch: float = self._requested_batch()
@@ -116,10 +83,11 @@ class Decisions:
             # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if group.is_first else 0.0
             own = [requested, closing, save_due, commanded, ready, batch, copy_due, copied, estimate]
-            votes = torch.tensor([*own, *self._replicas.votes(whole=self._is_last_boundary)], dtype=torch.float64)
+            own += self._training.replicas.votes(whole=self._is_last_boundary)
+            votes = torch.tensor(own, dtype=torch.float64)
             *counts, self._write_seconds, hashes, squares = group.sum(votes).tolist()
             requested, closing, save_due, commands, ready, batch, copy_due, copied = counts
-            self._replicas.judge(group, hashes, squares)
+            self._training.replicas.judge(group, hashes, squares)
             commanded = commands == group.size
         if ready == group.size:
             self._look_after_writing(manager.advance)
@@ -169,7 +137,7 @@ class Decisions:
         closes_in = self._mailbox.closes_in()
         if closes_in is None:
             return False
-        margin = self._options.save_margin.total_seconds()
+        margin = self._training.options.save_margin.total_seconds()
         # Training jobs that share the process save one after another.
         writing = self._reporter.extension.trainings * self._write_seconds
         return closes_in <= writing + margin + self._reporter.pace.longest_step

@@ -1,4 +1,4 @@
-"""Waits for operations of a group that end even if gloo loses a message when the group is aborted.
+"""How the failure of a member shows: as an error of torch, or as an operation of the group that never ends.
 
 gloo (torch 2.13) loses a send whose connection ends when the peer has just become ready to receive: its error is raised
 in gloo's own thread, and nobody wakes the thread that waits for it. Once the connections of a group have been shut down
@@ -7,25 +7,57 @@ for more than a moment, whatever has not ended by then never will.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch.distributed as dist
+    from collections.abc import Iterable, Iterator
 
     from freetrain_parsl.training.group.connections import GroupConnections
 
-__all__ = ["await_collective", "await_transfers"]
+__all__ = ["FAILED_TOGETHER", "await_collective", "await_transfers", "gist", "is_lost_peer", "peers_expected"]
 
+FAILED_TOGETHER: Final = (RuntimeError, TimeoutError, ConnectionError)
+"""Raised by torch, and by the store of a group that forms."""
+
+_LOST_PEER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out waiting|socket timeout", re.IGNORECASE
+)
 _LOOK = timedelta(milliseconds=200)
 _LOST = 2.0  # seconds after which an operation of closed connections has not ended by itself
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error from user code was caused by a failed member in a collective.
+
+    Collectives called by user code raise plain RuntimeErrors, which only differ in their text.
+    """
+    if isinstance(error, (PeerFailed, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+def gist(error: BaseException) -> str:
+    """Return the first sentence of a long torch message, without the location in torch's source."""
+    text = re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error).strip())
+    return re.split(r"\. |\n", text, maxsplit=1)[0] or type(error).__name__
+
+
+@contextmanager
+def peers_expected(size: int) -> Iterator[None]:
+    """Convert the failure of a collective in a group of `size` members to `PeerFailed`."""
+    try:
+        yield
+    except FAILED_TOGETHER as error:
+        raise PeerFailed(f"a member of a group of {size} failed ({gist(error)})") from error
 
 
 def await_collective(work: dist.Work, connections: GroupConnections) -> None:
