@@ -164,7 +164,7 @@ class TrainingMachine:
     def settled(self) -> bool:
         """Whether it trains undisturbed on the nodes that it is assigned, so that only events can soon change it."""
         phase = self.phase
-        if not isinstance(phase, Running) or self._recovering is not None or self.goal is not Goal.TRAIN:
+        if not isinstance(phase, Running) or self._recovery.pending is not None or self.goal is not Goal.TRAIN:
             return False
         return self.desired == phase.group.nodes and all(
             one.role is Role.MEMBER and one.group_failed is None and one.deadline is None
