@@ -40,7 +40,7 @@ BUDGET: Final = {
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 9_400,  # members that share a base in turns, sparse arguments, refusals that are remembered
+    "extensions/fusion": 9_480,  # members that share a base in turns, what is remembered, missing memory in fused calls
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
