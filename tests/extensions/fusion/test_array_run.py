@@ -34,7 +34,7 @@ from freetrain_parsl.protocol.reports import PauseReason, RunFailed, RunFinished
 from tests.extensions.fusion.sweep_trainings import alone, classify, distance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -52,9 +52,11 @@ class Slot:
         limit: int | None = None,
         turns: str = "",
         likeness: str = "",
+        seeds: Sequence[int] = (),
     ) -> None:
         self.root = root
         self.likeness = likeness
+        self.seeds = seeds
         self.function = function
         self.sent: list[Any] = []
         self.on_message: Callable[[Any], None] = lambda _message: None
@@ -66,7 +68,8 @@ class Slot:
 
     def add(self, name: str, point: dict[str, Any]) -> None:
         payload = pack_training(self.function, (), point)
-        message = AddMember("cohort-1", 7, SessionOptions(name, self.root), payload, self.likeness)
+        options = SessionOptions(name, self.root, seed=self.seeds[int(name)] if self.seeds else 0)
+        message = AddMember("cohort-1", 7, options, payload, self.likeness)
         assert self.run.handle(self._passed(message, TO_SLOT))
 
     def perform(self) -> RunEnded:
@@ -285,7 +288,7 @@ def test_members_for_which_a_fused_call_has_no_memory_leave_and_the_others_are_f
                 slot.run.handle(ReleaseMember("cohort-1", 7, name))
 
     monkeypatch.setattr(f"freetrain_parsl.extensions.fusion.{where}.fused_call", fails_for_four)
-    slot = Slot(tmp_path / "array", POINTS, size=4)
+    slot = Slot(tmp_path / "array", POINTS, size=4, seeds=range(4))
     slot.on_message = release
     slot.perform()
     reason = "4 fused training jobs need more memory than there is"
@@ -293,7 +296,7 @@ def test_members_for_which_a_fused_call_has_no_memory_leave_and_the_others_are_f
     assert {type(slot.end_of(name).end) for name in "23"} == {RunPaused}
     assert slot.run.fused_steps == 11
     for number, point in enumerate(POINTS[:2]):
-        value = alone(tmp_path / "alone", str(number), point)
+        value = alone(tmp_path / "alone", str(number), point, seed=number)
         assert distance(deserialize(slot.end_of(str(number)).payload)["losses"], value["losses"]) < 1e-10
 
 
