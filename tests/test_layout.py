@@ -38,7 +38,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_330,  # who was lost, indices of a thousand slots, copies of users' data, imports ahead
+    "executor": 15_350,  # who was lost, indices of a thousand slots, copies of users' data, imports ahead
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
