@@ -33,6 +33,7 @@ __all__ = ["ImportsAhead", "ImportsNoted"]
 
 logger = logging.getLogger(__name__)
 
+_IMPORTLIB: Final = "<frozen importlib"
 _INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 _OWN: Final = ("freetrain_parsl", "parsl")
 _MOST: Final = 5000  # modules
@@ -57,10 +58,13 @@ class ImportsNoted:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - of finders
         """Note the name of a module that is imported now."""
+        if not self._unprepared:
+            return
+        if (settings := _settings()) != self._before:
+            self._unprepared = _within_installed_import()
+            self._before = settings
         if self._unprepared:
-            self._unprepared = _settings() == self._before
-            if self._unprepared:
-                self._names.append(name)
+            self._names.append(name)
 
     def told(self) -> ModulesImported | None:
         """Stop noting; return the message to the driver, ``None`` if there is nothing to tell."""
@@ -83,9 +87,30 @@ def _settings() -> tuple[Any, ...]:
     return dict(os.environ), torch.get_default_dtype()
 
 
+def _within_installed_import() -> bool:
+    """Return whether the current import is of an installed module's own code while that is imported.
+
+    It may have changed the environment itself, as scikit-learn does, and will do so again.
+    """
+    frame = sys._getframe(2)  # noqa: SLF001 - no other way
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_IMPORTLIB):
+        frame = frame.f_back
+    by_installed = False
+    while frame.f_back is not None and not frame.f_code.co_filename.startswith(_IMPORTLIB):
+        if not _is_in_packages(frame.f_code.co_filename):
+            return False
+        by_installed = True
+        frame = frame.f_back
+    return by_installed and frame.f_back is not None
+
+
 def _is_installed(module: object) -> bool:
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and any(place in file for place in _INSTALLED)
+    return isinstance(file, str) and _is_in_packages(file)
+
+
+def _is_in_packages(file: str) -> bool:
+    return any(place in file for place in _INSTALLED)
 
 
 class ImportsAhead:

@@ -487,7 +487,8 @@ class _Slot:
                     self._train(message)
                     return None
                 case Welcome() as message:
-                    if is_fresh and self._ahead is None and not self._import_ahead(message):
+                    has_begun = self._ahead is not None and self._ahead.begun
+                    if is_fresh and not has_begun and not self._import_ahead(message):
                         return None
                 case StartTask() as message:
                     if self._ahead is not None and not self._ahead.suits(message):

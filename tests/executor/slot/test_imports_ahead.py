@@ -71,8 +71,10 @@ def test_installed_modules_are_noted_until_the_function_prepares_for_one(
     """A library that reads the environment when it is imported must find what the function has set."""
     monkeypatch.syspath_prepend(tmp_path)
     _write(tmp_path, "mine_of_user")
-    for name in ("found_first", "app", "found_later"):
+    _write(packages, "found_first", "os.environ['SET_BY_ITSELF'] = '1'\nimport found_second\n")
+    for name in ("found_second", "app", "found_later"):
         _write(packages, name)
+    monkeypatch.setenv("SET_BY_ITSELF", "0")
     noted = ImportsNoted(CODE)
     import found_first  # noqa: F401
     import mine_of_user  # noqa: F401
@@ -83,8 +85,17 @@ def test_installed_modules_are_noted_until_the_function_prepares_for_one(
 
     told = noted.told()
     assert told is not None
-    assert (told.code, unpack_files(told.payload)) == (CODE.identity, ["found_first"])
+    assert (told.code, unpack_files(told.payload)) == (CODE.identity, ["found_first", "found_second"])
     assert noted not in sys.meta_path
+
+    _write(packages, "found_lazy")
+    _write(packages, "library", "def work():\n    import found_lazy\n")
+    import library
+
+    noted = ImportsNoted(OTHER)
+    monkeypatch.setenv("HF_HOME", "/elsewhere")
+    library.work()
+    assert noted.told() is None, "the library is called by the function, which has prepared for it"
     assert ImportsNoted(CODE).told() is None, "nothing was imported"
 
 
@@ -129,33 +140,34 @@ def test_a_job_finds_its_imports_made_and_every_other_job_a_process_without_them
 ) -> None:
     _write(packages, "found_first")
     driver.send(_welcome("found_first"))
-    ahead = _importer(packages, "found_first")
-    assert _start(driver, tmp_path, 1, CODE) == ahead
-    (packages / "found_first.pid").unlink()
-    later = _importer(packages, "found_first")  # the next process of the slot
-    assert later != ahead
-    assert _start(driver, tmp_path, 2, OTHER) != later
-    (packages / "found_first.pid").unlink()
-    last = _importer(packages, "found_first")
+    first = _importer(packages, "found_first")
+    assert _start(driver, tmp_path, 1, CODE) == first
+    second = _importer(packages, "found_first", other_than=first)  # the next process of the slot
+    assert _start(driver, tmp_path, 2, OTHER) != second
+    third = _importer(packages, "found_first", other_than=second)
     driver.send(StartTask(1, pack_apply_message(os.getpid, (), {})))
-    assert deserialize(driver.awaits(TaskEnded).payload) != last
+    assert deserialize(driver.awaits(TaskEnded).payload) != third
+    _write(packages, "found_first", "import time; time.sleep(1000)")
+    assert _start(driver, tmp_path, 3, CODE) != third
+    slow = _importer(packages, "found_first", other_than=third)
+    assert _start(driver, tmp_path, 4, OTHER) != slow, "it does not wait for an import that it does not need"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "text", ["raise SystemExit(1)", "import random; random.random()", "import time; time.sleep(600)"]
-)
-def test_an_import_that_is_not_as_expected_costs_a_process(
-    driver: _Driver, packages: Path, tmp_path: Path, text: str
-) -> None:
+def test_an_import_that_is_not_as_expected_costs_a_process(driver: _Driver, packages: Path, tmp_path: Path) -> None:
     """It fails, uses random numbers, or hangs; it is not tried again."""
-    _write(packages, "found_first", text)
-    driver.send(_welcome("found_first"))
-    bad = _importer(packages, "found_first")
-    (packages / "found_first.pid").unlink()
-    assert _start(driver, tmp_path, 1, CODE) != bad
-    assert _start(driver, tmp_path, 2, CODE) != bad
-    assert not (packages / "found_first.pid").exists()
+    bad = {
+        "fails": "raise SystemExit(1)",
+        "draws": "import random; random.random()",
+        "hangs": "import time; time.sleep(600)",
+    }
+    for run, (name, text) in enumerate(bad.items()):
+        _write(packages, name, text)
+        driver.send(_welcome(name))
+        importer = _importer(packages, name)
+        assert _start(driver, tmp_path, 2 * run + 1, CODE) != importer
+        assert _start(driver, tmp_path, 2 * run + 2, CODE) != importer
+        assert _importer(packages, name) == importer
 
 
 def _imports_and_trains(session: Any) -> int:
