@@ -19,7 +19,7 @@ __all__ = ["TrainingParts"]
 
 
 class TrainingParts(RecordedTraining, Protocol):
-    """The parts that `Runtime` has."""
+    """The parts that `Runtime` has; a protocol, as the runtime imports what works on its tasks."""
 
     options: SessionOptions
     mailbox: ControlMailbox

@@ -49,7 +49,6 @@ Outcome: TypeAlias = Literal["finished", "failed", "cancelled", "interrupted"]
 _MOST_STEPS = 1 << 53
 _LARGEST_INT = (1 << 63) - 1
 _LATEST = 1e12  # seconds since the epoch
-_MOST_READ = 1 << 20  # bytes at a time
 
 TRACKERS: Final = EntryPoints["type[Tracker]"]("freetrain.trackers", "tracker")
 """Name -> class."""
@@ -166,15 +165,15 @@ def fresh(rows: Iterable[Row], steps: dict[str, int]) -> Iterator[Row]:
             yield Row(row.step, row.time, values)
 
 
-def read_rows(path: Path, offset: int = 0) -> tuple[list[Row], int]:
-    """Return the rows of a file after `offset`, in bytes, and where the next ones begin; of about a megabyte.
+def read_rows(path: Path, offset: int = 0, most: int = 1 << 20) -> tuple[list[Row], int]:
+    """Return the rows of a file after `offset`, in bytes, and where the next ones begin; of about `most` bytes.
 
     An incomplete line is left for later; one that is damaged is skipped.
     """
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            data = file.read(_MOST_READ)
+            data = file.read(most)
             if not data.endswith(b"\n"):
                 data += file.readline()
     except FileNotFoundError:
