@@ -166,9 +166,13 @@ class TrainingMachine:
         phase = self.phase
         if not isinstance(phase, Running) or self._recovery.pending is not None or self.goal is not Goal.TRAIN:
             return False
-        return self.desired == phase.group.nodes and not self._stall and all(
-            one.role is Role.MEMBER and one.group_failed is None and one.deadline is None
-            for one in self.participants.values()
+        return (
+            self.desired == phase.group.nodes
+            and not self._stall
+            and all(
+                one.role is Role.MEMBER and one.group_failed is None and one.deadline is None
+                for one in self.participants.values()
+            )
         )
 
     @property
