@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 
 STARTS = Path(__file__).parents[3] / "benchmarks" / "starts.py"
 MOST = 110
-"""Calls, of 20,000 without an image: 63 to 93 were seen, at loads of 15 to 55.
+"""Calls, of 20,000 without an image: 92 and 93 were seen, at loads of 15 to 45.
 
 The kernel keeps what it knows for longer than a start takes, so that the number does not grow with the time.
 """
