@@ -99,7 +99,7 @@ ROOMS = {
         "extensions/pages",
         "extensions/replay",
     },
-    "extensions/sweeps": set(),
+    "extensions/sweeps": {"training"},
     "extensions/trackers": {"executor"},
 }
 
