@@ -22,7 +22,6 @@ from freetrain_parsl.errors import (
 )
 from freetrain_parsl.settings_checks import check_count
 from freetrain_parsl.sweep import SweepPoint
-from freetrain_parsl.training.checkpoints.code.code_identity import code_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -263,9 +262,9 @@ def _runs(train: TrainingApp, configurations: Sequence[dict[str, Any]], last: in
     points = [SweepPoint(kwargs={**configuration, **own}) for configuration in configurations]
     apps = train.at_points(points, "successive_halving")
     if takes_epochs:  # the name may depend on this argument: in all rungs it is that of the last one
-        code = code_of(train.func)
+        code = apps[0].call_request((), points[0].kwargs, stage=()).options.code  # once; and names depend on no files
         apps = [
-            app.options(name=app.call_request((), point.kwargs, code, stage=()).name)  # a name depends on no files
+            app.options(name=app.call_request((), point.kwargs, code, stage=()).name)
             for app, point in zip(apps, points, strict=True)
         ]
     return [_Run(app, each, takes_epochs) for app, each in zip(apps, configurations, strict=True)]
