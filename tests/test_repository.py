@@ -99,7 +99,7 @@ ROOMS = {
         "extensions/pages",
         "extensions/replay",
     },
-    "extensions/sweeps": {"training"},
+    "extensions/sweeps": set(),
     "extensions/trackers": {"executor"},
 }
 
