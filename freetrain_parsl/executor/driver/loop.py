@@ -121,7 +121,6 @@ class ControlLoop:
     _COUNTING = 600.0  # seconds between records of the requests to the batch system
     _STOPPED = 1.0  # an iteration longer than this, in seconds, may mean that the process was stopped
     _CALLBACKS = 5.0  # seconds for which the end waits for callbacks of futures
-    _LONG = 0.05  # seconds of a decision after which messages are handled first, before all jobs act on it
     _BACKLOG = 0.5  # seconds for which queued messages are then read before timeouts are checked
 
     def __init__(
@@ -288,8 +287,6 @@ class ControlLoop:
         self._events.append(self._tasks.demand(self._clock()))
         events, self._events[:] = list(self._events), []  # acting produces new events
         self._act(self._planner.advance(*events))
-        if self._clock() - begun > self._LONG:
-            self._receive(0.0)
         self._manager.advance()
         self._tasks.serve()
         self._blocks.leave_in_time()

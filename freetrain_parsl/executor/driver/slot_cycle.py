@@ -414,9 +414,8 @@ class SlotCycle:
 
     def _join_again(self, lost: Slot) -> None:
         """Add the unit of a dropped slot to the pool again if another one had joined in its place before."""
-        slot = self._registry.completed_without(lost)
-        if slot is not None and (block := self._registry.blocks.get(slot.block)) is not None:
-            self._join_pool(slot, block)
+        if (slot := self._registry.completed_without(lost)) is not None:
+            self._join_pool(slot, self._registry.blocks[slot.block])
 
     def _drop(self, slot: Slot, reason: str, *, crash: bool) -> bool:
         """Remove a slot; return whether it has crashed on a node that we keep."""

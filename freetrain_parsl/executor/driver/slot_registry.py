@@ -283,7 +283,10 @@ class SlotRegistry:
             if surplus is not None and not self.slots.at(lost.place):
                 surplus.lane = lost.lane
         here = next(iter(self.slots.at(lost.place)), None)
-        return here if here is not None and not here.leaving and self.completes(here) else None
+        block = None if here is None else self.blocks.get(here.block)
+        if here is None or here.leaving or block is None or block.releasing:
+            return None
+        return here if self.completes(here) else None
 
     def set_aside(self, place: str, now: float, pause: float) -> float:
         """Keep a unit from becoming complete for `pause` seconds, doubled each time; return the actual pause."""

@@ -6,6 +6,7 @@ import pytest
 
 from freetrain_parsl.executor.driver.slot_cycle import SlotTaskEnded
 from freetrain_parsl.planning import events as ev
+from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import Hello
 from tests.executor.slot.slot_bench import SlotBench
 
@@ -95,3 +96,23 @@ def test_a_slot_that_joins_before_the_one_that_it_replaces_is_dropped_takes_its_
     slots = driver.registry.complete_slots([dead.place])
     assert slots is not None
     assert "slot-9" in {slot.token for slot in slots}
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_node_with_a_surplus_slot_leaves_the_pool_once_as_its_block_ends(ended: bool) -> None:
+    """Otherwise the planner would get a node of a block that is gone, and the next one there would not be recorded."""
+    driver = SlotBench(("n0",), ("n0",), slots_per_node=2)
+    for number, token in enumerate([*driver.open_tasks()[:2], "slot-9"]):
+        driver.cycle.on_hello(f"n0/{number % 2}/{token}", Hello(token, "n0", "0", 0))
+    driver.events.clear()
+    if ended:
+        driver.registry.drop_block("0")
+    else:
+        driver.registry.blocks["0"].releasing = "was released"
+    for slot in driver.registry.of_block("0"):
+        driver.cycle.lose(slot, "its block ended", crash=False)
+    assert driver.events == [ev.NodesLeft(0.0, ("n0",))]
+    driver.records.clear()
+    for token in ("slot-3", "slot-4"):
+        driver.join(token, "n0", "1")
+    assert sum(isinstance(one, record.NodeJoined) for one in driver.records) == 1

@@ -123,3 +123,36 @@ def test_a_start_that_was_to_be_paused_learns_from_a_refusal_too(stage: Stage) -
         stage.ends(slot, RunPaused(PauseReason.REQUESTED))
     assert stage.turn() == []
     assert kinds(stage.on("n0", "n3")) == [("s0", "run"), ("s3", "run")]
+
+
+def test_a_newcomer_that_was_dismissed_with_its_group_may_still_be_refused(stage: Stage) -> None:
+    stage.running("n0", "n1")
+    stage.on("n0", "n1", "n2")
+    for slot in ("s0", "s1"):
+        stage.lose(slot, crash=False)
+    stage.now += 0.2
+    assert kinds(stage.turn()) == [("s2", "pause")]
+    stage.ends("s2", refused(3, AllowedCounts(2)))
+    assert (stage.registry.slots["s2"].busy, stage.aside) == (None, [])
+
+
+def test_a_training_that_was_cancelled_remains_so_if_a_newcomer_is_refused(stage: Stage) -> None:
+    future = stage.running("n0", "n1")
+    stage.on("n0", "n1", "n2")
+    stage.manager.cancel(future)
+    stage.ends("s2", refused(3, AllowedCounts(2)))
+    assert kinds(stage.turn()) == [("s0", "pause"), ("s1", "pause")]
+
+
+def test_members_of_a_refused_start_that_are_far_behind_are_killed_but_not_counted(stage: Stage) -> None:
+    """The nodes of a first start may be apart by more than the time within which members end after a failure."""
+    stage.submit()
+    stage.on("n0", "n1", "n2")
+    stage.ends("s0", refused(3, AllowedCounts(2)))
+    stage.now += 100.0
+    stage.turn()
+    assert stage.killed == ["s1", "s2"]
+    stage.now += 1.0
+    stage.turn()
+    assert [entry.detail["failure"] for entry in stage.fragments()] == [False]
+    assert kinds(stage.on("n0", "n3")) == [("s0", "run"), ("s3", "run")]

@@ -410,7 +410,8 @@ class TrainingMachine:
         Then it starts, or grows, on another number: as each refusal leaves fewer, this ends.
         """
         group, phase = self._processes.group, self.phase
-        assert group is not None, "only what has a group has participants"
+        if group is None:
+            return True  # a newcomer that was dismissed when its group ended
         try:
             learned = self._planner.refuse(refused.allowed, len(group.ranks) // len(group.nodes))
         except InvalidApp as error:
@@ -427,7 +428,8 @@ class TrainingMachine:
         if participant.role is Role.MEMBER and starts:
             self._recovery.pending = None  # the others lose it, which is no failure either
             self._processes.call_off()
-        if len(self.desired) not in self._planner.allowed_counts:  # the planner is about to assign others
+        # The planner is about to assign others. If it has none, it was stopped or cancelled, and remains so.
+        if self.desired and len(self.desired) not in self._planner.allowed_counts:
             self.desired = group.nodes if isinstance(phase, (Running, Regrouping)) else frozenset()
         return True
 

@@ -58,9 +58,12 @@ class Recovery:
     def miss(self, lost: Participant, failure: Failure) -> None:
         """Note the loss of a slot; if it was to leave in a change, only if the others may still need it.
 
-        Otherwise the command to continue after a failure would interrupt them in the next group.
+        Otherwise the command to continue after a failure would interrupt them in the next group. Nobody needs a member
+        of a start that was called off, which may be killed because it was far behind the others.
         """
-        change = self._processes.change
+        change, phase = self._processes.change, self._processes.phase
+        if lost.role is Role.LEAVER and isinstance(phase, Pausing) and not phase.reported:
+            return
         if change is None or lost.role is not Role.LEAVER:
             self.note(failure)
         elif not change.failure:
