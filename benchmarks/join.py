@@ -33,8 +33,9 @@ from freetrain_parsl.executor.slot.channel import Channel
 from freetrain_parsl.executor.slot.training_run import ChannelStore
 from freetrain_parsl.protocol.messages import DriverHeartbeat, SlotHeartbeat, StoreReply, StoreRequest
 from freetrain_parsl.training.group.admission import Admission
-from freetrain_parsl.training.group.process_group import RendezvousStore, gloo_environment
+from freetrain_parsl.training.group.joining import gloo_environment
 from freetrain_parsl.training.group.reachability import check_reachable
+from freetrain_parsl.training.group.rendezvous import RendezvousStore
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -32,6 +32,19 @@ def test_it_stays_without_noise_without_an_estimate_and_after_reports_of_other_k
         assert mailbox.take_batch() in (None, 16)
 
 
+def test_what_is_known_is_used_in_the_next_fragment() -> None:
+    """Batches of 64 took much longer than those of 32: after the restart they are not tried again."""
+    first, second = ControlMailbox(), ControlMailbox()
+    chooser = BatchChooser(first)
+    for item in (report(0), report(50), report(50, size=64), report(100, size=64, seconds=0.2)):
+        chooser.take(item)
+    assert first.take_batch() == 32
+    other = chooser.continued(second)
+    other.take(report(100))
+    other.take(report(150))
+    assert not second.batch_pending
+
+
 def test_reports_across_a_change_of_the_batch_are_not_measured() -> None:
     mailbox = ControlMailbox()
     chooser = BatchChooser(mailbox)

@@ -90,6 +90,12 @@ class BatchChooser:
         self._profile: ElasticProfile | None = None
         self._last: Progress | None = None
 
+    def continued(self, mailbox: ControlMailbox) -> BatchChooser:
+        """Return one for the next fragment of the training job, with what is known."""
+        other = BatchChooser(mailbox)
+        other._profile = self._profile
+        return other
+
     def take(self, report: Report) -> None:
         """Take a report; post another batch size if it is clearly better."""
         if not isinstance(report, Progress) or report.batch is None:
