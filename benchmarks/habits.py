@@ -60,7 +60,7 @@ def sweep(root: Path, function: Callable[..., Any], epochs: int, turns: int) -> 
 
 
 def automatic(root: Path, points: list[dict[str, Any]], function: Callable[..., Any], sizing: ArraySizing) -> None:
-    """Train in an array; members that it does not fuse leave it, and go on alone."""
+    """Train in an array; members that it does not fuse leave it, and continue alone."""
     mailbox = ArrayMailbox()
     ends: dict[str, Finished | Paused | BaseException] = {}
     run_members(

@@ -10,10 +10,6 @@ only, and only their calls are counted: those of the driver's session meanwhile 
 many. Rows: nodes without an image, with one that they unpack first, and with one that another block has unpacked
 (``unpacks`` false). The app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
 
-With ``--ahead no yes``, instead: the second call of the app on one node, after a pause in which the slot is idle, with
-imports ahead or without (``ahead``), in turns; no slow file system, no image. ``call_s`` is from the call to the first
-step.
-
 The phases of a start, one after the other: ``scheduler`` (from the request of the block to its script), ``pilot``
 (until it starts the pool; unpacking is part of it), ``pool`` (until it starts the server of its slots), ``imports`` (of
 the server, until it forks a slot), ``hello`` (until the driver knows the slot), ``assigned`` (until the function is
@@ -54,21 +50,15 @@ if TYPE_CHECKING:
 INSIDE = "--inside"
 READY = 300.0  # seconds for an image
 PLANNER = PlannerSettings(settle=timedelta(0), idle_timeout=timedelta(seconds=1), replan_interval=timedelta(seconds=1))
-KEPT = PlannerSettings(settle=timedelta(0), idle_timeout=timedelta(minutes=10), replan_interval=timedelta(seconds=1))
 
 
 @training_app(max_nodes=1)
-def first_step(session: Any, run: int, *, prepares: bool = False) -> dict[str, float]:  # noqa: ARG001 - each is a job
-    """Make a step; return when the function was called, had its imports and has made the step.
-
-    `prepares`: for its imports, none of which is made ahead next time.
-    """
+def first_step(session: Any, run: int) -> dict[str, float]:  # noqa: ARG001 - each call is a job of its own
+    """Make a step; return when the function was called, had its imports and has made the step."""
     import os
     import time
 
     called = time.time()
-    if prepares:
-        os.environ["FREETRAIN_BENCHMARK"] = "prepared"
     import psutil
     import torch
     from sklearn.datasets import load_digits
@@ -204,25 +194,6 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def second_call(work: Path, *, ahead: bool, pause: float) -> dict[str, Any]:
-    """Call the app twice on one node, with a pause; return a row for the second call."""
-    executor = FreeTrainExecutor(
-        provider=EmbeddedClusterProvider(nodes=1, cluster_dir=str(work / "cluster")),
-        planner=KEPT,
-        rate_limits=RateLimits(poll_interval=timedelta(seconds=0.5)),
-        checkpoint_dir=work / "checkpoints",
-        node_image="off",
-    )
-    config = Config(executors=[executor], run_dir=str(work / "run"), strategy="none", initialize_logging=False)
-    with parsl.load(config):
-        first_step(time.time_ns(), prepares=not ahead).result(timeout=600)
-        time.sleep(pause)
-        begin = time.time()
-        done = first_step(time.time_ns(), prepares=not ahead).result(timeout=600)
-    own = done["imported"] - done["called"]
-    return {"ahead": ahead, "own_imports_s": own, "call_s": done["first"] - begin}
-
-
 def _middle(values: list[Any]) -> Any:
     return statistics.median(values) if isinstance(values[0], float) else values[len(values) // 2]
 
@@ -233,21 +204,11 @@ def main() -> None:
     parser.add_argument("--latencies", type=float, nargs="+", default=[0.0, 1.0, 5.0], metavar="MS")
     parser.add_argument("--image", nargs="+", choices=("off", "auto"), default=["off", "auto"])
     parser.add_argument("--unpacks", nargs="+", choices=("yes", "no"), default=["yes", "no"])
-    parser.add_argument("--ahead", nargs="+", choices=("yes", "no"), default=[])
-    parser.add_argument("--pause", type=float, default=5.0, metavar="SECONDS", help="between calls, with --ahead")
     parser.add_argument("--keep", type=float, metavar="SECONDS")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.ahead:
-        with tempfile.TemporaryDirectory(prefix="freetrain-starts-") as work:
-            rows = []
-            for ahead in [choice == "yes" for choice in options.ahead] * options.repeat:
-                rows.append(second_call(Path(work), ahead=ahead, pause=options.pause))
-                print(rows[-1], file=sys.stderr)
-        report("Calls that follow each other", rows, ("torch", "parsl", "freetrain-parsl"), options.json)
-        return
     if missing := missing_for_slowfs():
         sys.exit(f"starts.py cannot measure here: {missing}")
     if not options.inside:

@@ -25,7 +25,6 @@ __all__ = [
     "FilesLoaded",
     "Hello",
     "Invalid",
-    "ModulesImported",
     "Output",
     "PauseRun",
     "Place",
@@ -276,22 +275,6 @@ class FilesLoaded:
 
 
 @dataclass(frozen=True)
-class ModulesImported:
-    """Which installed modules a training job's function has imported until its first report.
-
-    Parameters
-    ----------
-    code
-        Identity of its code.
-    payload
-        Their names, in this order, see `executor.slot.imports_ahead`.
-    """
-
-    code: Text
-    payload: bytes
-
-
-@dataclass(frozen=True)
 class TaskEnded:
     """An ordinary task has ended.
 
@@ -350,19 +333,9 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The slot is registered.
-
-    Parameters
-    ----------
-    closes_in
-        Seconds until its node closes, ``None`` if that is unknown.
-    code, payload
-        What it imports while it has no work, as in `ModulesImported`; empty: nothing.
-    """
+    """The slot is registered; its node closes in `closes_in` seconds, ``None`` if that is unknown."""
 
     closes_in: Time | None = None
-    code: Text = ""
-    payload: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -496,7 +469,6 @@ ToDriver: TypeAlias = (
     | Output
     | Values
     | FilesLoaded
-    | ModulesImported
     | TaskEnded
     | StoreRequest
     | Reconnected
@@ -514,7 +486,6 @@ TO_DRIVER = by_type(
     Output,
     Values,
     FilesLoaded,
-    ModulesImported,
     TaskEnded,
     StoreRequest,
     Reconnected,

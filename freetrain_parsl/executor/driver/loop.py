@@ -44,7 +44,6 @@ from freetrain_parsl.protocol.messages import (
     FilesLoaded,
     Hello,
     Invalid,
-    ModulesImported,
     Output,
     RunEnded,
     RunMessage,
@@ -426,8 +425,6 @@ class ControlLoop:
                 case FilesLoaded():
                     if self._node_start is not None:
                         self._node_start.learn(message.payload)
-                case ModulesImported():
-                    self._slots.imports_ahead = message
                 case _:
                     self._on_message(name, message)
         except (OSError, sqlite3.Error, MemoryError):
@@ -492,7 +489,7 @@ class ControlLoop:
         self._journal.write(self._clock(), entry)
 
 
-_ROUTINE = (SlotHeartbeat, StoreRequest, Output, Values, FilesLoaded, ModulesImported)
+_ROUTINE = (SlotHeartbeat, StoreRequest, Output, Values, FilesLoaded)
 
 
 def _is_routine(message: ToDriver) -> bool:

@@ -22,7 +22,7 @@ from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.blocks import format_span
 from freetrain_parsl.planning.model import PoolNode
 from freetrain_parsl.protocol import journal as record
-from freetrain_parsl.protocol.messages import Exit, ModulesImported, Welcome
+from freetrain_parsl.protocol.messages import Exit, Welcome
 from freetrain_parsl.texts import printable, text_of
 
 if TYPE_CHECKING:
@@ -170,8 +170,6 @@ class SlotCycle:
         self._request_after: float | None = None
         self.nodes_there_are: int | None = None
         """Number of nodes on which blocks can ever start, as far as known."""
-        self.imports_ahead = ModulesImported("", b"")
-        """What slots that register import while they have no work."""
 
     # Requests for slots.
 
@@ -279,8 +277,7 @@ class SlotCycle:
         if block.joined is None:
             block.joined = self._clock()
         closes = block.loses_nodes_at(self._clock())
-        ahead = self.imports_ahead
-        self._server.send(name, Welcome(closes - self._clock(), ahead.code, ahead.payload))
+        self._server.send(name, Welcome(closes - self._clock()))
         self._write(record.SlotJoined(name, slot.node, block.name, message.pid))
         if self._registry.completes(slot):
             self._join_pool(slot, block)

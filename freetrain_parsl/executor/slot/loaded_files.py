@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 __all__ = ["IMAGE", "IMAGE_FAULT", "loaded_files", "pack_files", "seconds_waited", "unpack_files", "waiting_counted"]
 
@@ -59,9 +59,9 @@ def loaded_files() -> set[str]:
     return {name for name in found if "\n" not in name}
 
 
-def pack_files(files: Iterable[str]) -> bytes:
-    """Compress names of files, or of modules, for a message."""
-    return zlib.compress(os.fsencode("\n".join(files)))
+def pack_files(files: set[str]) -> bytes:
+    """Compress names of files for a message."""
+    return zlib.compress(os.fsencode("\n".join(sorted(files))))
 
 
 def unpack_files(payload: bytes) -> list[str]:

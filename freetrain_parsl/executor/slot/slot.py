@@ -14,7 +14,6 @@ import os
 import platform
 import queue
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -32,7 +31,6 @@ from freetrain_parsl.executor.addresses import interface_for
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.jobs.port import kind_of
 from freetrain_parsl.executor.slot.channel import Channel, Connection, SignalSocket
-from freetrain_parsl.executor.slot.imports_ahead import ImportsAhead, ImportsNoted
 from freetrain_parsl.executor.slot.loaded_files import (
     IMAGE,
     IMAGE_FAULT,
@@ -89,9 +87,6 @@ _EARLIEST_WARNING = 120.0
 
 # Seconds for which a slot without a driver may save.
 _LONGEST_SAVE = 600.0
-
-# Seconds without another module after which an assignment no longer waits for imports that were begun ahead.
-_LONGEST_IMPORT = 15.0
 
 # Set by Globus Compute endpoints; hidden from user code.
 _SECRETS = ("GLOBUS_COMPUTE_CLIENT_SECRET", "FUNCX_SDK_CLIENT_SECRET")
@@ -162,7 +157,6 @@ class _Handover:
     connection: Connection
     closes: float | None
     inbox: tuple[ToSlot, ...]
-    ahead: Welcome | None
 
 
 def run_slot(settings: SlotSettings, token: str) -> None:
@@ -221,12 +215,8 @@ class _Slot:
         self._tells_files = settings.tell_files
         self._others_save = 0.0  # seconds
         self._leaving = False
-        self._noted: ImportsNoted | None = None
-        self._ahead: ImportsAhead | None = None
-        self._importing = False  # guarded by the lock
-        self._told: Welcome | None = None  # what to import ahead
         if before is not None:
-            self._name, self._closes, self._told = before.name, before.closes, before.ahead
+            self._name, self._closes = before.name, before.closes
             for message in before.inbox:
                 self._receive(message)
         self._signals = SignalSocket((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
@@ -256,11 +246,11 @@ class _Slot:
             return None
         return self._hand_over(first)
 
-    def _hand_over(self, first: RunStart | StartTask | None = None) -> _Handover:
+    def _hand_over(self, first: RunStart | None = None) -> _Handover:
         connection = self._channel.hand_over()
         waiting = [self._inbox.get_nowait() for _ in range(self._inbox.qsize())]
         inbox = tuple(message for message in (first, *waiting) if message is not None)
-        return _Handover(self._name, connection, self._closes, inbox, self._told)
+        return _Handover(self._name, connection, self._closes, inbox)
 
     def _introduction(self) -> Hello:
         fault = ""
@@ -287,9 +277,6 @@ class _Slot:
         match message:
             case Welcome(closes_in=closes_in):
                 self._closes = None if closes_in is None else time.monotonic() + closes_in
-                if message.code:
-                    self._told = message
-                    self._inbox.put(message)
             case Exit():
                 if message.node:
                     end_node(self._pilot)
@@ -304,9 +291,6 @@ class _Slot:
             case RunStart() | StartTask():
                 self._assigned = message
                 self._put(message)
-                with self._lock:
-                    if self._importing:
-                        threading.Thread(target=self._await_import, args=(message,), daemon=True).start()
             case RunMessage() | StoreReply():
                 self._put(message)
 
@@ -404,30 +388,6 @@ class _Slot:
             self._channel.send(message)
         end_process(self._hand_over())
 
-    # A thread while an assignment waits for an import.
-
-    def _await_import(self, message: RunStart | StartTask) -> None:
-        """Let another process carry out an assignment that does not need the import that it waits for, or if it hangs.
-
-        One that only takes long is not given up: the function would wait for it, too.
-        """
-        known = 0
-        while self._ahead is not None and self._ahead.suits(message):
-            if known == (known := len(sys.modules)):
-                logger.warning("nothing is imported ahead in this slot any more: an import hangs")
-                self._told = None
-                break
-            time.sleep(_LONGEST_IMPORT)
-            if not self._importing:
-                return
-        with self._lock:
-            if not self._importing:
-                return  # it has just ended
-            self._importing = False
-            if self._ahead is not None and self._told is not None:
-                self._ahead.unmark()
-        end_process(self._hand_over())
-
     # Several threads.
 
     def _send(self, message: ToDriver) -> None:
@@ -436,13 +396,9 @@ class _Slot:
         if isinstance(report, Progress):
             if self._watch is not None:
                 self._watch.takes(report.write_seconds, getattr(message, "member", ""))
-            if self._noted is not None and (told := self._noted.told()) is not None:
-                self._told = Welcome(None, told.code, told.payload)  # for the next processes of this slot
-                self._channel.send(told)
-            self._noted = None
             if self._tells_files:
                 self._tells_files = False
-                self._channel.send(FilesLoaded(pack_files(sorted(loaded_files()))))
+                self._channel.send(FilesLoaded(pack_files(loaded_files())))
         self._channel.send(message)
 
     def _tell_closing(self, run: Run) -> None:
@@ -470,29 +426,21 @@ class _Slot:
 
     # The main thread.
 
-    def _work(self) -> RunStart | StartTask | None:
+    def _work(self) -> RunStart | None:
         """Run what is assigned until the slot leaves, or needs another process; return what that one has to start.
 
         A training job runs in a process that has run nothing before, and nothing runs there after it, nor after an
         ordinary task that has failed; other tasks share a process, as in Parsl's own workers.
         """
         is_fresh = True
-        if self._told is not None:
-            self._inbox.put(self._told)  # behind an assignment
         while not self._leaving:
             match self._inbox.get():
                 case RunStart() as message:
-                    if not is_fresh or (self._ahead is not None and not self._ahead.suits(message)):
+                    if not is_fresh:
                         return message
                     self._train(message)
                     return None
-                case Welcome() as message:
-                    has_begun = self._ahead is not None and self._ahead.begun
-                    if is_fresh and not has_begun and not self._import_ahead(message):
-                        return None
                 case StartTask() as message:
-                    if self._ahead is not None and not self._ahead.suits(message):
-                        return message
                     is_fresh = False
                     if not self._run_task(message):
                         return None
@@ -502,30 +450,12 @@ class _Slot:
                     logger.debug("a command for a run that is over: %s", message)
         return None
 
-    def _import_ahead(self, message: Welcome) -> bool:
-        """Import what a function is known to import; return false if another process has to continue."""
-        pool = pool_directory()
-        self._ahead = ImportsAhead(message, None if pool is None else pool / f"imports-{self._lane.rank}")
-        with self._lock:
-            self._importing = True
-        succeeded = self._ahead.run(lambda: not self._leaving and self._inbox.empty())
-        with self._lock:
-            is_abandoned = not self._importing
-            self._importing = False
-        if is_abandoned:
-            threading.Event().wait()  # another thread ends this process
-        if not succeeded:
-            self._told = None
-        return succeeded
-
     def _train(self, message: RunStart) -> None:
         send, files = self._send, self._settings.files
         run: Run
         if isinstance(message, StartRun):
             interface, address = interface_for(self._settings.interface, self._channel.url)
             run = TrainingRun(message, self._memory, interface=interface, address=address, send=send, files=files)
-            if message.options.code is not None and not (self._ahead is not None and self._ahead.begun):
-                self._noted = ImportsNoted(message.options.code)
         else:
             self._memory.empty()  # of an earlier job
             self._memory.free()

@@ -27,7 +27,6 @@ class SlotBench:
         self.events: list[ev.Event] = []
         self.lost: list[tuple[str, bool]] = []
         """Slot, and whether it crashed."""
-        self.said: list[object] = []
         self.failed_blocks: list[str] = []
         self.registry = SlotRegistry(slots_per_node, share_nodes=share_nodes)
         for number, nodes in enumerate(blocks):
@@ -48,9 +47,7 @@ class SlotBench:
         )
         self.cycle.request_missing()
 
-    def send(self, _slot: str, message: object) -> None:
-        self.said.append(message)
-
+    def send(self, _slot: str, _message: object) -> None: ...
     def forget(self, _slot: str) -> None: ...
 
     def failed_to_start(self, _block: str, how: str) -> None:
