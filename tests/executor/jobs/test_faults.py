@@ -82,7 +82,8 @@ def test_a_node_whose_slots_die_at_once_is_one_loss_answered_in_place(start, slo
 
 
 def test_a_training_on_a_hostile_machine_ends_as_on_a_kind_one(start, slow) -> None:
-    trainings = replace(TRAININGS, heartbeat_timeout=timedelta(seconds=3), peer_timeout=timedelta(seconds=3))
+    seconds = timedelta(seconds=3)
+    trainings = replace(TRAININGS, heartbeat_timeout=seconds, peer_timeout=seconds, max_restarts=5)  # one a fault
     site = start(nodes=3, policy=ScriptedPolicy(3), trainings=trainings)
     future = make_app(max_nodes=3).options(name="t")(epochs=EPOCHS, slow=str(slow))
     _until_it_trains_on(site, 3)
