@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Holding", "Moved", "Resharding"]
 
-_AGREED = torch.zeros(1)  # what members sum to know that all have come so far
+_AGREED = torch.zeros(1, dtype=torch.int64)  # what members sum to know that all have come so far
 
 
 class OtherModel(PeerFailed):

@@ -140,7 +140,7 @@ class Group(JoinedGroups):
 
             def settled_sum() -> None:
                 self.settle()
-                self._await(dist.all_reduce(torch.zeros(1), async_op=True))
+                self._await(dist.all_reduce(torch.zeros(1, dtype=torch.int64), async_op=True))
 
             self._jointly(settled_sum)
         elif self._gpus is not None:

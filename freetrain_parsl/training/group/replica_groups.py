@@ -148,7 +148,7 @@ class ReplicaGroups:
         if self._failure is not None:
             self._connections.shut_down()
             cut()
-        failed = torch.tensor([float(self._failure is not None)])
+        failed = torch.tensor([self._failure is not None], dtype=torch.float32)
         with waits():
             await_collective(dist.all_reduce(failed, group=self.own, async_op=True), self._own_connections)
         if failed.item():

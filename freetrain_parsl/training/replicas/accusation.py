@@ -121,7 +121,7 @@ def accuse(job: str, group: Group, among: Sequence[int], facts: Iterable[Fact], 
     where = Fact("position", "the position in the data", str(place), f"epoch {epoch}, sample {position}")
     everyone = group.gather_objects([where, *facts])
     with suppress(PeerFailed):  # another member has got everything, and has ended
-        group.sum(torch.zeros(1))  # none ends while others still receive
+        group.sum(torch.zeros(1, dtype=torch.int64))  # none ends while others still receive
     raise ReplicasDiffer(sentence(job, differences({rank: everyone[rank] for rank in among}), since))
 
 

@@ -139,7 +139,7 @@ class OverlappedSum(GradientSum):
         self._launch(upto=len(self._buckets))
         self._group = None
         if len(self._buckets) > 1:  # on the CPU: to read a number from a GPU would be to wait for it
-            late = torch.tensor([float(self._late)])
+            late = torch.tensor([self._late], dtype=torch.float32)
             group.end_sums([group.begin_sum(late)])
             if late.item():
                 self._changes_late = True
