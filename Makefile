@@ -53,7 +53,7 @@ test test-all: $(STAMP)
 	@$(BIN)/python -m tests $(if $(filter test-all,$@),--all) $(ARGS)
 
 test:  ## Run the quick tests and a path through each layer (8 minutes); skip what needs a missing batch system or GPU
-test-all:  ## Run all tests (20 minutes)
+test-all:  ## Run all tests (about 50 minutes)
 
 test-pythons: $(STAMP)  ## Try the demo and the quick tests on each supported Python that is found: ARGS="3.10 lowest"
 	@$(BIN)/python -m tests.pythons $(ARGS)

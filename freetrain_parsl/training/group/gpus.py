@@ -131,7 +131,7 @@ class GpuGroups:
     def form(self, group: dist.ProcessGroup) -> None:
         """Form the connections of a group over NCCL; raises PeerFailed or RuntimeError if a member has failed."""
         self._groups.append(group)
-        dist.all_reduce(torch.zeros(1, device=device()), group=group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device()), group=group)
         self.settle()
 
     def settle(self) -> None:
