@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +25,9 @@ from freetrain_parsl.extensions.fusion.slot.run import run_members
 from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.training.mailbox import Finished
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' habits
+
 from tests.extensions.fusion.sweep_trainings import alone, member
 from tests.extensions.fusion.test_habits import HABITS
 

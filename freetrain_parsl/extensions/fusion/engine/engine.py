@@ -329,7 +329,7 @@ class FusionEngine:
             if _values(differing) != _values(self._differing) or not self._array.has_all_parameters():
                 self._calls.clear()
                 return False
-            self._attributes.changed = False
+            self._attributes.accept()
         with torch.no_grad():
             return self._array.take_assigned_parameters(any_layout=False)
 

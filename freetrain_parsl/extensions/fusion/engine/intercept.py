@@ -115,13 +115,14 @@ def _intercepted(original: Any) -> Any:
 class AttributeWatch:
     """Notes assignments to attributes of the watched modules, submodules and train or eval mode included.
 
-    Assignments of an equal number or text are no change: loops may call ``model.train()`` in each step.
+    A number or text that is the same again is no change: loops may call ``model.train()`` in each step, and
+    ``model.eval()`` before it.
     """
 
     def __init__(self) -> None:
-        self.changed = False
-        """Whether an attribute has changed since this was set to False."""
         self._modules: set[int] = set()
+        self._changed = False
+        self._plain: dict[tuple[int, str], object] = {}  # (module, name) -> former value, of changed numbers and texts
         # Number of hooks that were ever registered, when it was last looked for them; none after one was removed.
         self._hooks: int | None = None
         self._hooks_of_modules: list[int] = []
@@ -130,15 +131,25 @@ class AttributeWatch:
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Watch these modules and their submodules from now on, and no others."""
         self._modules = {id(part) for module in modules for part in module.modules()}
-        self.changed = False
+        self.accept()
         self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
+
+    @property
+    def changed(self) -> bool:
+        """Whether an attribute is not what it was when the watch began, or when `accept` was called."""
+        return self._changed or bool(self._plain)
+
+    def accept(self) -> None:
+        """Take all attributes as they are now: they are no change."""
+        self._changed = False
+        self._plain.clear()
 
     def look_for_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Note if the watched modules, which are given, or their parameters have got or lost hooks."""
         if RemovableHandle.next_id != self._hooks:  # else no hook of any kind was registered or removed
             before = self._hooks_of_modules
             self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
-            self.changed = self.changed or before != self._hooks_of_modules
+            self._changed = self._changed or before != self._hooks_of_modules
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -146,8 +157,8 @@ class AttributeWatch:
         original, remove_hook = nn.Module.__setattr__, RemovableHandle.remove
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            if id(module) in self._modules and not self._pauses and _differs(vars(module).get(name, _MISSING), value):
-                self.changed = True
+            if id(module) in self._modules and not self._pauses:
+                self._note(module, name, value)
             original(module, name, value)
 
         def remove(handle: RemovableHandle) -> None:
@@ -161,6 +172,15 @@ class AttributeWatch:
         finally:
             nn.Module.__setattr__ = original  # type: ignore[method-assign]
             RemovableHandle.remove = remove_hook  # type: ignore[method-assign]
+
+    def _note(self, module: nn.Module, name: str, value: object) -> None:
+        before = vars(module).get(name, _MISSING)
+        if not _differs(before, value):
+            return
+        if not (isinstance(before, _PLAIN) and isinstance(value, _PLAIN)):
+            self._changed = True
+        elif not _differs(self._plain.setdefault((id(module), name), before), value):
+            del self._plain[id(module), name]
 
     @contextmanager
     def paused(self) -> Iterator[None]:

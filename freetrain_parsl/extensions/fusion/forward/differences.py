@@ -78,18 +78,16 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> Diffe
     first = parts[0]
     for other in parts[1:]:
         _equal("modules", [list(first), list(other)])
+    comparisons = [_Comparison(models[0], model) for model in models]
     for path, module in first.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise CannotFuse(f"{path or 'the model'} is compiled by torch.jit")
         kinds = [type(each[path]) for each in parts]
-        if not all(
-            _Comparison(models[0], model).equal(kinds[0], kind) for model, kind in zip(models, kinds, strict=True)
-        ):
+        if not all(comparison.equal(kinds[0], kind) for comparison, kind in zip(comparisons, kinds, strict=True)):
             names = ", ".join(kind.__name__ for kind in kinds)
             raise CannotFuse(f"{path or 'the model'} is of a different class in each of the training jobs: {names}")
     _compare_tensors(models)
     differing: Differing = {}
-    comparisons = [_Comparison(models[0], model) for model in models]
     free = free_attributes(models[0])
     for path in first:
         attributes = [_attributes(each[path], () if path else ignored) for each in parts]
