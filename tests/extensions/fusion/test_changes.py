@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.forward.differences import compare
 from tests.extensions.fusion.sweep_trainings import alone, distance, together
 
 if TYPE_CHECKING:
@@ -370,3 +371,19 @@ def test_what_an_array_finds_too_late_ends_its_members(
     for end in outcome.ends.values():
         assert isinstance(end, CannotFuse)
         assert reason in str(end)
+
+
+def test_members_that_validate_after_each_epoch_are_compared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``model.eval()`` and then ``model.train()`` leave the models what they were."""
+    compared = []
+
+    def counted(models: Any, *args: Any) -> Any:
+        compared.append(len(models))
+        return compare(models, *args)
+
+    monkeypatch.setattr("freetrain_parsl.extensions.fusion.engine.engine.compare", counted)
+    outcome = together(tmp_path, [{"lr": rate, "epochs": 4} for rate in RATES])
+    assert outcome.engine.fused_steps >= 4 * 3
+    assert compared == [len(RATES)]

@@ -239,3 +239,21 @@ def test_traits_tell_models_apart_that_cannot_be_one_array():
     assert plain == made_of(nn.GELU(), 0.4)
     assert plain != made_of(nn.GELU("tanh"), 0.1)
     assert " at 0x" not in repr(plain)
+
+
+def test_each_model_is_walked_through_as_often_whatever_its_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    def walks(layers: int) -> int:
+        models, count = [nn.Sequential(*(Block() for _ in range(layers))) for _ in range(2)], 0
+        original = nn.Module.named_modules
+
+        def counted(module, memo=None, prefix="", remove_duplicate=True):
+            nonlocal count
+            count += not prefix and any(module is model for model in models)
+            return original(module, memo, prefix, remove_duplicate)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "named_modules", counted)
+            compare(models)
+        return count
+
+    assert walks(8) == walks(2) > 0
