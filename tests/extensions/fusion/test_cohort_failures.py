@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from freetrain_parsl.errors import TrainingCancelled
 from freetrain_parsl.executor.journal import Journal
 from freetrain_parsl.extensions.fusion import messages as fused
+from freetrain_parsl.extensions.fusion.messages import ArraySized
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol import messages as msg
 from tests.extensions.fusion.array_world import ArrayWorld, UserError
@@ -150,6 +151,20 @@ def test_an_array_that_takes_too_much_of_its_nodes_memory_goes_on_with_half_the_
     assert arrays(world) == [1]
     world.settle(140)
     assert [future.result(0) for future in world.futures.values()] == [f"t{number}" for number in range(4)]
+
+
+def test_an_array_that_needed_too_much_memory_is_not_as_large_again_where_another_has_room(make) -> None:
+    world = make(nodes=2)
+    world.steps = 200
+    train(world, 8)
+    world.settle(2)
+    assert arrays(world) == [4, 4]
+    one, other = sorted(name for name, process in world.processes.items() if process.is_array)
+    world.end_over_share(one)
+    process = world.processes[other]
+    process.outbox.append(ArraySized(process.name, process.run, 4, fused=True, gain=9.0, gain_size=4, decided=True))
+    world.settle(4)
+    assert arrays(world) == [2, 4]
 
 
 def test_a_member_that_takes_too_much_memory_by_itself_fails_and_the_others_go_on(make) -> None:

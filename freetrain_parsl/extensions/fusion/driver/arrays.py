@@ -70,8 +70,13 @@ class CohortArrays:
         return next((array for array in self if name in array.members), None)
 
     def limit_to(self, size: int) -> None:
-        """Let no array have more members than this."""
-        self.size = self._limit = size
+        """Let no array have more members than this, whatever size others find best."""
+        self._limit = size
+        self.decide(size)
+
+    def decide(self, size: int, turns: str = "") -> None:
+        """Note the best size of an array, and why its members step in turns."""
+        self.size, self.turns = min(size, self._limit or size), turns
 
     def remove(self, array: RunningArray) -> None:
         """Forget an array that has ended."""

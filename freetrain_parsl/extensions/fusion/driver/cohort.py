@@ -329,7 +329,8 @@ class Cohort:
             if decided or not self._measured:  # a short sweep ends before the best size is known
                 self._log_measured(sized)
         if decided and sized.gain > self._gain:  # else another array has found a better size
-            self._arrays.size, self._arrays.turns, self._gain = sized.size, "", sized.gain
+            self._arrays.decide(sized.size)
+            self._gain = sized.gain
 
     def _log_measured(self, sized: ArraySized) -> None:
         self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
@@ -341,7 +342,7 @@ class Cohort:
         self._log_measured(sized)
         self._note_base(array)
         if not self._gain:  # else fusing pays elsewhere
-            self._arrays.size, self._arrays.turns = sized.size, sized.turns
+            self._arrays.decide(sized.size, sized.turns)
             self._trainer.takes_turns()
 
     @staticmethod
