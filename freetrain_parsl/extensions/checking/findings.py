@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.checking.comparisons import GradientGap
     from freetrain_parsl.extensions.checking.records import ProcessRecord
     from freetrain_parsl.extensions.checking.report import CheckReport
+    from freetrain_parsl.protocol.reports import CountRefused
 
 __all__ = ["Judge"]
 
@@ -160,6 +161,10 @@ class Judge:
                 return
 
     # ── members ───────────────────────────────────────────────────────────────────────────────────
+
+    def refused(self, size: int, count: CountRefused) -> None:
+        """Note a number of processes on which the model cannot be: jobs have others."""
+        self._row(f"{size} processes", f"not allowed: {count.reason}", holds=None)
 
     def members(
         self, size: int, group: Sequence[ProcessRecord], reference: ProcessRecord, steady: Sequence[ProcessRecord]

@@ -30,6 +30,7 @@ from freetrain_parsl.extensions.checking.values import flat, hide
 from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox, Member
 from freetrain_parsl.extensions.fusion.slot.run import run_members
 from freetrain_parsl.protocol.options import SessionOptions
+from freetrain_parsl.training.extension import count_refused
 from freetrain_parsl.training.fragment import run_fragment
 from freetrain_parsl.training.mailbox import ControlMailbox, Finished, Membership, Regroup
 
@@ -160,6 +161,7 @@ def _note_failure(record: ProcessRecord, error: BaseException) -> None:
     text = str(error).strip()
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     record.failed(message, lines[-1] if lines else "", refused=isinstance(error, FreeTrainError))
+    record.count = count_refused(error)
 
 
 _POLL = 0.005

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from freetrain_parsl.protocol.reports import CountRefused
 
 __all__ = [
     "CRASHED",
@@ -167,6 +170,7 @@ class ProcessRecord:
     seen: int = 0
     error: str = ""  # how the function failed: type and message
     refused: bool = False  # whether FreeTrain raised it
+    count: CountRefused | None = None  # the number of processes, if it is the cause
     trace: str = ""  # the user's line
     hangs: bool = False  # whether it was ended because it did not end
     notes: list[str] = field(default_factory=list)  # what could not be checked, and why

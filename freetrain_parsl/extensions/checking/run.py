@@ -32,6 +32,7 @@ LIMIT = 120.0
 """Seconds for the plain run; others, compared with it, have less."""
 _GRACE, _SLOWNESS = 5.0, 20.0  # seconds, and how much longer than the plain run a group may take
 _FEW_STEPS = 4
+_MOST_PROCESSES = 8
 
 
 def check(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CheckReport:
@@ -175,15 +176,20 @@ class Checker:
         judge.resumed(first, second)
 
     def _check_members(self, judge: Judge, plain: ProcessRecord) -> list[ProcessRecord] | None:
-        """Run groups of two and three; return that of two."""
+        """Run groups of two and three, or of other numbers that the model allows; return that of two."""
         reference = plain
         if judge.depends_on_share:
             (reference,) = self._run({"steady": True})
         two = None
-        for size in (2, 3):
+        sizes = [2, 3]
+        for size in sizes:  # it grows
             self._progress(f"{size} processes")
             group = self._group(size)
-            two = two or group
+            if (count := group[0].count) is not None:
+                judge.refused(size, count)
+                sizes += [other for other in range(sizes[-1] + 1, _MOST_PROCESSES + 1) if other in count.allowed][:1]
+                continue
+            two = group if size == 2 else two
             steady = self._group(size, steady=True) if judge.depends_on_share else group
             gap = judge.members(size, group, reference, steady)
             if gap is not None and judge.needs_reason(gap):

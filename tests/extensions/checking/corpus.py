@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MARK = "# the cause"
 STEPS = 0
@@ -535,9 +538,16 @@ def sharded(session: Any) -> Any:
             it += 1  # the cause
 
 
-def sharded_mended(session: Any) -> Any:
+def sharded_evenly(session: Any) -> Any:
+    """Shard columns, whose number the processes must divide."""
+    from torch.distributed.tensor import Shard
+
+    sharded_mended(session, lambda parameter: Shard(1) if len(parameter) == 3 and parameter.dim() == 2 else None)
+
+
+def sharded_mended(session: Any, placement: Callable[[nn.Parameter], Any] | None = None) -> Any:
     """Keep the counter in the session."""
-    net = _sharded_net(session)
+    net = _sharded_net(session, placement)
     optimizer = session.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))[1]
     loader, state = session.loader(data(), batch_size=16), session.state(it=0)
     for _ in session.epochs(4):
@@ -547,10 +557,11 @@ def sharded_mended(session: Any) -> Any:
             state.it += 1
 
 
-def _sharded_net(session: Any) -> nn.Module:
+def _sharded_net(session: Any, placement: Callable[[nn.Parameter], Any] | None = None) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard(nn.Sequential(nn.Linear(6, 32), Float32Norm(), nn.Linear(32, 3)), mesh=session.mesh)
+    net = nn.Sequential(nn.Linear(6, 32), Float32Norm(), nn.Linear(32, 3))
+    return fully_shard(net, mesh=session.mesh, shard_placement_fn=placement)
 
 
 class Float32Norm(nn.Module):

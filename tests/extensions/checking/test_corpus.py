@@ -124,6 +124,17 @@ def test_a_function_that_refuses_float64_is_checked_in_float32() -> None:
     assert any("It does not run in float64" in note for note in report.notes)
 
 
+def test_processes_on_which_a_model_cannot_be_are_replaced_by_others() -> None:
+    report = checked("sharded_evenly")
+    assert report.holds, str(report)
+    rows = {row.name: (row.holds, row.text) for row in report.rows}
+    assert rows["2 processes"][0]
+    assert rows["4 processes"][0]
+    holds, text = rows["3 processes"]
+    assert holds is None
+    assert text.startswith("not allowed: 2.weight of a Sequential, of shape (3, 32), is sharded over its dimension 1")
+
+
 def test_a_model_that_computes_partly_in_float32_and_is_sharded_is_compared_in_the_first_step() -> None:
     report = checked("sharded_mended")
     assert [row.holds for row in report.rows] == [True] * 4
