@@ -5,7 +5,9 @@ a checkpoint, the process of one node is killed; once it trains again, the block
 preemption. *Seconds* are from the first node to the last result. *Process* and *all* are the peaks of anonymous memory,
 in MiB, of one slot's process and of all together. *Difference* is the largest one between an adapter's number and that
 of the job alone in this process; base and adapters are in double precision. The base is a GPT-2, since a Llama of
-transformers computes its norms in single precision, where a difference by rounding of 1e-16 can become one of 1e-8.
+transformers computes its norms in single precision, where a difference by rounding of 1e-16 can become one of 1e-8. The
+rates are small enough for a difference to be one by rounding: at a rate of 3e-3, adapters of a job alone that began
+1e-15 apart (relative) are up to 0.3 apart after 400 steps, and 6e-15 at 1e-3.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 NODES = 2
 POINTS = [
-    {"rank": rank, "alpha": alpha, "lr": lr} for rank, alpha, lr in itertools.product((4, 8), (8.0, 16.0), (1e-3, 3e-3))
+    {"rank": rank, "alpha": alpha, "lr": lr} for rank, alpha, lr in itertools.product((4, 8), (8.0, 16.0), (5e-4, 1e-3))
 ]
 LONGEST = 1800.0  # seconds, for all results
 MIB = 2**20
