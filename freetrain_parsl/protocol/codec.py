@@ -63,6 +63,7 @@ _LONGEST_TEXT = 1 << 16
 _LARGEST_INTEGER = 1 << 53  # exact in JSON and in SQLite
 _MOST_NAMES = 32
 _LONGEST_TIME = 1e12  # seconds
+_AS_THEY_ARE = frozenset((str, int, bool, type(None)))  # types whose values JSON has
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,11 @@ def is_name(value: Any) -> bool:
 def _is_text(value: Any) -> bool:
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
         return False
-    return not any("\ud800" <= character <= "\udfff" for character in value)  # a lone surrogate cannot be stored
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # a lone surrogate cannot be stored
+        return False
+    return True
 
 
 def _is_integer(value: Any) -> bool:
@@ -254,6 +259,8 @@ def _number(name: str, value: Any) -> int:
 
 
 def _to_json(value: Any) -> Any:
+    if type(value) in _AS_THEY_ARE:  # most values, and what follows is slow
+        return value
     if is_dataclass(value):
         message: Any = type(value)
         kind, defaults = _described(message)

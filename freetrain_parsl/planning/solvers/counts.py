@@ -1,4 +1,4 @@
-"""Allocate N interchangeable nodes at the highest total value: an exact mixed-integer programme, in HiGHS.
+"""Allocate N interchangeable nodes at the highest total value, exactly: a dynamic programme, or HiGHS.
 
 ::
 
@@ -11,9 +11,11 @@ One binary variable per trainer and count would be correct but slow. Instead:
 2. Rounding its solution, which has at most one trainer between two true points of its envelope, gives an
    incumbent. Often it meets the bound and is thereby proven optimal.
 3. If not, a count n of trainer j is in no better solution if its regret, ``max_m (v_j(m) - L m)`` less
-   ``v_j(n) - L n``, exceeds the gap (reduced-cost fixing). The remaining counts, the core, are modelled with one
-   integer per piece on which v_j is concave, or none if only one piece is left, in units of regret: the
-   optimum is the same, and the solver's tolerances are relative to the gap, not to the objective.
+   ``v_j(n) - L n``, exceeds the gap (reduced-cost fixing). The remaining counts are the core.
+4. `planning.solvers.least_regret` adds up the core. Its time is known beforehand, other than that of branch and bound.
+5. A core that is too large for it is a mixed-integer programme with one integer per piece on which v_j is concave, or
+   none if only one piece is left, in units of regret: the optimum is the same, and the solver's tolerances are relative
+   to the gap, not to the objective.
 
 Dyer, Kayal & Walker (1984) and Pisinger (1995) treat the multiple-choice knapsack problem by such relaxations
 and cores.
@@ -31,6 +33,7 @@ import highspy
 import numpy as np
 
 from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, Table, make_solver
+from freetrain_parsl.planning.solvers.least_regret import least_regret
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -40,6 +43,8 @@ __all__ = ["ConcavePiece", "Relaxation", "alike", "fill", "maximise_counts", "pi
 _ROUNDING = 1e-13  # of the largest value: smaller differences are rounding errors of the tables, not kinks
 _CLOSED = 1e-12  # of the sum of largest values: a smaller gap counts as zero
 _UNITS = 1000.0  # the gap, in units of the core's objective
+_SAME = 1e-9  # of the gap: less is not a gain, as for HiGHS
+_MOST_SUMS = 2_000_000  # of the dynamic programme: 10 to 60 ms
 
 
 def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0, gap: float = 0.0) -> Solution:
@@ -294,13 +299,18 @@ class _Core:
         self.nodes = values.shape[1] - 1
         self.price, self.gap = price, gap
         self.groups = alike(table.tobytes() for table in values)
-        self.pieces = [
-            pieces_of(np.flatnonzero(losses[rows[0]] <= gap * (1 + 1e-9) + noise), losses[rows[0]])
-            for rows in self.groups
-        ]
+        self.losses, self.limit = losses, gap * (1 + 1e-9) + noise
+        self.choices = [np.flatnonzero(row <= self.limit) for row in losses]
+        self.pieces: list[list[ConcavePiece]] = []
 
     def solve(self, incumbent: Counts, time_limit: float, gap: float) -> tuple[Counts, float]:
         """Minimise the regret; return the counts and a lower bound on the regret."""
+        cores = [(at, row[at]) for at, row in zip(self.choices, self.losses, strict=True)]
+        found = least_regret(cores, self.nodes, self.price, self.limit, most=_MOST_SUMS)
+        if found is not None:
+            counts, regret = found
+            return counts if regret < self.gap * (1 - _SAME) else incumbent, min(regret, self.gap)
+        self.pieces = [pieces_of(self.choices[rows[0]], self.losses[rows[0]]) for rows in self.groups]
         scale = _UNITS / self.gap
         model, start = self._build(incumbent, scale)
         solver = make_solver({**_OPTIONS, "time_limit": time_limit, "mip_abs_gap": max(1e-6, gap * scale)})
