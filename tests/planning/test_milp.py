@@ -18,8 +18,7 @@ from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob, Pool, Poo
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import MilpPolicy, milp
 from freetrain_parsl.planning.solvers import counts as count_model
-from freetrain_parsl.planning.solvers.counts import maximise_counts
-from freetrain_parsl.planning.solvers.least_regret import least_regret
+from freetrain_parsl.planning.solvers.counts import least_regret, maximise_counts
 from freetrain_parsl.testing.instances import Instance, random_instance
 from tests.support.exact import best_value, value
 from tests.support.instances import measured_like_instance
