@@ -567,7 +567,7 @@ def look_at_queue(site: Site, pending: int) -> dict[str, float]:
     ]
     script = site.files / "fill.sh"
     script.write_text("\n".join(lines) + "\n", encoding="ascii")
-    site.slurm.run("sh", str(script), timeout=300)
+    site.slurm.run("sh", str(script), timeout=900)
     figures: dict[str, float] = {"pending_jobs": pending}
     for command in ("windows", "plan"):
         seconds, used = time_command(site, command, "--system=slurm", "--partition=preemptible")
