@@ -37,6 +37,7 @@ from freetrain_parsl import (
 from freetrain_parsl.executor.driver.loop import ControlLoop
 from freetrain_parsl.executor.environment import describe_environment
 from freetrain_parsl.executor.htex.executor import PlannedHtex
+from freetrain_parsl.planning.solvers import highs
 from freetrain_parsl.windows.commands import COMMAND_COUNTS
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Pauses:
             ("journal", loop._journal, "commit"),  # noqa: SLF001
             ("blocks", loop._blocks, "leave_in_time"),  # noqa: SLF001
             ("requests", loop._slots, "request_missing"),  # noqa: SLF001
+            ("solver", highs, "_run_once"),  # within the planner
         ):
             setattr(owner, name, self._timed(part, getattr(owner, name)))
         self._collecting = 0.0

@@ -19,11 +19,15 @@ occupied.
 Pauses are the times in which the control loop takes no message of a slot: on a busy machine the processor time in them
 is meaningful, the wall time is not. ``--direct`` uses the embedded cluster in the place of Slurm.
 
-A window counts from the time at which its last node is idle and the training jobs are there, to the time at which all
-nodes of its block train; the medians of its parts are how soon the block is requested (``window_to_request``, up to
-``--poll``), Slurm starts it (``request_to_start``), its last slot has joined (``start_to_slots``), and all of them
-train (``slots_to_training``). The journal of a day has the samples of the losses that a whole day has: they are dense
-in the first minutes, and 2 % of a job's age apart later.
+``window_to_training`` is counted for each node (``windows_nodes`` of them), for its first use: from the time at which
+the main queue leaves it and the training jobs are there, to the first group that trains on it. Its four parts are how
+soon its block is requested (``window_to_request``: mostly the rest of ``--poll``), Slurm starts the block
+(``request_to_start``), the node's slot has joined (``start_to_slots``), and its group has formed
+(``slots_to_training``: a group grows once for nodes that join together). The means of the parts add up to
+``window_to_training_s_mean``; medians would not.
+
+The journal of a day has the samples of the losses that a whole day has: they are dense in the first minutes, and 2 % of
+a job's age apart later.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +64,7 @@ from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.windows.hostlist import expand_hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' Slurm
 
@@ -271,29 +276,57 @@ class Driver:
         self._log.close()
 
 
-@dataclass
-class Wait:
-    """A block, from its window to its training: times."""
+PARTS = ("window_to_request", "request_to_start", "start_to_slots", "slots_to_training")
 
+
+@dataclass(frozen=True)
+class Wait:
+    """A node, from its window to its training: times; `requested` and `started` are those of its block."""
+
+    opened: float
     requested: float
-    opened: float = 0.0
-    """The time at which the last of its nodes was idle, and there were training jobs."""
-    started: float | None = None
-    joined: float = 0.0
-    trains: float = 0.0
-    missing: set[str] = field(default_factory=set)
-    """Its nodes that have not trained."""
+    started: float
+    joined: float
+    trained: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took in all."""
+        return self.trained - self.opened
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds that it took in all, and its parts; a block may be requested before its window opens."""
-        assert self.started is not None
-        return {
-            "window_to_training": self.trains - self.opened,
-            "window_to_request": max(0.0, self.requested - self.opened),
-            "request_to_start": self.started - max(self.requested, self.opened),
-            "start_to_slots": self.joined - self.started,
-            "slots_to_training": self.trains - self.joined,
-        }
+        """Return the seconds of its parts, which add up; a block may be requested before the window opens."""
+        requested = max(self.requested, self.opened)
+        times = (self.opened, requested, max(self.started, requested), self.joined, self.trained)
+        return {part: after - before for part, (before, after) in zip(PARTS, pairwise(times), strict=True)}
+
+
+def waits(records: Iterable[tuple[float, Any]], idle: Mapping[str, float], submitted: float) -> list[Wait]:
+    """Return how soon nodes were used, each for the first time: later, others have used them meanwhile.
+
+    `idle`: node -> since when it is. A fragment may start before its block is seen to run: a block's start is known
+    from the next look at the batch system, with its time.
+    """
+    requested: dict[str, float] = {}
+    started: dict[str, float] = {}
+    joined: dict[str, tuple[str, float]] = {}  # node -> its first block, and when all its slots had joined
+    trained: dict[str, float] = {}
+    for at, entry in records:
+        match entry:
+            case record.BlockRequested():
+                requested[entry.subject] = at
+            case record.BlockStarted():
+                started.setdefault(entry.subject, at if entry.since is None else entry.since)
+            case record.NodeJoined():
+                joined.setdefault(entry.subject, (entry.block, at))
+            case record.FragmentStarted():
+                for node in entry.nodes:
+                    trained.setdefault(node, at)
+    return [
+        Wait(max(submitted, idle.get(node, 0.0)), requested[block], started[block], at, trained[node])
+        for node, (block, at) in joined.items()
+        if node in trained and block in started and block in requested
+    ]
 
 
 class Experiment:
@@ -488,33 +521,22 @@ class Experiment:
 
     def _account(self) -> None:
         """Add what a driver's journal says: slots that it dropped, and how soon windows were used."""
-        waits: list[Wait] = []
-        idle = self._site.idle_since()
-        blocks: dict[str, Wait] = {}
-        for at, entry in self._driver.records():
-            if isinstance(entry, record.SlotLost) and not entry.planned and entry.node not in self._faulty:
-                self.figures["dropped_well"] = self.figures.get("dropped_well", 0) + 1
-                _say(f"dropped {entry.subject}: {entry.reason}")
-            elif isinstance(entry, record.BlockRequested):
-                blocks[entry.subject] = Wait(requested=at)
-            elif isinstance(entry, record.BlockStarted) and (wait := blocks.get(entry.subject)) is not None:
-                wait.started = at if entry.since is None else entry.since
-                wait.missing = set(entry.nodes)
-                wait.opened = max(self._submitted, *(idle.get(node, 0.0) for node in entry.nodes))
-            elif isinstance(entry, record.NodeJoined) and (wait := blocks.get(entry.block)) is not None:
-                wait.joined = at
-            elif isinstance(entry, record.FragmentStarted):
-                for block, wait in list(blocks.items()):
-                    wait.missing.difference_update(entry.nodes)
-                    if wait.started is not None and not wait.missing:
-                        wait.trains = at
-                        waits.append(blocks.pop(block))
         self.figures.setdefault("dropped_well", 0)
-        if waits and "window_to_training_s_median" not in self.figures:
-            self.figures["blocks"] = len(waits)
-            self.figures["window_to_training_s_max"] = max(wait.trains - wait.opened for wait in waits)
-            for name in waits[0].parts():
-                self.figures[f"{name}_s_median"] = statistics.median(wait.parts()[name] for wait in waits)
+        for _, entry in self._driver.records():
+            if isinstance(entry, record.SlotLost) and not entry.planned and entry.node not in self._faulty:
+                self.figures["dropped_well"] += 1
+                _say(f"dropped {entry.subject}: {entry.reason}")
+        if "windows_nodes" in self.figures:
+            return
+        found = waits(self._driver.records(), self._site.idle_since(), self._submitted)
+        self.figures["windows_nodes"] = len(found)
+        if found:
+            seconds = [wait.seconds for wait in found]
+            self.figures["window_to_training_s_max"] = max(seconds)
+            self.figures["window_to_training_s_median"] = statistics.median(seconds)
+            self.figures["window_to_training_s_mean"] = statistics.fmean(seconds)
+            for part in PARTS:
+                self.figures[f"{part}_s_mean"] = statistics.fmean(wait.parts()[part] for wait in found)
 
     def _time_command(self, *arguments: str) -> tuple[float, float]:
         return time_command(self._site, *arguments)
@@ -545,7 +567,7 @@ def look_at_queue(site: Site, pending: int) -> dict[str, float]:
     ]
     script = site.files / "fill.sh"
     script.write_text("\n".join(lines) + "\n", encoding="ascii")
-    site.slurm.run("sh", str(script), timeout=300)
+    site.slurm.run("sh", str(script), timeout=900)
     figures: dict[str, float] = {"pending_jobs": pending}
     for command in ("windows", "plan"):
         seconds, used = time_command(site, command, "--system=slurm", "--partition=preemptible")

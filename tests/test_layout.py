@@ -54,8 +54,8 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_760,  # what an event about one node changes is known
-    "protocol": 2_120,  # refused counts, who was lost, shared bases
+    "planning": 7_820,  # what an event about one node changes is known; a core is added up
+    "protocol": 2_125,  # refused counts, who was lost, shared bases, texts that are searched in C
     "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,

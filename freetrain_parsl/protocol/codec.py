@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -63,6 +64,8 @@ _LONGEST_TEXT = 1 << 16
 _LARGEST_INTEGER = 1 << 53  # exact in JSON and in SQLite
 _MOST_NAMES = 32
 _LONGEST_TIME = 1e12  # seconds
+_SURROGATE = re.compile("[\ud800-\udfff]")  # alone, it cannot be stored
+_AS_THEY_ARE = frozenset((str, int, bool, type(None)))  # types whose values JSON has
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,7 @@ def is_name(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
-        return False
-    return not any("\ud800" <= character <= "\udfff" for character in value)  # a lone surrogate cannot be stored
+    return isinstance(value, str) and len(value) <= _LONGEST_TEXT and _SURROGATE.search(value) is None
 
 
 def _is_integer(value: Any) -> bool:
@@ -254,6 +255,8 @@ def _number(name: str, value: Any) -> int:
 
 
 def _to_json(value: Any) -> Any:
+    if type(value) in _AS_THEY_ARE:  # most values, and what follows is slow
+        return value
     if is_dataclass(value):
         message: Any = type(value)
         kind, defaults = _described(message)

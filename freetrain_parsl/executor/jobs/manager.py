@@ -145,6 +145,8 @@ class JobManager:
         self._journal = journal
         self._settle = settle
         self._failure_rate = FailureRate()
+        self._latest_options = settings.options, settings.options
+        """Options of a training job, and the same with the executor's."""
         self._storage = StorageWatch(
             lambda: probe_root(settings.options.checkpoint_root, settings.options.root_identity), clock
         )
@@ -392,19 +394,23 @@ class JobManager:
         self._send(slot.name, message)
 
     def _completed(self, own: SessionOptions) -> SessionOptions:
-        """Return a training job's options with the executor's."""
-        shared = self.settings.options
-        interval = own.checkpoint_interval
-        return replace(
-            own,
-            checkpoint_root=shared.checkpoint_root,
-            root_identity=shared.root_identity,
-            checkpoint_interval=shared.checkpoint_interval if interval is None else interval,
-            keep=shared.keep,
-            save_margin=shared.save_margin,
-            threads=shared.threads,
-            mean_time_between_failures=timedelta(seconds=self._failure_rate.mean_time_between),
-        )
+        """Return a training job's options with the executor's; once for all slots of a group, which start together."""
+        shared, time_between = self.settings.options, timedelta(seconds=self._failure_rate.mean_time_between)
+        known, completed = self._latest_options
+        if known is not own or completed.mean_time_between_failures != time_between:
+            interval = own.checkpoint_interval
+            completed = replace(
+                own,
+                checkpoint_root=shared.checkpoint_root,
+                root_identity=shared.root_identity,
+                checkpoint_interval=shared.checkpoint_interval if interval is None else interval,
+                keep=shared.keep,
+                save_margin=shared.save_margin,
+                threads=shared.threads,
+                mean_time_between_failures=time_between,
+            )
+            self._latest_options = own, completed
+        return completed
 
     def _fail(self, training: Training, error: BaseException) -> None:
         if not isinstance(error, TrainingCancelled):  # recorded when it was requested

@@ -1,4 +1,4 @@
-"""The optimal policy: the count model of the planner, solved exactly by HiGHS, within a time limit."""
+"""The optimal policy: the count model of the planner, solved exactly, within a time limit."""
 
 from __future__ import annotations
 

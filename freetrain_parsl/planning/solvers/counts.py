@@ -1,4 +1,4 @@
-"""Allocate N interchangeable nodes at the highest total value: an exact mixed-integer programme, in HiGHS.
+"""Allocate N interchangeable nodes at the highest total value, exactly: a dynamic programme, or HiGHS.
 
 ::
 
@@ -11,9 +11,11 @@ One binary variable per trainer and count would be correct but slow. Instead:
 2. Rounding its solution, which has at most one trainer between two true points of its envelope, gives an
    incumbent. Often it meets the bound and is thereby proven optimal.
 3. If not, a count n of trainer j is in no better solution if its regret, ``max_m (v_j(m) - L m)`` less
-   ``v_j(n) - L n``, exceeds the gap (reduced-cost fixing). The remaining counts, the core, are modelled with one
-   integer per piece on which v_j is concave, or none if only one piece is left, in units of regret: the
-   optimum is the same, and the solver's tolerances are relative to the gap, not to the objective.
+   ``v_j(n) - L n``, exceeds the gap (reduced-cost fixing). The remaining counts are the core.
+4. `least_regret` adds up the core, trainer by trainer. Unlike that of branch and bound, its time is known beforehand.
+5. A core that is too large for it is a mixed-integer programme with one integer per piece on which v_j is concave, or
+   none if only one piece is left, in units of regret: the optimum is the same, and the solver's tolerances are relative
+   to the gap, not to the objective.
 
 Dyer, Kayal & Walker (1984) and Pisinger (1995) treat the multiple-choice knapsack problem by such relaxations
 and cores.
@@ -35,11 +37,22 @@ from freetrain_parsl.planning.solvers.highs import Counts, Programme, Solution, 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-__all__ = ["ConcavePiece", "Relaxation", "alike", "fill", "maximise_counts", "pieces_of", "relaxation"]
+__all__ = [
+    "ConcavePiece",
+    "Relaxation",
+    "alike",
+    "fill",
+    "least_regret",
+    "maximise_counts",
+    "pieces_of",
+    "relaxation",
+]
 
 _ROUNDING = 1e-13  # of the largest value: smaller differences are rounding errors of the tables, not kinks
 _CLOSED = 1e-12  # of the sum of largest values: a smaller gap counts as zero
 _UNITS = 1000.0  # the gap, in units of the core's objective
+_SAME = 1e-9  # of the gap: less is not a gain, as for HiGHS
+_MOST_SUMS = 2_000_000  # of the dynamic programme: 10 to 60 ms
 
 
 def maximise_counts(values: Table, incumbent: Counts, *, time_limit: float = 1.0, gap: float = 0.0) -> Solution:
@@ -294,13 +307,18 @@ class _Core:
         self.nodes = values.shape[1] - 1
         self.price, self.gap = price, gap
         self.groups = alike(table.tobytes() for table in values)
-        self.pieces = [
-            pieces_of(np.flatnonzero(losses[rows[0]] <= gap * (1 + 1e-9) + noise), losses[rows[0]])
-            for rows in self.groups
-        ]
+        self.losses, self.limit = losses, gap * (1 + 1e-9) + noise
+        self.choices = [np.flatnonzero(row <= self.limit) for row in losses]
+        self.pieces: list[list[ConcavePiece]] = []
 
     def solve(self, incumbent: Counts, time_limit: float, gap: float) -> tuple[Counts, float]:
         """Minimise the regret; return the counts and a lower bound on the regret."""
+        cores = [(at, row[at]) for at, row in zip(self.choices, self.losses, strict=True)]
+        found = least_regret(cores, self.nodes, self.price, self.limit, most=_MOST_SUMS)
+        if found is not None:
+            counts, regret = found
+            return counts if regret < self.gap * (1 - _SAME) else incumbent, min(regret, self.gap)
+        self.pieces = [pieces_of(self.choices[rows[0]], self.losses[rows[0]]) for rows in self.groups]
         scale = _UNITS / self.gap
         model, start = self._build(incumbent, scale)
         solver = make_solver({**_OPTIONS, "time_limit": time_limit, "mip_abs_gap": max(1e-6, gap * scale)})
@@ -370,6 +388,59 @@ def fill(counts: Counts, segments: list[tuple[float, int, int]], pools: Sequence
         take = min(max(left[pools[row]], 0), length)
         counts[row] += take
         left[pools[row]] -= take
+
+
+def least_regret(
+    cores: Sequence[tuple[Counts, Table]], nodes: int, price: float, limit: float, *, most: int
+) -> tuple[Counts, float] | None:
+    """Return counts of the least regret in the core, and that regret, by a dynamic programme.
+
+    It keeps, for each number of nodes that the trainers so far can use together, their least regret. Regrets are never
+    negative, so that sums beyond a known one are dropped at once: what is left lies close to the relaxation.
+
+    Parameters
+    ----------
+    cores
+        The counts that each trainer may have, ascending, and their regrets.
+    nodes, price
+        N and L: an idle node costs its price.
+    limit
+        A known regret: solutions with more are left out.
+    most
+        How many sums it may form.
+
+    Returns
+    -------
+    tuple or None
+        ``None`` if it would form more sums, or if rounding leaves no solution.
+    """
+    first, losses = 0, np.zeros(1)  # what trainers so far can use together: `first`, `first` + 1, ... nodes
+    steps: list[tuple[int, Counts]] = []  # of each trainer: the first sum, and its choice for each sum
+    for counts, regrets in cores:
+        low, reach = int(counts[0]), int(counts[-1] - counts[0])
+        sums = min(len(losses) + reach, nodes - first - low + 1)
+        most -= len(counts) * sums
+        if most < 0 or sums <= 0:
+            return None
+        padded = np.full(len(losses) + 2 * reach, np.inf)
+        padded[reach : reach + len(losses)] = losses
+        totals = padded[np.arange(reach, reach + sums) - (counts - low)[:, None]] + regrets[:, None]
+        choices = totals.argmin(axis=0)
+        losses = totals[choices, np.arange(sums)]
+        kept = np.flatnonzero(losses <= limit)
+        if not len(kept):
+            return None
+        first, here = first + low + int(kept[0]), slice(int(kept[0]), int(kept[-1]) + 1)
+        losses = losses[here]
+        steps.append((first, counts[choices[here]]))
+    ends = losses + price * (nodes - first - np.arange(len(losses)))
+    used = first + int(ends.argmin())
+    found = np.zeros(len(cores), dtype=np.int64)
+    for row in range(len(cores) - 1, -1, -1):
+        begin, chosen = steps[row]
+        found[row] = chosen[used - begin]
+        used -= int(found[row])
+    return found, float(ends.min())
 
 
 def alike(keys: Iterable[Hashable]) -> list[Counts]:

@@ -49,6 +49,23 @@ def test_a_training_starts_on_all_slots_of_its_nodes_with_distinct_ranks(stage: 
     assert stage.turn() == []
 
 
+def test_what_slots_of_a_group_share_is_made_once(stage: Stage) -> None:
+    stage.submit()
+    sent = stage.on("n0", "n1", "n2")
+    assert len({id(message.options) for _, message in sent}) == 1
+
+
+def test_the_slots_of_a_job_that_starts_newcomers_are_looked_up_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.running("n0")
+    looked_up: list[int] = []
+    complete_slots = stage.registry.complete_slots
+    monkeypatch.setattr(stage.registry, "complete_slots", lambda at: looked_up.append(len(at)) or complete_slots(at))
+    assert kinds(stage.on("n0", "n1", "n2", "n3")) == [("s1", "run"), ("s2", "run"), ("s3", "run")]
+    assert looked_up.count(4) == 1
+
+
 def test_a_training_that_loses_all_nodes_is_paused_and_starts_again_when_it_gets_some(stage: Stage) -> None:
     stage.running("n0", "n1")
     assert kinds(stage.on()) == [("s0", "pause"), ("s1", "pause")]

@@ -295,10 +295,11 @@ class TrainingMachine:
                 now=self._response.now,
             )
             self._processes.dismiss([self.participants[slot] for slot in change.dismiss], abort=False)
-            for slot in change.start:
-                slots = self._registry.complete_slots(self.desired)
-                replicas = self.request.counts.replicas_in(len(self.desired))
-                self._processes.add_newcomer(slot, len(slots or self.desired) // replicas)
+            if change.start:
+                slots = self._registry.complete_slots(self.desired) or self.desired
+                expected = len(slots) // self.request.counts.replicas_in(len(self.desired))
+                for slot in change.start:
+                    self._processes.add_newcomer(slot, expected)
             if change.pause:
                 self._processes.pause()
             elif change.ranks and self.request.options.replicas > 1:

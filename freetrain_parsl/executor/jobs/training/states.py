@@ -512,22 +512,21 @@ class _Availability:
 
     def __init__(self, participants: Mapping[str, Participant], wanted: Iterable[str], registry: SlotRegistry) -> None:
         newcomers = [one for one in participants.values() if one.role is Role.NEWCOMER]
-        wanted = sorted(wanted)
+        wanted = frozenset(wanted)
         self.unwanted = _names(one for one in newcomers if one.place not in wanted)
         self.preparing = [one for one in newcomers if one.place in wanted and one.ready is None]
         self.ready: list[Participant] = []
-        self.startable: tuple[Slot, ...] = ()
+        startable: list[Slot] = []
         self.complete = True
-        for place in wanted:
-            slots = registry.complete_slots([place]) or []
+        for place in sorted(wanted):
+            slots = registry.complete_slots((place,)) or ()
             here = [participants[slot.name] for slot in slots if slot.name in participants]
-            self.startable += tuple(slot for slot in slots if slot.busy is None)
-            self.complete = (
-                self.complete and bool(slots) and all(slot.busy is None or slot.name in participants for slot in slots)
-            )
+            startable += [slot for slot in slots if slot.busy is None]
+            self.complete &= bool(slots) and all(slot.busy is None or slot.name in participants for slot in slots)
             arrived = [one for one in here if one.role is Role.NEWCOMER and one.ready is not None]
             if len(slots) == len(arrived) + sum(one.role is Role.MEMBER for one in here):
                 self.ready += arrived
+        self.startable = tuple(startable)
 
     def change(self, ranks: tuple[str, ...]) -> NextChange:
         """Start newcomers where possible, dismiss those that are not wanted, and regroup if there are `ranks`."""
