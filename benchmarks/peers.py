@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.cluster.workload import MainJob
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))  # the tests' Slurm
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' Slurm
 
 from tests.support.slurm.loopback import LoopbackPartition, LoopbackSlurm
 
+HERE = Path(__file__).parent
 WAYS = ("freetrain", "submitit", "torchrun", "lightning", "ray", "array")
 GRACE = 10  # seconds that a preempted job has
 CYCLE = 10  # seconds between passes of the scheduler
@@ -180,10 +180,11 @@ def live_through(
 def _shares(request: Request, held: Sequence[Held], offered: float, end: float) -> dict[str, Any]:
     directory = Path(request.directory)
     counts = [read_records(directory, job, end) for job in request.jobs]
-    gaps = []
-    for job in request.jobs:
-        if (file := directory / f"{job.name}.finished").exists():
-            gaps.append(json.loads(file.read_text(encoding="utf-8"))["loss"] - undisturbed_loss(job))
+    gaps = [
+        json.loads(file.read_text(encoding="utf-8"))["loss"] - undisturbed_loss(job)
+        for job in request.jobs
+        if (file := directory / f"{job.name}.finished").exists()
+    ]
     node_seconds = sum(len(job.nodes) * max(0.0, min(job.end, end) - job.start) for job in held if job.start < end)
     useful = sum(count["useful"] for count in counts) * SAMPLE_SECONDS
     return {

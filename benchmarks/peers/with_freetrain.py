@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 import yaml
-from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from _peers_ways import Request, main
+from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from torch.nn.functional import cross_entropy
 
 from freetrain_parsl import training_app

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import lightning
 import torch
-from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from _peers_ways import Request, main
+from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.nn.functional import cross_entropy

@@ -16,8 +16,8 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from _peers_ways import Request, main
+from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from _peers_ways import Request, main
+from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
