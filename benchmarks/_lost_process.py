@@ -155,7 +155,7 @@ class Processes:
             process.join(10)
 
 
-def failure(width: int, *, copies: bool) -> dict[str, Any]:
+def failure(width: int, *, copies: bool = False) -> dict[str, Any]:
     """Kill one of three processes in a step; return when the others have made their next step, and from where.
 
     They form a group in the same, warm processes, call the function again, and load the state from the copies or, for

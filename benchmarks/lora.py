@@ -1,12 +1,17 @@
 """Sweeps of LoRA adapters on one frozen base, fused in one process: time of a step and memory, against one job alone.
 
-Use ``--quick`` for one small shape, ``--json FILE`` to save the figures. The models are of transformers, with random
-weights, and PEFT's adapters of rank 8 on their attention; each member has its own seed, data order and rate. *Ratio* is
-the processor time of a step alone over that of a member's step in the array, each the shortest of all steps of several
-turns, in which both ways alternate in one process. *Auto* is the ratio of the way that ``fuse="auto"`` chooses.
-*Memory* is in MiB: `alone` and `peak` are what a process with one training job, and with the array, needs at its peak
-beyond its imports; `stacked` and `shared` are the distinct bytes of the parameters and buffers of all members, without
-and with a shared base. `base` and `adapter` are those of one member. Needs transformers and peft.
+Use ``--quick`` for one small shape, ``--json FILE`` to save the figures, and ``--end-to-end`` for a sweep of eight jobs
+on the embedded cluster instead (see ``_lora_sweep.py``). The models are of transformers, with random weights, and
+PEFT's adapters of rank 8 on their attention; each member has its own seed, data order and rate. *Ratio* is the
+processor time of a step alone over that of a member's step in the array, each the shortest of all steps of several
+rounds, in which three ways alternate in one process; *in turns* is the same for members that are not fused. *Way* is
+what ``fuse="auto"`` chooses, *auto* its ratio: 1 if members train apart. The command fails if one is below .95.
+*Memory* is in MiB: `alone`, `peak` and `peak_in_turns` are what a process with one training job, and with the array,
+needs at its peak beyond its imports; `stacked` and `shared` are the distinct bytes of the parameters and buffers of all
+members, without and with a shared base. `base` and `adapter` are those of one member. Needs transformers and peft.
+
+``--gpu``: larger models in bfloat16 on a GPU, ``--gpu 256x1x8`` for one row (tokens, sequences, members). There the
+time is that on the clock, with all kernels done, and memory is what torch has allocated on the GPU at its peak.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +28,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import _lora_sweep
 import torch
 from _report import report
 from peft import LoraConfig, get_peft_model
@@ -64,8 +71,13 @@ SHAPES = [
     Shape("llama", 256, 4, 16, 64, 8),
     Shape("gpt2", 256, 4, 1, 64, 8),
     Shape("llama", 512, 8, 1, 16, 8),
+    Shape("llama", 512, 8, 4, 64, 8),
 ]
+LEAST_RATIO = 0.95  # of what is chosen
+TURNS = "measured as well"
 QUICK = [Shape("llama", 64, 2, 1, 16, 4)]
+ON_GPU = ["256x1x8", "1024x1x8", "256x4x8", "1024x4x8", "256x1x16", "1024x1x16"]
+LARGE = 1024  # hidden: a model for a GPU
 
 made: list[torch.nn.Module] = []
 """The models of the array that runs."""
@@ -76,7 +88,14 @@ def adapted(shape: Shape) -> torch.nn.Module:
     config: Any
     with torch.random.fork_rng():
         torch.manual_seed(1234)
-        if shape.model == "llama":
+        if shape.hidden >= LARGE:
+            config = LlamaConfig(
+                vocab_size=32000, hidden_size=shape.hidden, intermediate_size=8 * shape.hidden // 3, use_cache=False,
+                num_hidden_layers=shape.layers, num_attention_heads=shape.hidden // 128, num_key_value_heads=4,
+            )  # fmt: skip
+            with torch.device("cuda"):
+                base, targets = LlamaForCausalLM(config).to(torch.bfloat16), ["q_proj", "v_proj"]
+        elif shape.model == "llama":
             config = LlamaConfig(
                 vocab_size=WORDS, hidden_size=shape.hidden, intermediate_size=2 * shape.hidden, use_cache=False,
                 num_hidden_layers=shape.layers, num_attention_heads=4, num_key_value_heads=2,
@@ -110,8 +129,16 @@ def train(session: Any, shape: Shape, lr: float, steps: int, lap: Callable[[], N
             done += 1
 
 
+def seconds() -> float:
+    """Return the processor time, or on a GPU the time at which it has done all its work."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Laps:
-    """The shortest time between two calls, in seconds of processor time, without the first ones."""
+    """The shortest time between two calls, in seconds, without the first ones."""
 
     def __init__(self) -> None:
         self.shortest = math.inf
@@ -120,11 +147,11 @@ class Laps:
 
     def __call__(self) -> None:
         """Note the time since the last call."""
-        now = time.process_time()
+        now = seconds()
         if self._calls > SKIPPED:
             self.shortest = min(self.shortest, now - self._last)
         self._calls += 1
-        self._last = time.process_time()
+        self._last = seconds()
 
 
 def alone(shape: Shape, lap: Callable[[], None] | None = None) -> None:
@@ -139,12 +166,13 @@ def alone(shape: Shape, lap: Callable[[], None] | None = None) -> None:
 
 def together(shape: Shape, lap: Callable[[], None] | None = None, sizing: ArraySizing | None = None) -> str:
     """Train an array, and return why it was not fused; `lap` is called in each step of all."""
-    steps = STEPS if sizing is None else 1000
+    decides = sizing is not None and not sizing.decided
+    steps = 1000 if decides else STEPS
     ends: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
 
         def job(number: int) -> Member:
-            first = lap if number == 0 else None
+            first = lap if number == 0 or decides else None
             point = (train, (shape, 1e-3 * (number + 1), steps, first), {})
             return Member(SessionOptions(str(number), Path(root), seed=number), lambda: point)
 
@@ -163,8 +191,13 @@ class Decided(Exception):
     """The sizing has decided."""
 
 
-def chosen(shape: Shape) -> tuple[bool, float]:
-    """Return whether ``fuse="auto"`` fuses, and the gain that it has measured."""
+def in_turns(shape: Shape, lap: Callable[[], None] | None = None) -> None:
+    """Train an array whose members step in turns."""
+    together(shape, lap, ArraySizing(shape.members, shape.members, turns=TURNS))
+
+
+def chosen(shape: Shape) -> str:
+    """Return how ``fuse="auto"`` trains: ``fused``, ``in turns`` or ``apart``."""
     sizing = ArraySizing(shape.members)
 
     def lap() -> None:
@@ -172,7 +205,7 @@ def chosen(shape: Shape) -> tuple[bool, float]:
             raise Decided
 
     together(shape, lap, sizing)
-    return sizing.fused, sizing.gain
+    return "fused" if sizing.fused else "in turns" if sizing.turns else "apart"
 
 
 def distinct() -> float:
@@ -211,6 +244,8 @@ def measure_memory(shape: Shape, way: str) -> dict[str, float]:
     peak = Peak()
     if way == "alone":
         alone(shape, peak)
+    elif way == "in turns":
+        in_turns(shape, peak)
     elif reason := together(shape, peak):
         raise SystemExit(f"not fused: {reason}")
     at_peak = resident("VmHWM")
@@ -232,19 +267,22 @@ def memory(shape: Shape, way: str) -> dict[str, float]:
 
 def row(shape: Shape, turns: int) -> dict[str, Any]:
     """Measure time and memory of a shape."""
-    one, all_together = Laps(), Laps()
+    one, all_together, one_by_one = Laps(), Laps(), Laps()
     for _ in range(turns):
         alone(shape, one)
         if reason := together(shape, all_together):
             raise SystemExit(f"{shape}: not fused: {reason}")
-    ratio = one.shortest * shape.members / all_together.shortest
-    fused, _ = chosen(shape)
-    found = {way: memory(shape, way) for way in ("alone", "stacked", "shared")}
+        in_turns(shape, one_by_one)
+    fused, turned = (one.shortest * shape.members / laps.shortest for laps in (all_together, one_by_one))
+    way = chosen(shape)
+    found = {way: memory(shape, way) for way in ("alone", "stacked", "shared", "in turns")}
     return {
         **shape._asdict(),
         "ms_alone": one.shortest * 1e3,
-        "ratio": ratio,
-        "auto": ratio if fused else 1.0,
+        "ratio": fused,
+        "in_turns": turned,
+        "way": way,
+        "auto": {"fused": fused, "in turns": turned, "apart": 1.0}[way],
         "memory_mb": {
             "base": found["alone"]["base"],
             "adapter": found["alone"]["adapter"],
@@ -253,7 +291,31 @@ def row(shape: Shape, turns: int) -> dict[str, Any]:
             "shared": found["shared"]["models"],
             "peak": found["shared"]["peak"],
             "peak_stacked": found["stacked"]["peak"],
+            "peak_in_turns": found["in turns"]["peak"],
         },
+    }
+
+
+def row_on_gpu(shape: Shape) -> dict[str, Any]:
+    """Measure time and memory of a shape on a GPU."""
+    laps, peaks = {}, {}
+    reason = ""
+    for way in ("alone", "together"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        laps[way] = Laps()
+        if way == "alone":
+            alone(shape, laps[way])
+        else:
+            reason = together(shape, laps[way])
+        peaks[way] = torch.cuda.max_memory_allocated() / MIB
+    return {
+        **shape._asdict(),
+        "ms_alone": laps["alone"].shortest * 1e3,
+        "ratio": laps["alone"].shortest * shape.members / laps["together"].shortest,
+        "not_fused": reason,
+        "alone_mb": peaks["alone"],
+        "peak_mb": peaks["together"],
     }
 
 
@@ -262,19 +324,40 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--gpu", nargs="*", metavar="TOKENSxSEQUENCESxMEMBERS")
+    parser.add_argument("--end-to-end", action="store_true", help="a sweep on the embedded cluster")
     parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     logging.disable(logging.WARNING)
+    if given.gpu is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a session uses a GPU wherever there is one
     torch.set_num_threads(1)
     if given.memory:
         shape, way = given.memory
         print(json.dumps(measure_memory(Shape(*json.loads(shape)), way)))
+        return
+    if given.gpu is not None:
+        rows = []
+        for each in given.gpu or ON_GPU:
+            tokens, sequences, members = map(int, each.split("x"))
+            rows.append(row_on_gpu(Shape("llama", 1536, 16, sequences, tokens, members)))
+            print(json.dumps(rows[-1]), flush=True)
+        title = f"Sweeps of adapters on one base, {torch.cuda.get_device_name()}"
+        report(title, rows, ["torch", "transformers", "peft", "freetrain-parsl"], given.json)
+        return
+    if given.end_to_end:
+        sweep = _lora_sweep.measure(quick=given.quick)
+        report(
+            "A sweep of adapters, end to end", sweep, ["torch", "transformers", "peft", "freetrain-parsl"], given.json
+        )
         return
     rows = [row(shape, given.turns) for shape in (QUICK if given.quick else SHAPES)]
     flat = [{**{key: value for key, value in each.items() if key != "memory_mb"}, **each["memory_mb"]} for each in rows]
     report("Sweeps of adapters on one base", flat, ["torch", "transformers", "peft", "freetrain-parsl"])
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if slow := [each for each in rows if each["auto"] < LEAST_RATIO]:
+        raise SystemExit(f"chosen although slower than one by one: {slow}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The pause of a sharded training job that changes or loses processes, in place and otherwise.
 
 Use ``--quick`` for a small model, ``--json FILE`` to save the figures, and ``--changes 2-3 3-2`` or ``--failures
-neighbour`` for a part of them.
+replica`` for a part of them.
 
 *In place*: from the boundary to the next batch, on the slowest process; newcomers have prepared before, as always.
 *Checkpoint*: `torch.distributed.checkpoint` saves and loads the same state in the processes that there are after the
@@ -9,23 +9,29 @@ change, in the page cache, without checksums or ``fsync``: less than a restart f
 processes from nothing until they have a sharded model; nothing is loaded. Bytes are those of all processes together;
 the least is what has to move.
 
-*Failures*: see `_lost_process`; the neighbour is a process that has a copy of the part of the lost one.
+``--gpu``: on a GPU that all processes share, over NCCL: needs ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and NCCL 2.30.
+
+*Failures*: see `_lost_process`; the neighbour is a process that has a copy of the part of the lost one. With a replica,
+see `_lost_replica`, no step is repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from _lost_process import failure
+from _lost_replica import lost_replica
 from _report import report
 from _rescale_crew import Crew
 from torch import nn
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 
 WIDTH, INNER, BLOCKS, QUICK_BLOCKS = 512, 2048, 16, 2
 CHANGES = ("2-3", "3-2", "4-8", "8-4")
-FAILURES = ("neighbour", "checkpoint")
+FAILURES = ("replica", "neighbour", "checkpoint")
 ROUNDS = 2
 FAILURE_WIDTH, QUICK_WIDTH = 2048, 256  # 33.6 million parameters
 _PATIENCE = 120.0
@@ -186,8 +192,9 @@ def cold(blocks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    net = shard(make_net(blocks), init_device_mesh("cpu", (dist.get_world_size(),)))
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    net = shard(make_net(blocks), init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),)))
     torch.optim.AdamW(net.parameters())
     dist.destroy_process_group()
 
@@ -196,6 +203,7 @@ def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--changes", nargs="*", choices=CHANGES, metavar="OLD-NEW")
     parser.add_argument("--failures", nargs="*", choices=FAILURES)
@@ -204,11 +212,14 @@ def main() -> None:
     if options.cold is not None:
         cold(options.cold)
         return
+    if not options.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a session uses a GPU wherever there is one
     if options.changes is None and options.failures is None:
         options.changes, options.failures = CHANGES, FAILURES
     blocks, rounds, width = (QUICK_BLOCKS, 1, QUICK_WIDTH) if options.quick else (BLOCKS, ROUNDS, FAILURE_WIDTH)
     rows = list(measure(options.changes or (), blocks, rounds))
-    rows += [failure(width, copies=name == "neighbour") for name in options.failures or ()]
+    losses = {"replica": lost_replica, "neighbour": partial(failure, copies=True), "checkpoint": failure}
+    rows += [losses[name](width) for name in options.failures or ()]
     report("Sharded training jobs change and lose processes", rows, ["torch"], options.json)
 
 

@@ -7,6 +7,11 @@ opens, links and listings (``shared_tree_calls``) from the job script to the fir
 second, as with NFS. It is slow for the nodes only, and counts only theirs: the driver's session is exempt. Rows: nodes
 without an image, with one that they unpack first, and with one that another block has unpacked (``unpacks`` false). The
 app imports scikit-learn. Seconds, of one run unless ``--repeat`` says otherwise: then medians.
+
+The phases of a start, one after the other: ``scheduler`` (from the request of the block to its script), ``pilot``
+(until it starts the pool; unpacking is part of it), ``pool`` (until it starts the server of its slots), ``imports`` (of
+the server, until it forks a slot), ``hello`` (until the driver knows the slot), ``assigned`` (until the function is
+called), ``own_imports`` (of the function), ``group`` (until its loop begins) and ``step``.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from parsl.config import Config
 from freetrain_parsl import EmbeddedClusterProvider, FreeTrainExecutor, PlannerSettings, RateLimits, training_app
 from freetrain_parsl.executor.journal import read_kinds
 from freetrain_parsl.location import PACKAGE
-from freetrain_parsl.protocol.journal import SlotJoined
+from freetrain_parsl.protocol.journal import BlockRequested, SlotJoined
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' slow file system
 from tests.support.slowfs import SlowTrees, missing_for_slowfs
@@ -48,6 +53,7 @@ def first_step(session: Any, run: int) -> dict[str, float]:  # noqa: ARG001 - ea
     import time
 
     called = time.time()
+    import psutil
     import torch
     from sklearn.datasets import load_digits
     from torch.utils.data import TensorDataset
@@ -57,14 +63,20 @@ def first_step(session: Any, run: int) -> dict[str, float]:  # noqa: ARG001 - ea
     model, _ = session.prepare(torch.nn.Linear(64, 10), torch.optim.SGD, lr=0.1)
     data = session.loader(TensorDataset(torch.tensor(x[:100], dtype=torch.float32), torch.tensor(y[:100])), 50)
     first = 0.0
+    slot, server, pool, *_ = psutil.Process().parents()  # this process is forked from the slot's place
     for _ in session.epochs(1):
+        begun = time.time()
         for images, labels in data:
             session.step(torch.nn.functional.cross_entropy(model(images), labels))
             first = first or time.time()
     return {
         "called": called,
         "imported": imported,
+        "begun": begun,
         "first": first,
+        "pool": pool.create_time(),
+        "server": server.create_time(),
+        "slot": slot.create_time(),
         "image": float("FREETRAIN_IMAGE" in os.environ),
     }
 
@@ -106,6 +118,7 @@ def one_start(
         trees.set_latency(0)
         begin = float(script.read_text(encoding="utf-8"))
         joined = next(entry.time for entry in read_kinds(executor.journal_path, [SlotJoined]))
+        requested = next(entry.time for entry in read_kinds(executor.journal_path, [BlockRequested]))
         assert bool(done["image"]) is bool(words), "the node has started otherwise"
         if learns:
             _wait_for_learned(work / "cache")
@@ -115,10 +128,15 @@ def one_start(
         "unpacks": bool(words) and unpacks,
         "shared_tree_calls": calls,
         "first_step_s": done["first"] - begin,
-        "slot_ready_s": joined - begin,
+        "scheduler_s": begin - requested,
+        "pilot_s": done["pool"] - begin,
+        "pool_s": done["server"] - done["pool"],
+        "imports_s": done["slot"] - done["server"],
+        "hello_s": joined - done["slot"],
         "assigned_s": done["called"] - joined,
         "own_imports_s": done["imported"] - done["called"],
-        "step_s": done["first"] - done["imported"],
+        "group_s": done["begun"] - done["imported"],
+        "step_s": done["first"] - done["begun"],
     }
 
 

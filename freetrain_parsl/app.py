@@ -20,6 +20,7 @@ from freetrain_parsl.planning.settings import RescaleCosts
 from freetrain_parsl.protocol.options import SessionOptions, snapshot_steps
 from freetrain_parsl.sweep import SweepPoint, check_template, combined, fill_template, is_template, zipped
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
+from freetrain_parsl.training.data.staging import described, paths_of
 from freetrain_parsl.training.signature import bind_call, check_signature
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.executor import FreeTrainExecutor
     from freetrain_parsl.executor.jobs.request import TrainingRequest
     from freetrain_parsl.executor.jobs.size import Size
-    from freetrain_parsl.protocol.options import Code
+    from freetrain_parsl.protocol.options import Code, StagedPath
 
 __all__ = ["Scaling", "TrainingApp", "training_app"]
 
@@ -91,6 +92,11 @@ class TrainingApp(AppBase):
         """The plain function; `run_local` calls it."""
         function: Callable[..., Any] = self.func
         return function
+
+    @property
+    def stage(self) -> tuple[StagedPath, ...]:
+        """What its training jobs read from copies on the nodes."""
+        return paths_of(self._options.stage)
 
     @property
     def node_kinds(self) -> tuple[str, ...]:
@@ -257,6 +263,7 @@ class TrainingApp(AppBase):
             "code": code,
             "call": call,
             "snapshot_every": copies,
+            "stage": self.stage,
         }
         size = options.size
         size.check(f"training job {name!r}")
@@ -286,7 +293,11 @@ class TrainingApp(AppBase):
         return name, ""
 
     def call_request(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], code: Code | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        code: Code | None = None,
+        stage: tuple[StagedPath, ...] | None = None,
     ) -> TrainingRequest:
         """Return the description of the training job of one call.
 
@@ -296,11 +307,20 @@ class TrainingApp(AppBase):
             The arguments of the call, which have been checked.
         code
             The code of the function, if it is known already.
+        stage
+            What it stages, if it is described already.
+
+        Raises
+        ------
+        InvalidApp
+            A file that is to be staged is missing.
         """
         code = code_of(self.func) if code is None else code
         name, call = self.names_of(args, kwargs)
         request = self.request(f"{call}-{code.digest[:8]}" if call else name, code, call)
-        return replace(request, likeness=likeness_of(self.func, code, args, {**self.kwargs, **kwargs}))
+        likeness = likeness_of(self.func, code, args, {**self.kwargs, **kwargs})
+        stage = described(self.stage) if stage is None else stage
+        return replace(request, options=replace(request.options, stage=stage), likeness=likeness)
 
     def submit(self, request: TrainingRequest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingFuture:
         """Submit the training job of one call, described by `call_request`."""
@@ -363,12 +383,12 @@ class TrainingApp(AppBase):
 
     def _submit_points(self, points: Sequence[SweepPoint], caller: str) -> list[AppFuture]:
         """Submit the training jobs of a sweep, after all of them have been checked."""
-        code = code_of(self.func)
-        described = [
-            (app, app.call_request(point.args, point.kwargs, code), point)
+        code, stage = code_of(self.func), described(self.stage)  # once: there may be thousands of points, and of files
+        requests = [
+            (app, app.call_request(point.args, point.kwargs, code, stage), point)
             for app, point in zip(self.at_points(points, caller), points, strict=True)
         ]
-        return [app.submit(request, point.args, point.kwargs) for app, request, point in described]
+        return [app.submit(request, point.args, point.kwargs) for app, request, point in requests]
 
     def _call_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Derive a name from function and arguments; with the code's digest, later runs find checkpoints by it."""
@@ -459,7 +479,8 @@ def training_app(
     snapshot_every
         Of a sharded model: number of steps after which each process copies its part of the state to the memory of
         another node, from where the training job continues after the loss of a node, instead of from its newest
-        checkpoint. ``"auto"``: chosen by the cost and the failure rate, where memory allows; ``None``: no copies.
+        checkpoint. ``"auto"``: chosen by the cost and the failure rate, where memory allows; ``None`` or ``False``:
+        no copies.
     replicas
         Of a sharded model: number of replicas where there are nodes for them, each with the whole state on at least
         `min_nodes` nodes. When one loses a node, the others continue without repeating a step.
@@ -473,6 +494,10 @@ def training_app(
     tracker
         Tracker of the values of ``session.log``: ``"csv"``, ``"tensorboard"``, ``"mlflow"``, ``"wandb"``,
         ``"module:Class"``, a mapping from these to options, or a list. Default: the executor's.
+    stage
+        Files and directories that each node copies to its own storage, once for all its training jobs:
+        ``session.staged`` returns where. Names that are not absolute are looked up in the current directory of the
+        process that calls the app, or that of a campaign's file.
     executors, cache, data_flow_kernel
         As in Parsl's ``python_app``; exactly one of the executors must be a FreeTrainExecutor.
 

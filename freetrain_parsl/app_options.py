@@ -12,6 +12,7 @@ from freetrain_parsl.planning.curves.scaling import CurveLike, ScalingCurve
 
 if TYPE_CHECKING:
     from datetime import datetime, timedelta
+    from pathlib import Path
 
     from parsl.dataflow.dflow import DataFlowKernel
 
@@ -51,6 +52,7 @@ class AppOptions:
     fuse: Fuse = "auto"
     node_kinds: Sequence[str] = ()
     tracker: Any = None
+    stage: Sequence[str | Path] | Mapping[str, Path] = ()
     executors: Sequence[str] | Literal["all"] = "all"
     cache: bool = False
     data_flow_kernel: DataFlowKernel | None = None

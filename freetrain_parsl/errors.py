@@ -206,6 +206,11 @@ class PeerFailed(TrainingError):
         Description of the failure.
     unreachable
         Pairs of ranks that cannot reach each other over the network, if that is the reason.
+
+    Attributes
+    ----------
+    step
+        Optimizer steps of the training job when it ended in this process.
     """
 
     transient = True
@@ -213,6 +218,7 @@ class PeerFailed(TrainingError):
     def __init__(self, message: str = "", unreachable: tuple[tuple[int, int], ...] = ()) -> None:
         super().__init__(message)
         self.unreachable = unreachable
+        self.step = 0
 
 
 class StateLost(PeerFailed):

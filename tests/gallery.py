@@ -27,6 +27,7 @@ PARTS = {
     "idle-nodes": ("idle.html", "Idle nodes and their use", "Idle nodes and their use"),
     "completion-times": ("jobs.html", "Distribution of completion times", "Distribution of completion times"),
     "life-of-a-job": ("jobs.html", "The life of ", "Goodput"),
+    "fine-tuning-sweep": ("sweep.html", "Members finished over time", "Members finished over time"),
     "two-sites": ("sites.html", "Efficiency over time", "Efficiency over time"),
 }
 _SHELL = re.compile(r"^```\n((?:\$ .*\n)+)```$", re.MULTILINE)

@@ -3,13 +3,15 @@
 The source distribution is built once, and the wheel from it. Then, for each version that is found on PATH or among
 pyenv's: a new environment with the wheel, in which the demo runs from an empty directory; and, with the checkout
 installed in place of the wheel, ``pip check`` and the quick part of the test suite. The last environment has the lowest
-versions of all dependencies, on the oldest Python.
+versions of all dependencies, on the oldest Python: the demo with the oldest Parsl of pyproject.toml, which some sites
+require; the tools of the tests need a newer one.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,11 +33,15 @@ PROBE = "import ensurepip, ssl, sys, venv; print('.'.join(map(str, sys.version_i
 
 @dataclass
 class Trial:
-    """One environment: its name, the Python that it is made with, and the seconds of each step until one failed."""
+    """One environment: its name, the Python that it is made with, and the seconds of each step until one failed.
+
+    `parsl` is a version for the demo that `constraints` do not allow.
+    """
 
     name: str
     python: str
     constraints: str = "constraints.txt"
+    parsl: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     failed: str = ""
 
@@ -49,11 +55,14 @@ class Trial:
             "environment": ([self.python, "-m", "venv", str(environment)], ROOT),
             "torch": ([*install, "torch"], ROOT),  # first, as in the Makefile
             "wheel": ([*install, f"{wheel}[examples,report]"], ROOT),
+            "Parsl": ([python, "-m", "pip", "install", "--quiet", "--no-deps", f"parsl=={self.parsl}"], ROOT),
             "demo": ([str(environment / "bin" / "freetrain"), "demo"], directory),
             "install": ([*make, "install"], ROOT),
             "pip check": ([python, "-m", "pip", "check"], ROOT),
             "quick tests": ([python, "-m", "pytest", *QUICK, *arguments_of("quick", cores)], ROOT),
         }
+        if not self.parsl:
+            del steps["Parsl"]
         for step, (command, where) in steps.items():
             print(f"== Python {self.name}: {step}", flush=True)
             begin = time.monotonic()
@@ -75,6 +84,13 @@ def build(directory: Path) -> Path:
     subprocess.run([uv, "build", "--quiet", "--out-dir", directory, ROOT], check=True)
     (wheel,) = directory.glob("*.whl")
     return wheel
+
+
+def oldest_parsl() -> str:
+    """Return the lowest version of Parsl that pyproject.toml allows."""
+    found = re.search(r'"parsl>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1]
 
 
 def interpreters() -> dict[str, str]:
@@ -107,7 +123,7 @@ def main(arguments: list[str]) -> int:
     if options.ends:
         trials = trials[:1] + trials[1:][-1:]
     elif found:
-        trials.append(Trial(LOWEST, next(iter(found.values())), "constraints-lowest.txt"))
+        trials.append(Trial(LOWEST, next(iter(found.values())), "constraints-lowest.txt", oldest_parsl()))
     trials = [trial for trial in trials if trial.name in options.versions or not options.versions]
     with tempfile.TemporaryDirectory(prefix="freetrain-wheel-") as distribution:
         try_all(trials, options.keep, build(Path(distribution)))

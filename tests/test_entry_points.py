@@ -21,6 +21,7 @@ from freetrain_parsl.executor.jobs.port import JOBS
 from freetrain_parsl.executor.values.tracker import TRACKERS
 from freetrain_parsl.planning.objectives.base import OBJECTIVES
 from freetrain_parsl.planning.policies import POLICIES
+from freetrain_parsl.training.data.staging import COPIES
 from freetrain_parsl.training.extension import SESSIONS
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ GROUPS = {
     "freetrain.storage": HOME_KINDS,
     "freetrain.runs": RUN_KINDS,
     "freetrain.starts": STARTS,
+    "freetrain.copies": COPIES,
 }
 
 MODULE = """
@@ -101,6 +103,7 @@ from freetrain_parsl.executor.jobs.port import JOBS
 from freetrain_parsl.executor.values.tracker import parse_trackers
 from freetrain_parsl.planning.objectives.base import resolve_objective
 from freetrain_parsl.planning.policies import POLICIES, resolve_policy
+from freetrain_parsl.training.data.staging import COPIES
 from freetrain_parsl.training.extension import SESSIONS
 
 try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_MODULES: Final = 16
 """In a folder, ``__init__`` aside."""
 
-MOST_FILES: Final = 506
+MOST_FILES: Final = 514  # what NCCL does differently, lost messages, shards in place, copies of users' data
 """With more than a docstring."""
 
 CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "storage")
@@ -32,15 +32,15 @@ CORE: Final = ("", "planning", "protocol", "windows", "executor", "training", "s
 
 # Room -> most lines, at most 3 % above what is there.
 BUDGET: Final = {
-    "": 2_200,
-    "campaign": 5_360,
+    "": 2_240,  # the app's option `stage`, and how far a failed member had come
+    "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 14_840,
+    "executor": 15_150,  # leavers left behind, who was lost, indices of a thousand slots, copies of users' data
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 8_850,
+    "extensions/fusion": 9_400,  # members that share a base in turns, sparse arguments, refusals that are remembered
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
@@ -49,17 +49,17 @@ BUDGET: Final = {
     "extensions/pbs": 1_510,
     "extensions/replay": 6_940,
     "extensions/resources": 1_050,
-    "extensions/sharding": 3_120,
-    "extensions/staging": 1_110,
+    "extensions/sharding": 3_300,  # shards that stay in their place, refusals of misplaced fully_shard
+    "extensions/staging": 1_430,  # copies of users' data on nodes; listings of directories in images
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
     "planning": 7_700,
-    "protocol": 2_000,
-    "report": 3_120,
+    "protocol": 2_090,  # who was lost, which steps are repeated, shared bases, heartbeats packed once
+    "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,
-    "training": 13_700,
+    "training": 14_340,  # NCCL: settle before use, abort all groups at once; waits without lost messages; staged data
     "windows": 3_350,
 }
 

@@ -90,7 +90,7 @@ ROOMS = {
     },
     "extensions/resources": {"cli", "planning", "report"},
     "extensions/sharding": {"planning", "protocol", "storage", "training"},
-    "extensions/staging": {"executor", "protocol", "storage"},
+    "extensions/staging": {"executor", "protocol", "storage", "training"},
     "extensions/simulate": {
         "cli",
         "planning",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from freetrain_parsl.campaign.site.providers import make_window_source
 from freetrain_parsl.errors import BatchSystemError, ClusterGone
 from freetrain_parsl.executor.htex.node_start import START_FILES
+from freetrain_parsl.training.data.staging import COPIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +86,8 @@ def remove_start_files(store: RunStore) -> None:
     for driver in store.drivers():
         if driver.journal is not None:
             shutil.rmtree(Path(driver.journal).parent / START_FILES, ignore_errors=True)
+    for copies in COPIES.usable():  # of users' files: where nodes are on this host, as in the embedded cluster
+        copies.clean()
 
 
 def _find(source: WindowSource, prefixes: list[str]) -> dict[str, str]:

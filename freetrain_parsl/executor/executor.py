@@ -142,8 +142,8 @@ class FreeTrainExecutor(PlannedHtex):
         Container in which the nodes' worker pools run. Default: none.
     node_image
         Whether nodes start from an image of the Python environment on their own storage: ``"auto"``, if they would
-        otherwise read it from a shared file system or wait long for it; ``"always"``; or ``"off"``. Nodes that run
-        their worker pool in a container start without an image.
+        otherwise read it from a shared file system or wait long for it; ``"always"``; ``"full"``, with large libraries;
+        or ``"off"``. Nodes that run their worker pool in a container start without an image.
     log_dir
         Directory of the training jobs' logs, one for each; see ``freetrain logs``. Default: ``logs`` in Parsl's run
         directory.

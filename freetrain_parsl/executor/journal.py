@@ -51,7 +51,10 @@ _LONGEST_NAME: Final = 100
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 20_000  # entries in memory while the file cannot be written
+_PROGRESS_PAUSE = 1.0  # seconds between writes of progress reports
 _LONGEST_PAUSE = 60.0  # seconds between attempts to write
+
+_LAST_ID: Final = (1 << 63) - 1  # of SQLite
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS event (
@@ -169,11 +172,11 @@ class Journal:
         self._observe = observe
         self._clock = clock
         self._entries: deque[tuple[float, str, str, str]] = deque()
-        self._progress: dict[str, tuple[float, str]] = {}
+        self._progress: dict[str, tuple[float, Progress]] = {}
         self._samples = ValueSamples()
         self._dropped = 0
         self._failures = 0
-        self._retry_at = 0.0
+        self._retry_at = self._progress_at = 0.0
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
             os.fchmod(descriptor, 0o600)  # SQLite gives its log the same mode
@@ -197,16 +200,16 @@ class Journal:
         if len(self._entries) >= _MOST_KEPT:
             self._entries.popleft()
             self._dropped += 1
-        detail = asdict(record)
+        detail = dict(vars(record))
         subject = detail.pop("subject")
-        self._entries.append((time, type_name(type(record)), subject, json.dumps(detail)))
+        self._entries.append((time, type_name(type(record)), subject, _as_json(detail)))
 
     def keep_progress(self, time: float, training: str, progress: Progress) -> None:
         """Replace the last progress report of a training job: reports are too frequent to keep all.
 
         A sample of their losses is kept.
         """
-        self._progress[training] = (time, json.dumps(asdict(progress)))
+        self._progress[training] = (time, progress)
         self._samples.admit(training)
         if progress.loss is not None and (kept := self._samples.choose_loss(time, training, progress.loss)):
             self.write(time, record.ValuesSampled(training, progress.step, kept))
@@ -216,12 +219,17 @@ class Journal:
         for step, kept in self._samples.choose_rows(time, training, rows):
             self.write(time, record.ValuesSampled(training, step, kept))
 
-    def commit(self) -> None:
-        """Make the entries visible to readers; on failure, log a warning and retry later."""
-        if not (self._entries or self._progress) or self._clock() < self._retry_at:
+    def commit(self, *, all_progress: bool = True) -> None:
+        """Make the entries visible to readers; on failure, log a warning and retry later.
+
+        Without `all_progress`, progress reports are written once a second: a hundred training jobs report twice.
+        """
+        spared = not all_progress and self._clock() < self._progress_at
+        if not (self._entries or (self._progress and not spared)) or self._clock() < self._retry_at:
             return
+        progress = {} if spared else self._progress
         try:
-            self._flush()
+            self._flush(progress)
         except sqlite3.Error as error:  # full disk, I/O error, lost mount, lock: not the run's fault
             self._failures += 1
             self._retry_at = self._clock() + min(2.0**self._failures, _LONGEST_PAUSE)
@@ -232,7 +240,9 @@ class Journal:
             logger.warning("the journal %s can be written again; %d entries were lost", self.path, self._dropped)
         self._failures = self._dropped = 0
         self._entries.clear()
-        self._progress.clear()
+        if not spared:
+            self._progress.clear()
+            self._progress_at = self._clock() + _PROGRESS_PAUSE
 
     def close(self) -> None:
         """Commit and close."""
@@ -241,15 +251,19 @@ class Journal:
         with contextlib.suppress(sqlite3.Error):  # logged above
             self._database.close()
 
-    def _flush(self) -> None:
+    def _flush(self, progress: Mapping[str, tuple[float, Progress]]) -> None:
         with self._database:
             self._database.executemany(
                 "INSERT INTO event (time, kind, subject, detail) VALUES (?, ?, ?, ?)", self._entries
             )
             self._database.executemany(
                 "INSERT OR REPLACE INTO progress (training, time, detail) VALUES (?, ?, ?)",
-                [(training, *report) for training, report in self._progress.items()],
+                [(training, time, _as_json(vars(report))) for training, (time, report) in progress.items()],
             )
+
+
+def _as_json(detail: Mapping[str, Any]) -> str:
+    return json.dumps(detail, default=asdict)  # `asdict` of the whole would copy each list of nodes
 
 
 def read_journal(path: Path, after: int = 0) -> Iterator[tuple[int, JournalEntry]]:
@@ -281,13 +295,17 @@ def _in_order(reading: DatabaseReading, rows: Iterable[tuple[Any, ...]]) -> Iter
         reading.restart()
 
 
-def read_kinds(path: Path, kinds: Sequence[type[Record]]) -> Iterator[JournalEntry]:
-    """Yield the entries of some kinds of records, in order, without reading the others."""
+def read_kinds(
+    path: Path, kinds: Sequence[type[Record]], after: int = 0, upto: int = _LAST_ID
+) -> Iterator[JournalEntry]:
+    """Yield the entries of some kinds of records, with ids in ``(after, upto]``, without reading the others."""
     names = [type_name(kind) for kind in kinds]
     places = ", ".join("?" * len(names))
-    query = f"SELECT id, time, kind, subject, detail FROM event WHERE kind IN ({places}) ORDER BY id"  # noqa: S608 - only ?
+    where = f"kind IN ({places}) AND id > ? AND id <= ?"
+    query = f"SELECT id, time, kind, subject, detail FROM event WHERE {where} ORDER BY id"  # noqa: S608 - only ?
     with _opened(path) as reading:
-        for _number, time, kind, subject, detail in _in_order(reading, reading.connection.execute(query, names)):
+        rows = reading.connection.execute(query, (*names, after, upto))
+        for _number, time, kind, subject, detail in _in_order(reading, rows):
             yield JournalEntry(time, kind, subject, parse_stored(detail))
 
 

@@ -137,17 +137,23 @@ def names_in(directory: Path) -> list[str]:
 def mark_of(entry: Record) -> str | None:  # noqa: C901 - one case for each kind of record
     """Return the mark for a record about a training job; ``None`` if the log does not mention it."""
     match entry:
-        case record.FragmentStarted(nodes=nodes, array=array, in_place=in_place, paused=paused, generation=number):
-            how = f", in place after {paused:.2f} s" if in_place else ""
-            how += f", {entry.moved / 1e6:,.1f} MB moved" if entry.moved else ""
-            where = f", fused in {array}" if array else ""
-            return f"trains on {_names(nodes)} (fragment {number}{how}){where}"
-        case record.FragmentResumed(step=step, from_memory=from_memory):
-            return f"resumed from {'copies in memory' if from_memory else 'the checkpoint'} of step {step}"
+        case record.FragmentStarted(nodes=nodes, array=array, in_place=in_place, paused=paused):
+            facts = [f"in place after {paused:.2f} s"] if in_place else []
+            facts += [f"{entry.moved / 1e6:,.1f} MB moved"] if entry.moved else []
+            facts += ["no step repeated"] if entry.repaired else []
+            how = f" ({', '.join(facts)})" if facts else ""
+            where = f", in {array}" if array else ""
+            return f"trains on {_names(nodes)}{how}{where}"
+        case record.FragmentResumed():
+            return f"resumed from {entry.source}"
         case record.FragmentEnded(failure=True, nodes=nodes):
-            return f"a process failed on {_names(nodes)}"
+            return f"{entry.loss}; it trained on {_names(nodes)}"
         case record.FragmentEnded(nodes=nodes):
             return f"left {_names(nodes)}"
+        case record.TrainsAlone(reason=reason):
+            return f"not fused: {reason}"
+        case record.BaseShared(array=array):
+            return f"in {array}, {entry.how()}"
         case record.CodeChanged(note=note) | record.TrainingNoted(note=note):
             return note
         case record.TrainingWaits(reason=reason):

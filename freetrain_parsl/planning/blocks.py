@@ -256,7 +256,8 @@ class Holdings:
         free = {name: window.node_kind for window in self.windows for name in window.nodes}
         left = Counter(free.values())
         actions: ev.Actions = []
-        for name, block in list(self._blocks.items()):
+        # First those whose own nodes are still free: they would be requested again at once.
+        for name, block in sorted(self._blocks.items(), key=lambda item: not free.keys() >= set(item[1].nodes)):
             if block.started:
                 continue
             kind = block.node_kind

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, UserDict
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
@@ -28,6 +28,7 @@ from freetrain_parsl.planning.settings import PlannerSettings, SettingsInSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Set as AbstractSet
 
     from freetrain_parsl.planning.policies.base import Policy
     from freetrain_parsl.planning.sizes import AllowedCounts
@@ -41,6 +42,26 @@ class _Member:
 
     node: PoolNode
     block: str
+
+
+class _Members(UserDict[str, _Member]):
+    """Unit -> member, with the number of the units of each machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = Counter[str]()
+
+    def __setitem__(self, name: str, member: _Member) -> None:
+        self.pop(name, None)
+        super().__setitem__(name, member)
+        self.units[member.node.machine] += 1
+
+    def __delitem__(self, name: str) -> None:
+        machine = self.data[name].node.machine
+        super().__delitem__(name)
+        self.units[machine] -= 1
+        if not self.units[machine]:
+            del self.units[machine]
 
 
 @dataclass
@@ -83,7 +104,7 @@ class Planner:
         self.outlook = Outlook()
         self._on_decision = on_decision
         self._trainers: dict[str, PlannedJob] = {}
-        self._members: dict[str, _Member] = {}
+        self._members = _Members()
         self._holdings = Holdings(self.settings)
         self._assigned: dict[str, frozenset[str]] = {}
         self._lent: frozenset[str] = frozenset()
@@ -182,12 +203,12 @@ class Planner:
                 self._drop(gone, event.time)
                 self._holdings.end(event.block)
             case ev.NodesJoined():
-                known = self._machines
-                self._vacated &= known
+                new = dict.fromkeys(node.machine for node in event.nodes if node.machine not in self._machines)
+                self._vacated = frozenset(machine for machine in self._vacated if machine in self._machines)
                 for node in event.nodes:
                     self._members[node.name] = _Member(node, event.block)
                     self._holdings.join(event.block, node.machine)
-                self.outlook.opened(event.time, dict.fromkeys(n.machine for n in event.nodes if n.machine not in known))
+                self.outlook.opened(event.time, new)
                 if self._settle_until is None and self._holdings.still_joining(self._complete_machines):
                     self._settle_until = event.time + self.settings.settle
                 self._dirty = True
@@ -256,7 +277,7 @@ class Planner:
     def _plan(self, now: float) -> ev.Actions:
         margins = self._margins()
         nodes = [member.node for member in self._members.values()]
-        self._vacated = self._machines & self._vacated | {
+        self._vacated = frozenset(machine for machine in self._vacated if machine in self._machines) | {
             node.machine
             for node in nodes
             if node.closes_or_inf - now <= margins.get(node.machine, self.settings.closing_margin)
@@ -428,15 +449,14 @@ class Planner:
         return frozenset(self._members[unit].node.machine if unit in self._members else unit for unit in units)
 
     @property
-    def _machines(self) -> frozenset[str]:
-        """The machines of which any slot is ready."""
-        return frozenset(member.node.machine for member in self._members.values())
+    def _machines(self) -> AbstractSet[str]:
+        """The machines of which any slot is ready, now."""
+        return self._members.units.keys()
 
     @property
     def _complete_machines(self) -> frozenset[str]:
         """The machines of which all slots are ready."""
-        slots = Counter(member.node.machine for member in self._members.values())
-        return frozenset(machine for machine, number in slots.items() if number >= self.slots_per_node)
+        return frozenset(machine for machine, units in self._members.units.items() if units >= self.slots_per_node)
 
     def _units_of(self, node: PoolNode) -> list[PoolNode]:
         """Return what is allocated of a node that has not joined: itself, or its slots."""

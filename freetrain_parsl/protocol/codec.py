@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -170,6 +170,9 @@ def by_type(*kinds: type[_T]) -> Mapping[str, type[_T]]:
 
 def encode(envelope: Envelope) -> list[bytes]:
     """Return the frames of a message."""
+    kind: Any = type(envelope.message)
+    if not _described(kind)[1]:
+        return [_bare(kind, envelope.number, envelope.seen), b""]
     header = _to_json(envelope.message)
     payload = header.pop(_PAYLOAD, b"")
     header["v"] = VERSION
@@ -199,7 +202,7 @@ def decode(frames: Sequence[bytes], known: Mapping[str, type]) -> Envelope:
         raise ProtocolError(f"a message of protocol version {_brief(envelope['v'])}; this is version {VERSION}")
     if not is_name(kind) or kind not in known:
         raise ProtocolError(f"a message of unknown type {_brief(kind)}")
-    if _PAYLOAD in {item.name for item in fields(known[kind])}:
+    if _has_payload(known[kind]):
         header[_PAYLOAD] = payload
     try:
         number, seen = (None if (n := envelope[key]) is None else _number(key, n) for key in ("n", "seen"))
@@ -258,6 +261,18 @@ def _to_json(value: Any) -> Any:
     return value
 
 
+@lru_cache(maxsize=4096)
+def _bare(kind: Any, number: int | None, seen: int | None) -> bytes:
+    """Return the header of a message without fields: most messages of a driver are heartbeats."""
+    numbers = {name: value for name, value in (("n", number), ("seen", seen)) if value is not None}
+    return json.dumps({"type": _described(kind)[0], "v": VERSION, **numbers}).encode()
+
+
+@cache
+def _has_payload(kind: Any) -> bool:
+    return _PAYLOAD in {item.name for item in fields(kind)}
+
+
 @cache
 def _described(kind: Any) -> tuple[str, list[tuple[str, Any]]]:
     """Return the name of a class of messages, and the defaults of its fields."""
@@ -273,6 +288,8 @@ def _decoder(hint: Any) -> Decode:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         limits = [limit for limit in hint.__metadata__ if isinstance(limit, Limit)]
+        if len(limits) == 1:
+            return _checked(_decoder(arguments[0]), limits[0].accepts)
         return _checked(_decoder(arguments[0]), lambda value: all(limit.accepts(value) for limit in limits))
     if origin in (typing.Union, types.UnionType):
         return _union(arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from freetrain_parsl.protocol.codec import by_type
@@ -14,6 +14,7 @@ __all__ = [
     "ArrayMeasured",
     "ArrayStarted",
     "Assign",
+    "BaseShared",
     "BatchChanged",
     "BatchRequests",
     "BlockEnded",
@@ -62,6 +63,9 @@ __all__ = [
     "ValuesSampled",
     "record_of",
 ]
+
+
+_MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -330,6 +334,8 @@ class FragmentStarted(Record):
         The array in which it trains, fused with others; empty: by itself.
     moved
         Bytes of a state divided among the processes that went from one to another.
+    repaired
+        It continues after a failure, without repeating a step.
     """
 
     generation: int
@@ -338,25 +344,38 @@ class FragmentStarted(Record):
     paused: float
     array: str = ""
     moved: int = 0
+    repaired: bool = False
 
 
 @dataclass(frozen=True)
 class FragmentResumed(Record):
     """A group resumed from the checkpoint of `step`, made in steps of `slot_seconds`.
 
-    `from_memory`: not from a checkpoint, but from copies of a sharded state in the memory of its nodes.
+    `from_memory`: not from a checkpoint, but from copies of a sharded state in the memory of its nodes. `furthest`: the
+    last step that it had reported before; those after `step` are repeated. ``None``: not known, as to a new driver.
     """
 
     step: int
     slot_seconds: float
     from_memory: bool = False
+    furthest: int | None = None
+
+    @property
+    def source(self) -> str:
+        """What it resumed from, and the steps that it repeats, in words."""
+        source = f"{'copies in memory' if self.from_memory else 'the checkpoint'} of step {self.step:,}"
+        first, last = self.step + 1, self.furthest or 0
+        if last < first:
+            return source
+        return f"{source}, repeats step {last:,}" if first == last else f"{source}, repeats steps {first:,} to {last:,}"
 
 
 @dataclass(frozen=True)
 class FragmentEnded(Record):
     """A group ended; `failure`: because a member failed; `array` as in `FragmentStarted`.
 
-    `slot_seconds`: of the steps that count, as last reported, over all groups; ``None``: not reported.
+    `slot_seconds`: of the steps that count, as last reported, over all groups; ``None``: not reported. `lost`: slots
+    whose process has failed or was taken -> their nodes; empty: only their connections have failed, or not known.
     """
 
     generation: int
@@ -365,6 +384,17 @@ class FragmentEnded(Record):
     seconds: float = 0.0
     array: str = ""
     slot_seconds: float | None = None
+    lost: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> str:
+        """Where processes were lost, in words."""
+        nodes, number = sorted(set(self.lost.values())), len(self.lost)
+        if not nodes:
+            return "a process or node failed"
+        more = f" and {len(nodes) - _MOST_NAMES} more" if len(nodes) > _MOST_NAMES else ""
+        where = ", ".join(nodes[:_MOST_NAMES]) + more
+        return f"its process on {where} was lost" if number == 1 else f"its {number} processes on {where} were lost"
 
 
 @dataclass(frozen=True)
@@ -398,13 +428,35 @@ class ArrayMeasured(Record):
 
 
 @dataclass(frozen=True)
+class BaseShared(Record):
+    """A member has `size` bytes of frozen tensors in common with all `members` of its array, in memory once.
+
+    Parameters
+    ----------
+    turns
+        Why the members of the array are not fused, but step in turns; empty: they are fused.
+    """
+
+    array: str
+    members: int
+    size: int
+    turns: str = ""
+
+    def how(self, members: int | None = None) -> str:
+        """Say how the members train, and what they share; `members`: how many they are by now."""
+        base = f", base shared: {self.size / 1e6:.1f} MB once for {members or self.members} members"
+        return f"{'in turns' if self.turns else 'fused'}{base if self.size else ''}{self.turns and '; '}{self.turns}"
+
+
+@dataclass(frozen=True)
 class ArrayEnded(Record):
-    """An array ended after `seconds`; `failure`: because its process failed."""
+    """An array ended after `seconds`; `failure`: because its process failed, in `slot`."""
 
     array: str
     node: str
     failure: bool
     seconds: float
+    slot: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ __all__ = [
     "OnCodeChange",
     "SessionOptions",
     "SnapshotEvery",
+    "StagedPath",
     "check_on_code_change",
     "digest_of",
     "snapshot_steps",
@@ -115,6 +116,28 @@ class Code:
 
 
 @dataclass(frozen=True)
+class StagedPath:
+    """A file or directory of the user that nodes read from a copy on their own storage.
+
+    Parameters
+    ----------
+    name
+        Its name in the training function.
+    path
+        Its absolute path on the shared file system.
+    key
+        Identifies its content; empty: there are no copies.
+    size
+        Bytes.
+    """
+
+    name: Name
+    path: Text
+    key: Name = ""
+    size: Count = 0
+
+
+@dataclass(frozen=True)
 class SessionOptions:
     """The options of one training job's session.
 
@@ -151,6 +174,8 @@ class SessionOptions:
         Number of replicas of a sharded state where there are nodes for them.
     call
         Prefix of the names that are derived from this function and these arguments; empty: the name was given.
+    stage
+        What nodes read from copies of their own; ``None``: unknown, since the function is called without its app.
 
     Raises
     ------
@@ -173,6 +198,7 @@ class SessionOptions:
     snapshot_every: Count | None = 0
     replicas: Count = 1
     call: Text = ""
+    stage: tuple[StagedPath, ...] | None = None
 
     def __post_init__(self) -> None:
         who = f"training job {self.name!r}"

@@ -264,11 +264,14 @@ class PeersFailed:
     ----------
     generation, reason, unreachable
         As in `GroupFailed`.
+    step
+        Optimizer steps that this process has made, over all fragments.
     """
 
     generation: Count
     reason: Text
     unreachable: tuple[tuple[Count, Count], ...] = ()
+    step: Count = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,8 @@ def explain(future: Future[Any]) -> str:
     Returns
     -------
     str
-        Reasons, separated by ``"; "``; empty if it runs, or has finished, and there is nothing to say. Of one that has
-        finished: why it was not fused.
+        Reasons, separated by ``"; "``; of one that runs with nothing to be said about it: where. Of one that has
+        finished: why it was not fused; empty if there is nothing to say.
 
     Raises
     ------
@@ -57,7 +58,7 @@ def explain(future: Future[Any]) -> str:
     if known is None:
         return "waits for its arguments, or for Parsl to submit it"
     reasons = [known.remark(now), *(run.reasons(now) if known.state == "waiting" else ())]
-    return "; ".join(filter(None, reasons)) or (NO_NODES_YET if known.state == "waiting" else "")
+    return "; ".join(filter(None, reasons)) or (NO_NODES_YET if known.state == "waiting" else known.whereabouts())
 
 
 def state_of(future: Future[Any]) -> TrainingState | None:
@@ -76,9 +77,33 @@ def _run_of(future: Future[Any]) -> tuple[str, RunState]:
     name, executor = job_of(future)
     journal = Path(executor.journal_path)
     try:
-        return name, RunState.with_reasons(journal) if journal.exists() else RunState()
+        return name, _FOLLOWED.state_of(journal) if journal.exists() else RunState()
     except (OSError, sqlite3.Error) as error:
         raise InvalidInput(f"the journal {journal} cannot be read: {error}") from None
+
+
+class _FollowedJournals(threading.local):
+    """What the newest journals say, so that each is read on from where it was read last: a script may ask in a loop.
+
+    Each thread has its own, which no other one changes meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[Path, int], RunState] = {}
+
+    def state_of(self, journal: Path) -> RunState:
+        """Return what a journal says now."""
+        key = journal, journal.stat().st_ino
+        run = self._runs.pop(key, None) or RunState()
+        run.follow_reasons(journal)  # one that cannot be read is forgotten
+        self._runs[key] = run
+        while len(self._runs) > _MOST_JOURNALS:
+            del self._runs[next(iter(self._runs))]
+        return run
+
+
+_MOST_JOURNALS = 4  # of executors of one process
+_FOLLOWED = _FollowedJournals()
 
 
 def job_of(future: object) -> tuple[str, FreeTrainExecutor]:

@@ -75,7 +75,8 @@ def _node_table(run: RunState, nodes: Mapping[str, Mapping[str, Any]], now: floa
             ]
             who = Text(" ").join(shown)
             if more := len(jobs) - len(shown):
-                who.append(f" and {more} more, fused", style="dim")
+                way = "" if not jobs[0].array else ", in turns" if jobs[0].in_turns else ", fused"
+                who.append(f" and {more} more{way}", style="dim")
             used = {unit for training in jobs for unit in training.nodes if node_of(unit) == node}
             if free := run.slots_per_node - len(used):
                 who.append(f" {'□' * free} {free} free", style="grey74")

@@ -38,13 +38,11 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
     """Return a failure, repair or notice in words; ``None`` if the record is none."""
     match entry:
         case record.FragmentEnded(failure=True):
-            return (
-                IncidentLevel.FAILURE,
-                f"a process or node failed; the group of {count_places(entry.nodes)} ended",
-            )
+            return IncidentLevel.FAILURE, f"{entry.loss}; the group of {count_places(entry.nodes)} ended"
         case record.FragmentResumed():
-            source = "copies in memory" if entry.from_memory else "the checkpoint"
-            return IncidentLevel.REPAIR, f"resumed from {source} of step {entry.step:,}"
+            return IncidentLevel.REPAIR, f"resumed from {entry.source}"
+        case record.FragmentStarted(repaired=True):
+            return IncidentLevel.REPAIR, "the others continue in place; no step is repeated"
         case record.TrainingFailed(final=False):
             return IncidentLevel.FAILURE, f"interrupted: {_first_line(entry.error)}; freetrain resume continues it"
         case record.TrainingFailed():
@@ -69,6 +67,8 @@ def incident_of(entry: record.Record) -> tuple[IncidentLevel, str] | None:  # no
             return IncidentLevel.FAILURE, f"the process of {entry.array} on {entry.node} failed"
         case record.TrainsAlone():
             return IncidentLevel.NOTICE, f"not fused: {entry.reason}"
+        case record.BaseShared() if entry.turns:
+            return IncidentLevel.NOTICE, f"in {entry.array}, {entry.how()}"
         case record.SlotLost(planned=False):
             return IncidentLevel.FAILURE, f"slot on {entry.node} lost: {entry.reason}"
         case record.NodeSetAside():

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Rates", "read_measurement", "read_rates", "write_measurement", "write_rates"]
+__all__ = [
+    "Rates",
+    "measurement_path",
+    "read_measurement",
+    "read_rates",
+    "write_measurement",
+    "write_rates",
+]
 
 _LONGEST = 1 << 18  # characters
 
@@ -26,6 +33,7 @@ T = TypeVar("T")
 Rates: TypeAlias = "Mapping[str, Mapping[int, float]]"
 """Kind of node -> number of nodes -> samples per second. The kind is empty where there is one only."""
 
+_CURVE = "scaling-curve"
 _MOST_NODES = 1_000_000
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e12  # samples per second
 
@@ -72,7 +80,8 @@ def read_rates(root: Path, key: str) -> Rates:
 
     The key, letters and digits, is equal for training jobs that are alike.
     """
-    return read_measurement(_path(root, key), _checked, "the scaling curve is learned anew") or {}
+    path = measurement_path(root, _CURVE, key)
+    return read_measurement(path, _checked, "the scaling curve is learned anew") or {}
 
 
 def _checked(content: object) -> Rates:
@@ -95,8 +104,10 @@ def _point(item: tuple[str, object]) -> tuple[int, float]:
 
 def write_rates(root: Path, key: str, rates: Rates) -> None:
     """Keep what was measured; a failure is only logged, since the next run can measure it again."""
-    write_measurement(_path(root, key), {kind: dict(sorted(some.items())) for kind, some in rates.items()})
+    content = {kind: dict(sorted(some.items())) for kind, some in rates.items()}
+    write_measurement(measurement_path(root, _CURVE, key), content)
 
 
-def _path(root: Path, key: str) -> Path:
-    return root / f".scaling-curve-{key}.json"
+def measurement_path(root: Path, what: str, key: str) -> Path:
+    """Return the file of a measurement of this kind, for training jobs that are alike."""
+    return root / f".{what}-{key}.json"

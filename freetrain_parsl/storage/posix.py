@@ -112,6 +112,11 @@ class CheckpointDirectory:
         """Whether this is a writer, possibly one that has since been replaced."""
         return self._staging is not None
 
+    @property
+    def is_fenced_off(self) -> bool:
+        """Whether this was the writer, and another one has replaced it."""
+        return self._staging is not None and not self._staging.is_mine
+
     def open(self, generation: int = 0) -> None:
         """Become the only writer: create the directory (private), fence off the previous writer and remove its remains.
 

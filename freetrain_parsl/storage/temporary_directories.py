@@ -60,7 +60,8 @@ def lock_directory(path: Path, kind: int) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        path.lstat()  # else it was removed before it was locked
+        if not os.path.samestat(os.fstat(descriptor), path.lstat()):  # else it was removed before it was locked
+            raise FileNotFoundError(f"{path} was replaced before it was locked")
     except OSError:
         os.close(descriptor)
         raise

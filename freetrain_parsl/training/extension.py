@@ -7,7 +7,7 @@ the objects given to ``session.prepare``: by its entry point in the group ``free
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from freetrain_parsl.entry_points import EntryPoints, subclass_of
 from freetrain_parsl.errors import UsageError
@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.node_memory import NodeMemory
 
-__all__ = ["SESSIONS", "BatchSource", "DataSource", "SessionExtension", "extension_for", "filled", "recalled"]
+__all__ = [
+    "SESSIONS",
+    "BatchSource",
+    "DataSource",
+    "SessionExtension",
+    "check_extension",
+    "extension_for",
+    "filled",
+    "recalled",
+]
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ class SessionExtension(SpreadState):
     The planner then takes the time of a change to grow with the bytes that it moves."""
     trainings: int = 1
     """Number of training jobs that share this process, and the time of each step."""
+    too_late: ClassVar[str] = "session.prepare got the objects before they were complete"
+    """What is said if objects need this extension only after they were prepared."""
     computes: bool = False
     """Whether `backward` and `step` make the backward passes and the steps, instead of the session."""
 
@@ -141,6 +152,9 @@ class SessionExtension(SpreadState):
 
     def prepared(self, objects: Mapping[str, Stateful], members: GroupMember, device: torch.device) -> None:
         """Note new objects, which are not restored yet; raises UsageError to refuse them."""
+
+    def loaded_again(self) -> None:
+        """Note that restored objects have the checkpoint's state again, after user code before its batches."""
 
     def data(self, source: DataSource) -> BatchSource | None:  # noqa: ARG002
         """Return the source of a loader's batches; ``None``: the loader fetches them."""
@@ -229,13 +243,30 @@ SESSIONS: Final = EntryPoints[type[SessionExtension]](
 """Name -> class: those that objects or checkpoints may need."""
 
 
+def _needed_by(objects: Mapping[str, Stateful]) -> type[SessionExtension] | None:
+    return next((each for each in SESSIONS.usable() if each.applies(objects)), None)
+
+
 def extension_for(objects: Mapping[str, Stateful], present: SessionExtension) -> SessionExtension:
     """Return the extension that a training job of these objects needs; the `present` one if it needs no other."""
-    kind = next((each for each in SESSIONS.usable() if each.applies(objects)), None)
+    kind = _needed_by(objects)
     if kind is None or isinstance(present, kind):
         return present
     present.gives_way()
     return kind()
+
+
+def check_extension(objects: Mapping[str, Stateful], present: SessionExtension) -> None:
+    """Check that the prepared objects still need this extension.
+
+    Raises
+    ------
+    UsageError
+        They need another one since they were prepared.
+    """
+    kind = _needed_by(objects)
+    if kind is not None and not isinstance(present, kind):
+        raise UsageError(kind.too_late)
 
 
 def recalled(memory: NodeMemory, options: SessionOptions, group: Group, known: int) -> Restored | None:

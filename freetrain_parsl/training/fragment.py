@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.errors import PeerFailed
+from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.protocol.reports import PauseReason, Progress, Report
 from freetrain_parsl.training.checkpoints.code.code_identity import code_of
@@ -49,6 +49,8 @@ __all__ = [
     "run_fragment",
     "run_local",
 ]
+
+_OWN_GROUP = "torch.distributed using env:// rendezvous"  # in torch's error if the environment names no other process
 
 TrainingFunction = Callable[..., Any]
 """Takes a `TrainingSession`, then the user's arguments."""
@@ -110,12 +112,17 @@ def run_fragment(
         runtime = Runtime(options, members, mailbox, report, clock, recorder, memory=memory)
         ended = train(runtime, function, args, kwargs or {})
     except Exception as error:
-        lost = members.group.size > 1 and is_lost_peer(error)
-        if lost and not isinstance(error, PeerFailed):
-            raise PeerFailed(
+        step = 0 if runtime is None else runtime.state.training_metrics.step
+        if isinstance(error, PeerFailed):
+            error.step = step
+            raise
+        if members.group.size > 1 and is_lost_peer(error):
+            lost = PeerFailed(
                 f"training job {options.name!r}: a member of a group of {members.group.size} failed ({gist(error)})"
-            ) from error
-        if memory is not None and not isinstance(error, PeerFailed):
+            )
+            lost.step = step
+            raise lost from error
+        if memory is not None:
             memory.empty()
         raise
     else:
@@ -159,6 +166,12 @@ def _call(function: TrainingFunction, session: TrainingSession, args: Sequence[A
         value = function(session, *args, **kwargs)
     except BaseException as error:
         if os.getpid() == process:
+            if _OWN_GROUP in str(error):
+                raise UsageError(
+                    "the training function lets torch.distributed connect processes (fully_shard without mesh=, "
+                    "init_device_mesh, init_process_group), which the session does: write fully_shard(…, "
+                    "mesh=session.mesh), and leave the others out"
+                ) from error
             raise
         if isinstance(error, SystemExit):
             os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
@@ -200,6 +213,7 @@ def run_local(
     InvalidApp
         The function has no parameter for the session.
     """
+    stage = getattr(function, "stage", None) if hasattr(function, "training_function") else None
     function = getattr(function, "training_function", function)
     check_signature(function)
     mailbox = ControlMailbox()
@@ -209,7 +223,12 @@ def run_local(
             args,
             kwargs,
             options=SessionOptions(
-                "alone", directory or Path(scratch), seed=seed, code=code_of(function), on_code_change=on_code_change
+                "alone",
+                directory or Path(scratch),
+                seed=seed,
+                code=code_of(function),
+                on_code_change=on_code_change,
+                stage=stage,
             ),
             membership=Membership("alone"),
             meet=_nobody_to_meet,

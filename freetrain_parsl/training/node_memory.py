@@ -28,7 +28,7 @@ class Shelf:
     def __init__(self) -> None:
         self._file = os.memfd_create("freetrain-copy")
         self._mapped: mmap.mmap | None = None
-        self._pinned = False
+        self._pinned: int | None = None  # address of what is registered with the GPU
 
     def open(self, size: int) -> torch.Tensor:
         """Return the memory for a content of `size` bytes; until it is sealed, the shelf counts as empty."""
@@ -39,10 +39,15 @@ class Shelf:
 
     def pin(self) -> None:
         """Let GPUs copy to this memory while the program continues; where this is not possible, it waits for them."""
-        if not self._pinned and self._mapped is not None and torch.cuda.is_available():
-            self._pinned = True
-            begin = torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr()
-            torch.cuda.cudart().cudaHostRegister(begin, len(self._mapped), 0)  # type: ignore[no-untyped-call]  # torch's
+        if self._pinned is None and self._mapped is not None and torch.cuda.is_available():
+            self._pinned = torch.frombuffer(self._mapped, dtype=torch.uint8).data_ptr()
+            torch.cuda.cudart().cudaHostRegister(self._pinned, len(self._mapped), 0)  # type: ignore[no-untyped-call]  # torch's
+
+    def _unpin(self) -> None:
+        """Forget the registration before the mapping ends: a later mapping may have the same address."""
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]  # torch's
+            self._pinned = None
 
     def seal(self, head: bytes) -> None:
         """Note that the content is complete, and what it is."""
@@ -88,11 +93,13 @@ class Shelf:
     def free(self) -> None:
         """Give the memory of an empty shelf back; no tensor of an earlier content may be used any more."""
         if self.held and self.read() is None:
+            self._unpin()
             self._mapped = None
             os.ftruncate(self._file, 0)
 
     def close(self) -> None:
         """Give everything back."""
+        self._unpin()
         self._mapped = None
         os.close(self._file)
 
@@ -100,8 +107,8 @@ class Shelf:
         if size > self.held:
             os.ftruncate(self._file, size)
         if self._mapped is None or len(self._mapped) < size:
+            self._unpin()
             self._mapped = mmap.mmap(self._file, self.held)  # tensors in the old mapping keep it
-            self._pinned = False
 
     def _content(self, size: int) -> torch.Tensor:
         if not size:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from freetrain_parsl.errors import UsageError
-from freetrain_parsl.training.checkpoints.format import check_restorable
+from freetrain_parsl.training.checkpoints.format import check_restorable, is_spread
 from freetrain_parsl.training.undo import has_state
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def prepared(
     given_options = dict(options)
     for thing in things:
         if isinstance(thing, nn.Module):
-            thing.to(device)
+            _move(thing, device)
         elif isinstance(thing, type) or (callable(thing) and not has_state(thing)):
             thing = _made(thing, [*known.values(), *result], given_options)  # noqa: PLW2901 - it stands for the optimizer
             given_options = {}
@@ -77,6 +77,15 @@ def prepared(
             f"session.prepare: give {', '.join(given_options)} to the optimizer, or pass the optimizer class"
         )
     return result, new
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move a module to a device, except what is sharded: it is where its user wants it, perhaps offloaded."""
+    if any(map(is_spread, module.parameters())):
+        apply: Any = module._apply  # noqa: SLF001 - what `to` calls; torch's own, without types
+        apply(lambda tensor: tensor if is_spread(tensor) else tensor.to(device))
+    else:
+        module.to(device)
 
 
 def size_of(objects: Mapping[str, Stateful]) -> int:

@@ -25,7 +25,7 @@ from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
 from freetrain_parsl.training.decisions import Decisions
-from freetrain_parsl.training.extension import SessionExtension, extension_for, recalled
+from freetrain_parsl.training.extension import SessionExtension, check_extension, extension_for, recalled
 from freetrain_parsl.training.group.process_group import Group
 from freetrain_parsl.training.group.shared_calls import SharedCalls
 from freetrain_parsl.training.group.shared_gradients import Link
@@ -271,6 +271,7 @@ class Runtime:
         self.reporter.total_epochs = total_epochs
         if self.started:
             return
+        check_extension(self.state.objects, self.extension)
         for begin in self.at_start:
             begin()
         if self.state.order is not None:
@@ -379,6 +380,7 @@ class Runtime:
         restored.load_again(self.state.objects, tell=tell)
         self.state.trainable.load(restored.state["trainable"])
         self.state.loop.load(restored.loop(self.state.loop), rank=self.members.group.rank)
+        self.extension.loaded_again()
 
     def backward(
         self,

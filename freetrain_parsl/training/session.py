@@ -84,12 +84,12 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
     def mesh(self) -> DeviceMesh:
         """The processes that currently train together, for sharded models: ``fully_shard(model, mesh=session.mesh)``.
 
-        Call `fully_shard` before `prepare`. The training job is then rescaled through checkpoints.
+        Call `fully_shard` before `prepare`. Parts of the model then move between the processes when these change.
 
         Raises
         ------
         UsageError
-            Several processes share a GPU.
+            Several processes share a GPU without NCCL's support for it.
         """
         return self._runtime.members.mesh(self._runtime.device)
 

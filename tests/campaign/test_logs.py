@@ -23,7 +23,7 @@ def run_dir(tmp_path):
     store.end_driver(driver, "finished")
     (tmp_path / "logs").mkdir()
     lines = [
-        ("=", "trains on n01 (fragment 1)"),
+        ("=", "trains on n01"),
         ("0", "epoch 0"),
         ("1", "other"),
         ("!1", "ValueError: x"),
@@ -44,7 +44,7 @@ def test_one_training_is_shown_as_it_was_printed(run_dir) -> None:
     assert shown.exit_code == 0
     first, *others = shown.stdout.splitlines()
     assert first.startswith("── 1970-01-0")
-    assert first.endswith(" trains on n01 (fragment 1) ──")
+    assert first.endswith(" trains on n01 ──")
     assert others == ["epoch 0", "ValueError: x"]
     everything = freetrain("logs", run_dir, "lr-0.1", "--all").stdout.splitlines()
     assert everything[1:] == ["epoch 0", "[1] other", "[1] ValueError: x", "[joining] new"]

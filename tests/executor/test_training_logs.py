@@ -91,19 +91,19 @@ def test_marks_and_output_are_in_the_order_in_which_they_came(directory, make_wr
     writer.take("b", "0", b"other\n")
     writer.take("unknown", "0", b"of no training\n")
     writer.take("../b", "0", b"of no training\n")
-    writer.note(record.FragmentEnded("a", 1, ["n1", "n2"], failure=True))
-    writer.note(record.FragmentStarted("a", 2, ["n2"], in_place=True, paused=0.25))
+    writer.note(record.FragmentEnded("a", 1, ["n1", "n2"], failure=True, lost={"n1/0/x": "n1"}))
+    writer.note(record.FragmentStarted("a", 2, ["n2"], in_place=True, paused=0.25, repaired=True))
     writer.note(record.SlotLost("a", "n1", "not about a training job's fragment"))
     writer.note(record.TrainingFailed("a", "ValueError: on\ntwo lines"))
     writer.close()
     told = [(line.source, line.text) for line in read_logs(directory, ["a"], everything=True)]
     assert told == [
-        ("=", "trains on n1, n2 (fragment 1)"),
+        ("=", "trains on n1, n2"),
         ("0", "epoch 0"),
         ("0", "epoch 1"),
         ("1", "from the second �"),
-        ("=", "a process failed on n1, n2"),
-        ("=", "trains on n2 (fragment 2, in place after 0.25 s)"),
+        ("=", "its process on n1 was lost; it trained on n1, n2"),
+        ("=", "trains on n2 (in place after 0.25 s, no step repeated)"),
         ("=", "failed: ValueError: on two lines"),
     ]
     assert "from the second �" not in _texts(directory, "a")

@@ -91,6 +91,15 @@ def test_a_block_that_may_run_anywhere_waits_while_there_are_enough_nodes(planne
     assert again.nodes == ("c",), "the remaining node is still requested"
 
 
+def test_of_blocks_that_may_run_anywhere_the_one_whose_nodes_were_taken_is_withdrawn(planner: Planner) -> None:
+    """The nodes of the other one are free: it would be requested again at once, and withdrawn, with each decision."""
+    planner.advance(ev.TrainerSubmitted(0, trainer("t")))
+    (first,) = planner.advance(ev.WindowsSeen(0, (window("a", "b"),)))
+    (second,) = planner.advance(ev.WindowsSeen(5, (window(*"abcd"),)))
+    assert second.nodes == ("c", "d")
+    assert planner.advance(ev.WindowsSeen(6, (window("c", "d"),))) == [ev.ReleaseBlock(first.block)]
+
+
 def test_a_block_that_the_batch_system_does_not_start_is_withdrawn(planner: Planner) -> None:
     """After twice the maximum start delay plus the start-up."""
     terms = BlockTerms(start_delay=30)

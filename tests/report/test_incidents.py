@@ -21,7 +21,7 @@ from tests.cli.test_status import FACTS
 
 _VALUES = {"str": "x", "int": 2, "float": 1.0, "bool": True, "list[str]": ["n1"], "dict[str, Any]": {}, "Any": None}
 _VALUES |= {"float | None": 1.0, "int | None": 1, "dict[str, int]": {}, "list[dict[str, Any]]": []}
-_VALUES |= {"dict[str, float]": {}}
+_VALUES |= {"dict[str, float]": {}, "dict[str, str]": {}}
 
 FAILURES = (
     record.FragmentEnded("a", 1, ["n1"], failure=True),
@@ -74,6 +74,26 @@ def test_waits_and_planned_preemptions_are_notices():
     assert (incidents.failures, incidents.notices) == (0, 7)
 
 
+def test_a_lost_process_is_one_failure_and_a_group_that_lost_only_its_connections_is_one_too():
+    incidents, lost = Incidents(), {"n1/0/x": "n1"}
+    for entry in (
+        record.SlotLost("n1/0/x", "n1", "its process ended"),
+        record.FragmentEnded("a", 1, ["n1", "n2"], failure=True, lost=lost),
+        record.NodeSetAside("n2", 600.0, "others cannot reach it"),
+        record.FragmentEnded("a", 2, ["n1", "n2"], failure=True, lost={"n2/0/y": "n2"}),
+        record.SlotLost("n3/0/z", "n3", "its process ended"),
+        record.ArrayEnded("cohort-1", "array-1", "n3", failure=True, seconds=1.0, slot="n3/0/z"),
+        record.FragmentEnded("b", 3, ["n3"], failure=True, array="array-1"),
+        record.FragmentEnded("c", 3, ["n3"], failure=True, array="array-1"),
+    ):
+        incidents.take(entry)
+    assert incidents.failures == 3
+    incidents.take(record.FragmentEnded("a", 4, ["n1", "n2"], failure=True))
+    incidents.take(record.SlotLost("n1/0/x", "n1", "the batch system reclaims its node", planned=True))
+    incidents.take(record.FragmentEnded("a", 5, ["n1", "n2"], failure=True, lost=lost))
+    assert incidents.failures == 5
+
+
 def test_a_training_that_only_waited_was_not_repaired():
     incidents = Incidents()
     assert [incidents.take(entry) is not None for entry in NO_FAILURES[:2]] == [True, False]
@@ -107,4 +127,4 @@ def test_no_kind_of_failure_is_left_out_where_only_some_records_are_read(tmp_pat
         incidents.take(kind(**values))
         journal.write(0.0, kind(**values))
     journal.close()
-    assert incidents.failures == count_failures([path]) > 10
+    assert incidents.failures == count_failures([path]) > 9

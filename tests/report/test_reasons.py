@@ -28,7 +28,7 @@ from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import BlockTerms, Window
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.codec import as_json
-from freetrain_parsl.report.projection.run import RunState
+from freetrain_parsl.report.projection.run import NO_NODES_YET, RunState
 from freetrain_parsl.report.run_reader import DriverJournal, RunReader
 from tests.cli.test_status import FACTS
 
@@ -203,6 +203,30 @@ def test_a_future_tells_whether_it_is_fused(run):
     future = future_of("b", run / "journal.sqlite")
     future.__class__ = TrainingFuture
     assert future.fusion == "not fused: its model has hooks"
+
+
+def test_a_future_reads_on_where_it_has_read_before(tmp_path, monkeypatch):
+    """A script may ask in a loop, while the journal grows for days."""
+    journal, taken = Journal(tmp_path / "journal.sqlite"), []
+    future = future_of("a", journal.path)
+    future.__class__ = TrainingFuture
+    original = RunState.take
+    monkeypatch.setattr(RunState, "take", lambda run, at, entry: (taken.append(entry), original(run, at, entry))[1])
+    alone = record.TrainsAlone("a", "its model has hooks")
+    for entry, told in (
+        (record.TrainingSubmitted("a", 1, 2, None), NO_NODES_YET),
+        (record.FragmentStarted("a", 1, ["n3"], in_place=False, paused=0.0), "runs on n3"),
+        (alone, "not fused: its model has hooks"),
+    ):
+        journal.write(time.time(), entry)
+        journal.commit()
+        taken.clear()
+        assert freetrain_parsl.explain(future) == told
+        assert [each for each in taken if each is not None] == [entry]
+        taken.clear()
+        assert future.fusion == ("not fused: its model has hooks" if entry is alone else "")
+        assert not taken
+    journal.close()
 
 
 def test_other_futures_are_refused():

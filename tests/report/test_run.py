@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from freetrain_parsl.executor.journal import Journal
+from freetrain_parsl.executor.training_logs import mark_of
 from freetrain_parsl.planning import events as ev
 from freetrain_parsl.planning.model import Window
 from freetrain_parsl.protocol import journal as record
@@ -16,6 +17,7 @@ from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.report.figures import run_figures
 from freetrain_parsl.report.live import live_view
 from freetrain_parsl.report.projection.run import RunState
+from freetrain_parsl.report.sentences import incident_of
 from freetrain_parsl.report.timeline import draw_timeline
 
 if TYPE_CHECKING:
@@ -227,6 +229,27 @@ def test_trainings_tell_with_how_many_others_they_run(fused: RunState) -> None:
     assert fused.trainings["t1"].remark() == ""
     assert fused.trainings["alone"].remark() == "not fused: they are 0.9 times as fast"
     assert fused.gains == {"cohort-1": (6, 2.5)}
+
+
+@pytest.mark.parametrize(
+    ("turns", "how"),
+    [
+        ("", "fused, base shared: 74.0 MB once for 6 members"),
+        ("fused 0.9", "in turns, base shared: 74.0 MB once for 6 members; fused 0.9"),
+    ],
+)
+def test_members_tell_what_they_have_in_memory_once_and_whether_they_step_in_turns(
+    fused: RunState, turns: str, how: str
+) -> None:
+    entry = record.BaseShared("t0", "array-5", 4, 74_000_000, turns)
+    fused.take(30.0, entry)
+    assert fused.trainings["t0"].remark() == f"in array-5 with 5 others, {how}"
+    assert fused.trainings["t0"].in_turns == bool(turns)
+    assert mark_of(entry) == f"in array-5, {how}".replace("6 members", "4 members")
+    incident = incident_of(entry)
+    assert (incident is not None) == bool(turns)
+    fused.take(31.0, record.FragmentStarted("t0", 6, ["n1"], in_place=False, paused=0.0, array="array-6"))
+    assert fused.trainings["t0"].shared is None
 
 
 def test_members_of_an_array_share_the_row_of_its_node(fused: RunState, tmp_path: Path) -> None:

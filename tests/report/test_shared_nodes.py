@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from freetrain_parsl.executor.jobs.request import TrainingRequest
 from freetrain_parsl.extensions.pages.run_view import RunView
 from freetrain_parsl.places import count_places
+from freetrain_parsl.planning import events as ev
+from freetrain_parsl.planning.curves.scaling import ScalingCurve
+from freetrain_parsl.planning.events import TrainerSubmitted
+from freetrain_parsl.planning.model import CostsInSeconds, PlannedJob
+from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.protocol import journal as record
+from freetrain_parsl.protocol.codec import as_json
+from freetrain_parsl.protocol.options import SessionOptions
 from freetrain_parsl.report.projection.run import RunState
 from freetrain_parsl.report.timeline import draw_timeline
 from freetrain_parsl.windows.hostlist import show_hosts, show_units
@@ -60,6 +68,18 @@ def test_free_slots_that_no_waiting_job_can_use_are_told():
     assert step({"type": "block_ended", "block": "b"}) == ""
 
 
+def test_the_counts_of_a_job_with_replicas_are_read_as_the_planner_writes_them():
+    request = TrainingRequest(SessionOptions("r", replicas=2), 2, 8, ScalingCurve.of(None))
+    nodes = [{"name": name} for name in slots("n0", 0, 1, 2, 3)]
+    run = RunState()
+    run.take(0.0, record.PlannerStarted("", "milp", {}, 4))
+    events = [as_json(TrainerSubmitted(0.0, request.trainer())), {"type": "nodes_joined", "block": "b", "nodes": nodes}]
+    run.take(0.0, record.PlannerStep("", events, [{"type": "lend", "nodes": slots("n0", 0, 1, 2)}]))
+    assert (
+        run.free_slots == "1 accelerator is free (n0/3): training job 'r' needs 2 on one node, where at most 1 is free"
+    )
+
+
 def test_names_and_numbers_of_slots():
     assert show_hosts(["n0", "n1"]) == "n[0-1]"
     assert show_hosts(slots("n0", 0, 1, 2)) == "n0/0-2"
@@ -91,3 +111,30 @@ def test_the_picture_is_drawn(view, tmp_path):
     stays = [{"node": node, "kind": "preemptible", "start": 10.0, "end": 30.0} for node in ("n0", "n1", "n2")]
     draw_timeline(view.state, stays, tmp_path / "timeline.svg", title="shared")
     assert "small" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_a_job_that_has_not_all_nodes_says_why():
+    run = RunState()
+    run.take(0.0, record.PlannerStarted("", "milp", {}, 1))
+
+    def why(curve, held, *, learned=True, **options):
+        job = PlannedJob("t", curve=ScalingCurve(curve, relative=not learned), **options)
+        events = [ev.TrainerSubmitted(0.0, job), ev.TrainerHolds(0.0, "t", frozenset(held))]
+        nodes = {"type": "nodes_joined", "block": "b", "nodes": [{"name": f"n{number}"} for number in range(4)]}
+        run.take(0.0, record.PlannerStep("", [nodes, *map(as_json, events)], []))
+        return run.why_not_more("t")
+
+    flat = {1: 10.0, 2: 14.0, 4: 12.0}
+    bounds = {"min_nodes": 1, "max_nodes": 4, "costs": CostsInSeconds()}
+    assert why(flat, ["n0", "n1"], **bounds) == (
+        "2 nodes are free, on which it would not be faster: 14 samples/s on 2, 13 on 3"
+    )
+    growing = {1: 10.0, 2: 20.0, 4: 38.0}
+    costs_more = "2 nodes are free, and the policy expects a change to cost more than it gains"
+    assert why(growing, ["n0", "n1"], **bounds) == costs_more
+    assert why(flat, ["n0", "n1"], learned=False, **bounds) == costs_more
+    assert why(growing, ["n0", "n1", "n2"], allowed_counts=AllowedCounts(3), **{**bounds, "max_nodes": 6}) == (
+        "1 node is free, and the next number that it may have is 6"
+    )
+    assert why(growing, ["n0", "n1"], **{**bounds, "max_nodes": 2}) == ""
+    assert why(growing, ["n0", "n1", "n2", "n3"], **{**bounds, "max_nodes": 8}) == "", "none is free"

@@ -18,7 +18,7 @@ from freetrain_parsl.storage.posix import CheckpointDirectory
 from tests.support.chaos.claims import Claim, claim_slot, claims_in, violations_in
 from tests.support.chaos.damage import damage_newest
 from tests.support.chaos.episode import EpisodeReport, StruckFault, choose_menu, seeds_of, summary
-from tests.support.chaos.trainings import BATCH, SUBJECTS
+from tests.support.chaos.trainings import BATCH, SUBJECTS, chosen
 from tests.support.chaos.verification import problems_of, reference, unexplained_failures
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 EPOCHS, SAMPLES = 2, 2 * BATCH
 EXACT = SUBJECTS[0]
+(REPLICATED,) = chosen("replicated", SUBJECTS)
 
 
 @pytest.fixture
@@ -60,6 +61,26 @@ def test_a_deterministic_training_must_have_the_same_bits(result):
     [problem] = problems_of(EXACT, result, EPOCHS, SAMPLES)
     assert problem.startswith("exact: net.0.weight differs by ")
     assert problems_of(replace(EXACT, deterministic=False), result, EPOCHS, SAMPLES) == []
+
+
+def test_a_sharded_training_must_have_the_parameters_and_losses_of_one_process_but_for_rounding(tmp_path):
+    state, path = reference(REPLICATED, EPOCHS, SAMPLES), tmp_path / "result.pt"
+    weight, history = state["model"]["net.0.weight"], state["metrics"]["history"]
+    for difference, expected in ((1e-13, []), (1e-8, ["net.0.weight differs by 1e-08 from the undisturbed run"])):
+        changed = {**state, "model": {**state["model"], "net.0.weight": weight + difference}}
+        torch.save(changed, path)
+        assert problems_of(REPLICATED, path, EPOCHS, SAMPLES) == [f"replicated: {problem}" for problem in expected]
+    rows = [*history[:-1], {**history[-1], "loss": history[-1]["loss"] * (1 + 1e-5)}]
+    torch.save({**state, "metrics": {**state["metrics"], "history": rows}}, path)
+    [problem] = problems_of(REPLICATED, path, EPOCHS, SAMPLES)
+    assert problem.startswith("replicated: losses [")
+
+
+def test_the_training_jobs_of_an_episode_can_be_chosen():
+    assert chosen(None, SUBJECTS) == SUBJECTS
+    assert [subject.name for subject in chosen("replicated,sharded", SUBJECTS)] == ["replicated", "sharded"]
+    with pytest.raises(UsageError, match=r"no training job 'shard' \(did you mean 'sharded'"):
+        chosen("shard", SUBJECTS)
 
 
 def test_a_result_that_was_never_saved_is_a_problem(tmp_path):

@@ -14,8 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from typing import TYPE_CHECKING
 
+import fake_nccl
 from controlled_manager import ControlledManager
 from crew import Crew
+
+from freetrain_parsl.training.group import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +27,16 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def crew() -> Iterator[Crew]:
     crew = Crew()
+    yield crew
+    crew.close()
+
+
+@pytest.fixture(scope="session")
+def nccl_crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """Return one whose groups use NCCL, on a GPU that all share, or ``fake_nccl``; see `OVER_NCCL`."""
+    if request.param == "nccl" and not (torch.cuda.is_available() and gpus.facts()[1]):
+        pytest.skip("needs a GPU (-m gpu), NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.30")
+    crew = Crew() if request.param == "nccl" else Crew(loop=fake_nccl.member_loop)
     yield crew
     crew.close()
 

@@ -83,9 +83,12 @@ class Crew:
     ----------
     context
         Starts them; default: forked, with the environment of this process when the first was forked.
+    loop
+        What they run.
     """
 
-    def __init__(self, context: BaseContext | None = None) -> None:
+    def __init__(self, context: BaseContext | None = None, loop: Any = member_loop) -> None:
+        self._loop = loop
         self._context: Any = context or forked_warm()
         self._server = DictionaryServer(("127.0.0.1", 0), b"crew", ctx=self._context)
         self._server.start()
@@ -122,7 +125,7 @@ class Crew:
         while len(free) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=member_loop, args=(theirs, self._server.address, b"crew"), daemon=True
+                target=self._loop, args=(theirs, self._server.address, b"crew"), daemon=True
             )
             process.start()
             theirs.close()

@@ -1,7 +1,8 @@
 """The tests of `test_regroup` and `test_groups`, on a GPU that several processes share.
 
 A session uses a GPU if available, so on such a machine all tests of this folder use it; these are the ones in which it
-makes a difference. NCCL does not support processes that share a GPU: their gradients use gloo.
+makes a difference. NCCL only supports processes that share a GPU if it is told to (see `test_over_nccl`): otherwise
+their gradients use gloo.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from training_crew import (
 
 from freetrain_parsl.errors import PeerFailed
 from freetrain_parsl.training.fragment import Finished, Membership, Paused
-from freetrain_parsl.training.group import process_group
+from freetrain_parsl.training.group import lost_messages, process_group
 from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.process_group import Group, RendezvousStore, join
 from freetrain_parsl.training.group.reachability import check_reachable
@@ -159,7 +159,7 @@ class _Operation:
 
 
 def test_an_operation_whose_message_is_lost_ends_once_the_group_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_LOST_SEND", 0.0)
+    monkeypatch.setattr(lost_messages, "_LOST", 0.0)
     group = Group(0, 2)
     slow, lost = _Operation(looks=3), _Operation(looks=None)
     group._await(slow)  # type: ignore[arg-type]
@@ -167,6 +167,24 @@ def test_an_operation_whose_message_is_lost_ends_once_the_group_is_aborted(monke
     group.abort()
     with pytest.raises(PeerFailed, match="gloo has lost a message"):
         group._await(lost)  # type: ignore[arg-type]
+    with pytest.raises(PeerFailed, match="gloo has lost a message"):
+        group.end_transfers([_Transfer()])  # type: ignore[list-item]
+
+
+class _Transfer:
+    """Never ends."""
+
+    def wait(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_failed_transfer_is_a_failed_peer() -> None:
+    class Failed:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(PeerFailed, match="Connection closed by peer"):
+        Group(0, 2).end_transfers([Failed()])  # type: ignore[list-item]
 
 
 def test_members_that_do_not_come_are_lost_peers() -> None:

@@ -80,3 +80,31 @@ def test_the_available_memory_is_zero_if_unknown(memory: NodeMemory) -> None:
     assert memory.available == 1000
     with closing(NodeMemory("n0", "b0", lambda: None)) as unknown:
         assert unknown.available == 0
+
+
+def test_registered_memory_is_registered_anew_where_it_is_mapped_anew(
+    memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first registration left, CUDA refuses the second at the same address, and every later call fails."""
+    registered: dict[int, int] = {}
+
+    class Cudart:
+        @staticmethod
+        def cudaHostRegister(begin: int, size: int, _flags: int) -> None:  # noqa: N802 - torch's
+            registered[begin] = size
+
+        @staticmethod
+        def cudaHostUnregister(begin: int) -> None:  # noqa: N802 - torch's
+            del registered[begin]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    shelf = memory.shelves[0]
+    for size in (10, 100_000, 50_000, 1_000_000):
+        shelf.open(size)
+        shelf.pin()
+        (held,) = registered.values()
+        assert held > size
+    shelf.empty()
+    shelf.free()
+    assert not registered

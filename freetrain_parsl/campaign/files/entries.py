@@ -165,6 +165,7 @@ def _read_options(section: Section, directory: Path) -> dict[str, Any]:
         "snapshot_every": _read_snapshot_every(section),
         "node_kinds": _read_node_kinds(section),
         "tracker": _read_tracker(section, directory),
+        "stage": _read_stage(section, directory),
     }
     if section.has("rescale_costs"):
         options["rescale_costs"] = read_costs(section.section("rescale_costs"))
@@ -192,6 +193,16 @@ def _read_node_kinds(section: Section) -> list[str] | None:
     if kinds is not None and not (isinstance(kinds, list) and kinds and all(isinstance(kind, str) for kind in kinds)):
         raise section.refusal("should be a list of kinds of nodes, such as [gpu]", "node_kinds")
     return kinds
+
+
+def _read_stage(section: Section, directory: Path) -> dict[str, Path] | None:
+    """Return name -> file; the functions use the names."""
+    names = section.value("stage")
+    if names is None:
+        return None
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise section.refusal("should be a list of files and directories, such as [data/train.npz]", "stage")
+    return {name: (directory / section.checked(user_path, name, key="stage")).absolute() for name in names}
 
 
 def _read_tracker(section: Section, directory: Path) -> Any:

@@ -41,7 +41,7 @@ class NodeShape(NodeResources):
     container
         Container in which it runs.
     image
-        Whether nodes start from an image of their Python environment: ``auto``, ``off`` or ``always``.
+        Whether nodes start from an image of their Python environment: ``auto``, ``off``, ``always`` or ``full``.
     share
         Whether training jobs share it, each with some of its slots.
     asks_slots

@@ -123,8 +123,8 @@ def runs_here() -> Iterator[str]:
                 reasons[f"cannot start: {training.waits_for}"].append(training.name)
             if why := training.stall() or training.waiting_reason():
                 reasons[why].append(training.name)
-            if training.not_fused:
-                reasons[f"not fused: {training.not_fused}"].append(training.name)
+            if why := training.fusion_notice():
+                reasons[why].append(training.name)
             if training.note:
                 reasons[training.note].append(training.name)
             if batch := training.batch_remark():

@@ -68,7 +68,7 @@ def reason_figures(source: RunSource) -> dict[str, Any]:
                 "state": item.state,
                 "nodes": list(item.nodes),
                 "where": item.where(),
-                "reason": _reason(item, cut_short=item.name in cut_short),
+                "reason": _reason(item, run.why_not_more(item.name), cut_short=item.name in cut_short),
             }
             for item in run.trainings.values()
         ],
@@ -88,10 +88,12 @@ def reason_lines(figures: dict[str, Any]) -> Iterator[str]:
         yield printable(f"{item['name']}: {item['state']}{where}{f': {reason}' if reason else ''}")
 
 
-def _reason(training: TrainingState, *, cut_short: bool) -> str:
+def _reason(training: TrainingState, why_not_more: str, *, cut_short: bool) -> str:
     if cut_short:
         return "was running when its driver ended"
-    return training.error.strip().partition("\n")[0] if training.state == "failed" else training.remark()
+    if training.state == "failed":
+        return training.error.strip().partition("\n")[0]
+    return "; ".join(filter(None, (training.remark(), why_not_more if training.state == "running" else "")))
 
 
 def _script_line(source: ScriptSource) -> str:

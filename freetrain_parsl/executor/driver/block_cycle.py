@@ -93,12 +93,9 @@ class BlockCycle:
         now = self._clock()
         for block in self._registry.blocks.values():
             left = block.loses_nodes_at(now) - now
-            busy = any(slot.busy is not None for slot in self._registry.of_block(block.name))
-            if (
-                block.started
-                and not block.releasing
-                and (left <= 0 or (left <= self._settings.closing_margin and not busy))
-            ):
+            if not block.started or block.releasing or left > self._settings.closing_margin:
+                continue
+            if left <= 0 or all(slot.busy is None for slot in self._registry.of_block(block.name)):
                 self._check_if_in_vain(block, 0.0)
                 self._give_back(block, _why_it_leaves(block))
 

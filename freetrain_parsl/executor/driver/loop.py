@@ -47,11 +47,13 @@ from freetrain_parsl.protocol.messages import (
     Output,
     RunEnded,
     RunMessage,
+    RunReport,
     SlotHeartbeat,
     StoreRequest,
     TaskEnded,
     Values,
 )
+from freetrain_parsl.protocol.reports import Progress
 from freetrain_parsl.texts import text_of
 from freetrain_parsl.windows.base import Survey, without_nodes
 from freetrain_parsl.windows.commands import COMMAND_COUNTS
@@ -211,6 +213,7 @@ class ControlLoop:
             shared_settings.values,
         )
         self._notes: tuple[str, ...] = ()
+        self._turn_seconds = 0.0
 
     # For other threads.
 
@@ -269,6 +272,7 @@ class ControlLoop:
         self._record_step()
         self._record_requests()
         self._listen(min(self._PASS, self._planner.wake_at(now) - now))
+        begun = self._clock()
         while not self._posted.empty():
             self._on_post(self._posted.get())
         if self._surveyed_at is not None and self._clock() - self._surveyed_at > self._outdated:
@@ -288,16 +292,23 @@ class ControlLoop:
         self._end_if_closed()
         busy = self._planner.trainers or self._manager.gathers or self._tasks.waiting or self._registry.blocks
         self._submitter.rest(not busy)
-        self._journal.commit()
+        self._journal.commit(all_progress=False)
+        self._turn_seconds = self._clock() - begun
 
     def _listen(self, wait: float) -> None:
         """Handle the slots' messages for `wait` seconds, or until one of them may require a decision.
 
+        But for as long as the last iteration took, up to `_PASS`: where iterations are long, messages that require
+        decisions are frequent, and one iteration is for many of them.
+
         If this process was stopped, also handle all messages sent in that time.
         """
-        until = self._clock() + wait
+        began = self._clock()
+        until, least = began + wait, began + min(self._turn_seconds, self._PASS)
         while self._receive(until - self._clock()) and self._posted.empty() and self._clock() < until:
             pass
+        while self._posted.empty() and not self._stopping.is_set() and (left := least - self._clock()) > 0:
+            self._receive(left)
         now = self._clock()
         if now - self._listened > self._STOPPED:
             while (left := now + self._BACKLOG - self._clock()) > 0:
@@ -307,12 +318,12 @@ class ControlLoop:
 
     def _receive(self, wait: float) -> bool:
         """Handle the messages that arrive together within `wait` seconds; return whether they are all routine."""
-        kinds: set[type] = set()
+        received, routine = False, True
         for slot, message in self._server.receive(wait):
             self._check_driver()  # the process may have been suspended while it waited
             self._take(slot, message)
-            kinds.add(type(message))
-        return bool(kinds) and kinds <= _ROUTINE
+            received, routine = True, routine and _is_routine(message)
+        return received and routine
 
     def _record_step(self) -> None:
         """Record a step of the wall clock, which the journal's times do not follow."""
@@ -478,7 +489,15 @@ class ControlLoop:
         self._journal.write(self._clock(), entry)
 
 
-# Each of a thousand slots sends such messages every second; an iteration for each would be most of the driver's work.
-_ROUTINE = frozenset({SlotHeartbeat, StoreRequest, Output, Values, FilesLoaded})
+_ROUTINE = (SlotHeartbeat, StoreRequest, Output, Values, FilesLoaded)
+
+
+def _is_routine(message: ToDriver) -> bool:
+    """Return whether a message requires no decision at once.
+
+    A thousand slots send a thousand of these each second; an iteration for each would be most of the driver's work.
+    """
+    return isinstance(message, _ROUTINE) or (isinstance(message, RunReport) and isinstance(message.report, Progress))
+
 
 _ASSIGNMENTS = {ev.Assign: record.Assign, ev.Grow: record.Grow, ev.Shrink: record.Shrink, ev.Stop: record.Stop}

@@ -11,7 +11,7 @@ from freetrain_parsl.executor.node_kinds import KindOfSlots, units_per_node
 from freetrain_parsl.places import node_of, slot_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 _LONGEST_ASIDE = 1800.0  # seconds
 
@@ -111,27 +111,44 @@ class Block:
 
 
 class _Slots(UserDict[str, Slot]):
-    """Slot name -> slot, with an index of nodes."""
+    """Slot name -> slot, with indices of nodes, blocks and tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self._by_node: dict[str, dict[str, Slot]] = {}
+        self._by_block: dict[str, dict[str, Slot]] = {}
+        self._by_token: dict[str, dict[str, Slot]] = {}
 
     def __setitem__(self, name: str, slot: Slot) -> None:
         self.pop(name, None)
         super().__setitem__(name, slot)
-        self._by_node.setdefault(slot.node, {})[name] = slot
+        for index, key in self._indices(slot):
+            index.setdefault(key, {})[name] = slot
 
     def __delitem__(self, name: str) -> None:
-        node = self.data[name].node
+        slot = self.data[name]
         super().__delitem__(name)
-        del self._by_node[node][name]
-        if not self._by_node[node]:
-            del self._by_node[node]
+        for index, key in self._indices(slot):
+            del index[key][name]
+            if not index[key]:
+                del index[key]
+
+    def _indices(self, slot: Slot) -> Iterator[tuple[dict[str, dict[str, Slot]], str]]:
+        yield self._by_node, slot.node
+        yield self._by_block, slot.block
+        yield self._by_token, slot.token
 
     def on(self, node: str) -> list[Slot]:
         """Return the slots of a node, ordered by name."""
         return [slot for _, slot in sorted(self._by_node.get(node, {}).items())]
+
+    def of_block(self, block: str) -> list[Slot]:
+        """Return the slots of a block, in the order in which they joined."""
+        return list(self._by_block.get(block, {}).values())
+
+    def by_token(self, token: str) -> Slot | None:
+        """Return the slot of an HTEX task."""
+        return next(iter(self._by_token.get(token, {}).values()), None)
 
     def at(self, place: str) -> list[Slot]:
         """Return the slots of a unit, ordered by name."""
@@ -217,11 +234,11 @@ class SlotRegistry:
 
     def of_block(self, block: str) -> list[Slot]:
         """Return the slots of a block."""
-        return [slot for slot in self.slots.values() if slot.block == block]
+        return self.slots.of_block(block)
 
     def by_token(self, token: str) -> Slot | None:
         """Return the slot behind an HTEX task, if it is connected."""
-        return next((slot for slot in self.slots.values() if slot.token == token), None)
+        return self.slots.by_token(token)
 
     def completes(self, slot: Slot) -> bool:
         """Return whether this new slot completes its unit."""

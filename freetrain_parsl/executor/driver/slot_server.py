@@ -18,7 +18,7 @@ from freetrain_parsl.executor.jobs.port import TO_DRIVER
 from freetrain_parsl.executor.waker import Waker
 from freetrain_parsl.protocol.codec import Envelope, ProtocolError, decode, encode, is_name
 from freetrain_parsl.protocol.delivery import Delivery
-from freetrain_parsl.protocol.messages import Invalid, Probe, Reconnected
+from freetrain_parsl.protocol.messages import Invalid, Probe, Reconnected, SlotHeartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["SlotServer"]
 
+_SHORT, _MOST_HEARTBEATS = 256, 8192  # bytes of a heartbeat that is kept, and their number
 _HANDSHAKE = 10_000  # milliseconds within which a peer must authenticate
 
 
@@ -70,6 +71,7 @@ class SlotServer:
         self._doorkeeper = Doorkeeper(self._socket)
         self.port = self._bind(addresses, port_range)
         self._deliveries: dict[str, Delivery] = {}
+        self._heartbeats: dict[bytes, Envelope] = {}
         self._waker = Waker()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -107,10 +109,7 @@ class SlotServer:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                envelope = decode(frames, TO_DRIVER)
-            except ProtocolError as error:
-                envelope = Envelope(Invalid(str(error)))
+            envelope = self._decoded(frames)
             if isinstance(envelope.message, Probe):
                 self._send(identity, envelope)
                 continue
@@ -119,6 +118,21 @@ class SlotServer:
                 logger.debug("dropped a %s of a peer without a name", type(envelope.message).__name__)
             elif (taken := self._take(slot, envelope)) is not None:
                 yield slot, taken
+
+    def _decoded(self, frames: list[bytes]) -> Envelope:
+        """Decode a message; a slot's heartbeats are the same until it is sent something or waits for others."""
+        if len(frames) == 2 and (known := self._heartbeats.get(frames[0])) is not None:
+            return known
+        try:
+            envelope = decode(frames, TO_DRIVER)
+        except ProtocolError as error:
+            return Envelope(Invalid(str(error)))
+        message = envelope.message
+        if isinstance(message, SlotHeartbeat) and not message.waited and len(frames[0]) <= _SHORT:
+            if len(self._heartbeats) >= _MOST_HEARTBEATS:
+                self._heartbeats.clear()
+            self._heartbeats[frames[0]] = envelope
+        return envelope
 
     def close(self) -> None:
         """Close the socket; sent messages are still delivered for up to a second."""

@@ -46,6 +46,16 @@ _JOB_STATES = {
 }
 
 
+class _Addresses(set[str]):
+    """Addresses that HTEX joins by commas for its launch command, or formats: Parsl before June 2026."""
+
+    def __str__(self) -> str:
+        return ",".join(sorted(self))
+
+    def __format__(self, specification: str) -> str:
+        return format(str(self), specification)
+
+
 class PlannedHtex(HighThroughputExecutor):
     """HTEX whose blocks are launched one by one, each with a size and a walltime of its own.
 
@@ -86,7 +96,7 @@ class PlannedHtex(HighThroughputExecutor):
             **settings,
         )
         self.address = address
-        self.all_addresses = driver_addresses() if address is None else {address}
+        self.all_addresses = _Addresses(driver_addresses() if address is None else {address})
         # HTEX fails the whole executor if one node has another Python; the driver checks each slot's `Hello` instead.
         self._check_python_mismatch = False
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IMAGE_CHOICES", "STARTS", "START_FILES", "NodeStart", "node_start_for"]
 
-IMAGE_CHOICES: Final = ("auto", "off", "always")
+IMAGE_CHOICES: Final = ("auto", "off", "always", "full")
 """Values of ``node_image``."""
 
 START_FILES: Final = "start"
@@ -34,7 +34,7 @@ class NodeStart(ABC):
     Parameters
     ----------
     choice
-        ``auto`` or ``always``.
+        ``auto``, ``always`` or ``full``.
     python
         The nodes' Python: a path, or a name on their PATH.
     """

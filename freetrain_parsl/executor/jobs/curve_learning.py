@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from freetrain_parsl.executor.jobs.likeness import SHARDED
 from freetrain_parsl.planning import events as planner
 from freetrain_parsl.planning.curves.elastic_batch import BatchRange, ElasticProfile, NoiseEstimate
 from freetrain_parsl.planning.curves.learning import (
@@ -17,14 +19,15 @@ from freetrain_parsl.planning.curves.learning import (
     learned_on_kinds,
     relative_speeds,
 )
-from freetrain_parsl.storage.measurements import write_rates
+from freetrain_parsl.storage.measurements import measurement_path, write_measurement, write_rates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from freetrain_parsl.planning.curves.scaling import ScalingCurve
     from freetrain_parsl.planning.model import PlannedJob
+    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import BatchReport, Progress
     from freetrain_parsl.storage.measurements import Rates
 
@@ -296,7 +299,7 @@ def _differ(known: ScalingCurve, now: ScalingCurve) -> bool:
 
 
 class CurveKeeper:
-    """Keeps the newest curve of each key.
+    """Keeps the newest curve of each key, and what its model allows.
 
     Parameters
     ----------
@@ -306,14 +309,25 @@ class CurveKeeper:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._pending: dict[str, Rates] = {}
+        self._pending: dict[tuple[str, str], Callable[[], None]] = {}
+        self._counts: dict[str, AllowedCounts] = {}  # as they were written
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def keep(self, key: str, rates: Rates) -> None:
         """Write a curve soon; returns at once."""
-        self._pending[key] = rates
+        self._write_soon(("rates", key), partial(write_rates, self._root, key, rates))
+
+    def keep_counts(self, key: str, allowed: AllowedCounts) -> None:
+        """Write soon what the model of a sharded training job allows, in its units; returns at once."""
+        if self._counts.get(key) != allowed:
+            self._counts[key] = allowed
+            path, content = measurement_path(self._root, SHARDED, key), [allowed.multiple_of, allowed.divisor_of]
+            self._write_soon(("counts", key), partial(write_measurement, path, content))
+
+    def _write_soon(self, what: tuple[str, str], write: Callable[[], None]) -> None:
+        self._pending[what] = write
         self._changed.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="freetrain-curves", daemon=True)
@@ -336,4 +350,4 @@ class CurveKeeper:
     def _write(self) -> None:
         self._changed.clear()
         while self._pending:
-            write_rates(self._root, *self._pending.popitem())
+            self._pending.popitem()[1]()

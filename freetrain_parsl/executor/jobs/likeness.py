@@ -9,10 +9,12 @@ from itertools import islice
 from numbers import Integral
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from freetrain_parsl.errors import InvalidApp
+from freetrain_parsl.planning.sizes import AllowedCounts
 from freetrain_parsl.protocol.options import digest_of
-from freetrain_parsl.storage.measurements import read_rates
+from freetrain_parsl.storage.measurements import measurement_path, read_measurement, read_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import Training
     from freetrain_parsl.protocol.options import Code
 
-__all__ = ["likeness_of", "recall_rates"]
+__all__ = ["SHARDED", "likeness_of", "recall_rates"]
+
+SHARDED: Final = "sharded-counts"
+"""What is kept of sharded training jobs: the numbers of units that their models allow."""
 
 _MOST_ITEMS = 64  # of a container whose items count
 _MOST_PARTS = 10_000  # of an argument; more are compared by type
@@ -52,11 +57,26 @@ def likeness_of(function: Callable[..., Any], code: Code, args: tuple[Any, ...],
 
 
 def recall_rates(training: Training, root: Path, slots_per_node: int, units_per_node: int, threads: int | None) -> None:
-    """Give a training job the rates of an earlier one that is alike, on slots of the same size, and the same units."""
+    """Give a training job what an earlier one has learned that is alike, on slots of the same size, and the same units.
+
+    These are its rates and, if its model is sharded, the numbers of units that the model allows.
+    """
     if likeness := training.request.likeness:
         units = [str(units_per_node)] if units_per_node > 1 else []
         training.curve_key = digest_of([likeness, str(slots_per_node), str(threads), *units])
         training.rates = read_rates(root, training.curve_key)
+        path = measurement_path(root, SHARDED, training.curve_key)
+        training.sharded_on = read_measurement(path, _counts, "it is learned anew")
+
+
+def _counts(content: Any) -> AllowedCounts:
+    multiple, divisor = content
+    if type(multiple) is not int or type(divisor) is not int:
+        raise TypeError("these are no numbers of nodes")
+    try:
+        return AllowedCounts(multiple, divisor)
+    except InvalidApp as error:
+        raise ValueError(str(error)) from None
 
 
 class _Description:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -10,7 +11,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import FreeTrainError, TrainingCancelled
+from freetrain_parsl.errors import FreeTrainError, InvalidApp, TrainingCancelled
 from freetrain_parsl.executor.driver.rendezvous import RendezvousServer
 from freetrain_parsl.executor.driver.settler import settle_at_once, unshared
 from freetrain_parsl.executor.driver.storage_watch import StorageWatch
@@ -71,6 +72,7 @@ class _Trainings(JobKind):
             jobs.numbers,
             jobs.clock(),
             units_per_node=jobs.registry.units_per_node,
+            sharded_on=training.sharded_on,
         )
         jobs.hold(self, machine, [training])
         return True
@@ -415,6 +417,10 @@ class JobManager:
             self._inform(learned)
         if training is not None and (key := training.curve_key) and changed and (rates := self.curves.measured(name)):
             self._keeper.keep(key, rates)
+        if training is not None and training.curve_key and seen.progress.sharded_bytes:
+            with suppress(InvalidApp):  # nodes of several processes of which no number is allowed: the job will say so
+                allowed = seen.progress.allowed_counts.in_units(seen.slots // len(seen.nodes))
+                self._keeper.keep_counts(training.curve_key, allowed)
         size = self.curves.next_batch(name, len(seen.nodes), kind)
         if size is not None:
             self._handle(held, on.BatchChosen(size))

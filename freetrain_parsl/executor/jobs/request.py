@@ -345,6 +345,8 @@ class Training:
         Key under which its scaling curve is kept; empty: it is not kept.
     rates
         The rates that training jobs of this key have measured before.
+    sharded_on
+        The numbers of units that its model allows, if one of this key was sharded before; otherwise ``None``.
     """
 
     request: TrainingRequest
@@ -352,6 +354,7 @@ class Training:
     future: Future[Any]
     curve_key: str = ""
     rates: Rates = field(default_factory=dict)
+    sharded_on: AllowedCounts | None = None
 
     @property
     def name(self) -> str:

@@ -173,6 +173,7 @@ class NodeModules:
         self._unknown = not known or any(_ANY_VARIABLE.search(place) for place in self._path)
         self._checked: set[tuple[Any, ...]] = set()
         self._told: set[str] = set()
+        self._answers: dict[tuple[str, str], str | None] = {}
 
     def check(self, app: Callable[..., Any], modules: Iterable[str] = ()) -> None:
         """Warn of modules that a call of an app needs and that nodes will not find.
@@ -199,24 +200,32 @@ class NodeModules:
             self._warn(function, name, file)
 
     def _not_found(self, directory: str, files: dict[str, str]) -> dict[str, str]:
-        """Return those of the modules that a new interpreter does not find, or finds in another file."""
-        if not files:
-            return {}
+        """Return those of the modules that a new interpreter does not find, or finds in another file.
+
+        It is asked once for each module of a directory: that takes a tenth of a second, and Parsl submits nothing then.
+        """
+        if unknown := [name for name in files if (directory, name) not in self._answers]:
+            self._answers |= {(directory, name): place for name, place in self._ask(directory, unknown).items()}
+        found = {name: self._answers[directory, name] for name in files if (directory, name) in self._answers}
+        return {
+            name: files[name]
+            for name, place in found.items()
+            if place is None or (place and not _same(place, files[name]))
+        }
+
+    def _ask(self, directory: str, names: list[str]) -> dict[str, str | None]:
+        """Return where a new interpreter finds modules, ``None`` for one that it does not find; empty: unknown."""
         path = os.pathsep.join([*self._path, *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             done = subprocess.run(
-                [*script_command(_FIND), directory, *files], env={**os.environ, "PYTHONPATH": path},
+                [*script_command(_FIND), directory, *names], env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=True,
             )  # fmt: skip
-            found = json.loads(done.stdout)
+            found: dict[str, str | None] = json.loads(done.stdout)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             logger.debug("cannot find out which modules nodes find: %s", error)
             return {}
-        return {
-            name: file
-            for name, file in files.items()
-            if name in found and (found[name] is None or (found[name] and not _same(found[name], file)))
-        }
+        return found
 
     def _warn(self, function: Callable[..., Any], name: str, file: str) -> None:
         if file in self._told:

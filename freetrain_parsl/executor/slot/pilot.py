@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NODE_FILES",
+    "NODE_FILES_OF_POOL",
     "PLACE",
     "POOL_DIRECTORY",
     "TIDYING",
@@ -46,6 +47,10 @@ POOL_DIRECTORY: Final = "FREETRAIN_POOL_DIRECTORY"  # environment variable, for 
 NODE_FILES: Final = "FREETRAIN_NODE_FILES"
 """Environment variable, ``DESCRIPTOR:DIRECTORY``: files that pilots of this node share, and the lock on them, which
 each has inherited: the last one removes them."""
+
+NODE_FILES_OF_POOL: Final = "node-files"
+"""File in a pool's directory: directories in the memory of this node that slots have made, one a line. The last pilot
+whose slots use one, by a shared lock on it, removes it."""
 
 _PREFIX: Final = "ft-pool-"  # short: the path of a socket has at most 107 characters
 
@@ -93,18 +98,26 @@ class PoolDirectory:
             self._lock = None
 
 
-def remove_node_files() -> None:
+def remove_node_files(pool: Path) -> None:
     """Remove the files that the pilots of this node share, if no other pilot uses them."""
     lock, _, name = os.environ.get(NODE_FILES, "").partition(":")
-    if not name:
-        return
-    gone = f"{name}.{os.getpid()}.part"
     with suppress(OSError):  # another pilot uses them, or has removed them
-        if not os.path.samestat(os.fstat(int(lock)), os.stat(name)):  # noqa: PTH116 - by its name
-            return  # this process was not started by the shell that has opened it
-        fcntl.flock(int(lock), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        Path(name).rename(gone)  # at once: a node that starts now must not find a part of them
-        shutil.rmtree(gone, ignore_errors=True)
+        if name and os.path.samestat(os.fstat(int(lock)), os.stat(name)):  # noqa: PTH116 - by its name
+            # else this process was not started by the shell that has opened it
+            fcntl.flock(int(lock), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(Path(name))
+    with suppress(OSError):  # there are none
+        for line in dict.fromkeys((pool / NODE_FILES_OF_POOL).read_text(encoding="utf-8").splitlines()):
+            with suppress(OSError):  # slots of another pilot use them
+                held = lock_directory(Path(line), fcntl.LOCK_EX)  # until it has another name: nobody begins to use it
+                _remove(Path(line))
+                os.close(held)
+
+
+def _remove(directory: Path) -> None:
+    gone = directory.with_name(f".{directory.name}.{os.getpid()}.part")
+    directory.rename(gone)  # at once: a node that starts now must not find a part of it
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def hold_pool_directory() -> str | None:
@@ -157,7 +170,7 @@ def main(command: list[str]) -> int:
 
         environment = {**os.environ, _PILOT: str(os.getpid()), POOL_DIRECTORY: str(directory.path)}
         code = _attend(start_pool(command, environment, prepare), awaited)
-    remove_node_files()
+        remove_node_files(directory.path)
     return code
 
 

@@ -104,7 +104,7 @@ def end_by(error: BaseException, generation: int = 0) -> tuple[RunEnd, bytes]:
 def _end_by(error: BaseException, generation: int) -> tuple[RunEnd, bytes]:
     match error:
         case PeerFailed():
-            return PeersFailed(generation, text_of(error), error.unreachable), b""
+            return PeersFailed(generation, text_of(error), error.unreachable, error.step), b""
         case StorageUnavailable():  # not the training job's fault: it waits
             return StorageFailed(text_of(error), storable(error.condition)), b""
         case SystemExit():

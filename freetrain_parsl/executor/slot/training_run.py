@@ -338,3 +338,4 @@ class TrainingRun(Run):
             store.close()
         self._generation = report.generation
         self._is_member, self._group_failed = True, False
+        self.mailbox.underway.set()  # the others have made steps, and a part of the state may only be here

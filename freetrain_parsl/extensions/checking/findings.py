@@ -78,8 +78,8 @@ class Judge:
             self._report.notes.append(f"{reason}: sums were compared in float32, and only in the first step.")
         if plain.sharded:
             self._report.notes.append(
-                "The model is sharded over the processes. One that fails was not compared: the job is then resumed "
-                "from a checkpoint."
+                "The model is sharded over the processes. One that fails was not compared: the job then resumes from "
+                "copies in memory or its checkpoint, or with replicas= continues without it."
             )
 
     @property

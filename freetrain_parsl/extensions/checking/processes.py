@@ -129,7 +129,9 @@ def _run_array(call: Call, variant: Variant, directory: Path) -> ProcessRecord:
         Member(_options(call, directory, name), lambda: (call.function, call.args, call.kwargs), recorder)
         for name, recorder in zip(names, recorders, strict=True)
     ]
-    engine = run_members(members, ArrayMailbox(), report=report, ended=ended, refused=reasons.append)
+    engine = run_members(
+        members, ArrayMailbox(), report=report, ended=ended, refused=lambda reason, _passing: reasons.append(reason)
+    )
     record = recorders[0].record
     if not record.error:
         record.failed(recorders[1].record.error, recorders[1].record.trace, refused=recorders[1].record.refused)

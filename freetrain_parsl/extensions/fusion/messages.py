@@ -8,7 +8,19 @@ from freetrain_parsl.protocol.codec import Count, Duration, Name, Text
 from freetrain_parsl.protocol.messages import Keys, RunMessage, RunStart, StoredValue, WithFunction
 from freetrain_parsl.protocol.reports import Progress, RunEnd
 
-__all__ = ["AddMember", "ArraySized", "MemberEnded", "MemberReport", "ReleaseMember", "StartArray"]
+__all__ = [
+    "FAILED",
+    "AddMember",
+    "ArraySized",
+    "BaseShared",
+    "MemberEnded",
+    "MemberReport",
+    "ReleaseMember",
+    "StartArray",
+]
+
+FAILED = "the fused call failed"
+"""Beginning of the reason if members are not fused because of an error that may not occur again."""
 
 # ── driver to slot ────────────────────────────────────────────────────────────────────────────────
 
@@ -25,11 +37,14 @@ class StartArray(RunStart):
         Maximum number of members; ``None``: no limit but the device's memory.
     size
         Number of members that is known to be best; ``None``: it is to be found by timing steps.
+    turns
+        Why its members step in turns; empty: they are fused.
     """
 
     members: Keys
     limit: Count | None = None
     size: Count | None = None
+    turns: Text = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,12 @@ class ArraySized(RunMessage):
         Whether the size stays.
     reason
         Why the members are not fused, or, if they are, why they are no more; empty if nothing is known against it.
+    passing
+        Whether the reason may not hold for others that are alike: it is how these members differ from each other, such
+        as in their data.
+    turns
+        Why the members stay in one process although they are not fused, and step in turns: memory, and this reason not
+        to fuse them; empty: they do not.
     """
 
     size: Count
@@ -91,3 +112,12 @@ class ArraySized(RunMessage):
     gain_size: Count = 1
     decided: bool = False
     reason: Text = ""
+    turns: Text = ""
+    passing: bool = False
+
+
+@dataclass(frozen=True)
+class BaseShared(RunMessage):
+    """All members of an array have frozen tensors of `size` bytes in common, which are in memory once."""
+
+    size: Count

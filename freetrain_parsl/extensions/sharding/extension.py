@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import state as sharded
 from freetrain_parsl.extensions.sharding import structures
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch import nn
 
     from freetrain_parsl.protocol.options import SessionOptions
     from freetrain_parsl.training.checkpoints.format import Restored
@@ -40,6 +41,10 @@ class Sharding(SessionExtension):
     """The members hold different parts of the state: FSDP2 averages the gradients, and all write the checkpoints."""
 
     spreads = True
+    too_late = (
+        "session.prepare got the model before fully_shard: call fully_shard(…, mesh=session.mesh) first, then make the "
+        "optimizer, then call session.prepare"
+    )
 
     def __init__(self) -> None:
         self.in_place = True
@@ -47,6 +52,7 @@ class Sharding(SessionExtension):
         self._objects: Mapping[str, Stateful] = {}
         self._saver: ShardedSaver | None = None
         self._modules: list[Any] = []
+        self._parameters: set[int] = set()  # by `id`, as prepared
         self.copies: Copies | None = None
         """Copies of the members' parts; ``None`` before the loop, or without a memory for them."""
         self._members: GroupMember
@@ -80,6 +86,7 @@ class Sharding(SessionExtension):
             self._resharding = Resharding(objects)
             if not members.is_newcomer:
                 self._resharding.begin(members.group)
+        self._parameters = self._sharded_parameters()
         self.allowed_counts = self.resharding.sizes_allowed
         self.sharded_bytes = size_of(objects)
         if self.in_place and (problem := self.resharding.problem(mesh)) is not None:
@@ -90,6 +97,10 @@ class Sharding(SessionExtension):
         """The shards of this member, once there are objects."""
         assert self._resharding is not None, "objects are prepared"
         return self._resharding
+
+    def _sharded_parameters(self) -> set[int]:
+        models = [each for each in self._objects.values() if isinstance(each, nn.Module)]
+        return {id(parameter) for model in models for parameter in model.parameters() if is_spread(parameter)}
 
     def _refuse(self, problem: str) -> None:
         self.in_place = False
@@ -138,7 +149,9 @@ class Sharding(SessionExtension):
         return {**state, "objects": objects, "loop": {**state["loop"], "shared": shared}}
 
     def started(self, state: SessionState, in_batch: Callable[[], bool]) -> None:  # noqa: ARG002
-        """Refuse what needs whole gradients, or a whole model."""
+        """Refuse what needs whole gradients, or a whole model, and parameters that were sharded after `prepared`."""
+        if not self._parameters >= self._sharded_parameters():
+            raise UsageError(self.too_late)
         self.resharding.follow_loop(state.loop.shared)
         self._modules = structures.sharded_modules(self.resharding.models)
         if self._device.type == "cpu":

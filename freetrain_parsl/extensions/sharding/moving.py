@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.sharding.rounds import ColumnRange, Layout
     from freetrain_parsl.training.group.process_group import Group
+    from freetrain_parsl.training.group.replica_groups import Pending
 
 __all__ = ["BUDGET", "Shards", "Traffic", "move"]
 
@@ -36,7 +37,10 @@ class Shards(Protocol):
         """Return the old shard of an owner on this host."""
 
     def allocate(self, tensor: int, owner: int) -> torch.Tensor:
-        """Return a contiguous tensor for the new shard of an owner on this host; called once for each."""
+        """Return a contiguous tensor for the new shard of an owner on this host; called once for each.
+
+        It may be a part of this host's old shard, if that has its content already.
+        """
 
 
 @dataclass
@@ -116,7 +120,7 @@ class _Round:
         Bytes of its buffers.
     """
 
-    works: list[dist.Work]
+    works: list[Pending]
     operations: dict[str, list[dist.P2POp]]
     landing: list[tuple[torch.Tensor, list[ColumnRange]]]
     staging: int
@@ -145,13 +149,14 @@ class _Mover:
         All hosts begin the rounds in the same order, and wait only for earlier ones: so the oldest one always ends.
         """
         me = self._group.rank
+        here: list[ColumnRange] = []
         out: dict[tuple[str, int], list[ColumnRange]] = {}
         into: dict[tuple[str, int], list[ColumnRange]] = {}
         for piece in pieces:
             source, target = self._old_hosts[piece.source], self._new_hosts[piece.target]
             device = self._layouts[piece.tensor].device
             if source == target == me:
-                self._target(piece).copy_(self._source(piece))
+                here.append(piece)
             elif source == me:
                 out.setdefault((device, target), []).append(piece)
             elif target == me:
@@ -179,16 +184,21 @@ class _Mover:
                 tensors.append(torch.empty(size, dtype=torch.uint8, device=self._target(small[0]).device))
                 landing.append((tensors[-1], small))
             operations.setdefault(device, []).extend(dist.P2POp(dist.irecv, tensor, source) for tensor in tensors)
-        works: list[dist.Work] = []
-        with self._group.waits():
-            for device in sorted(operations):
-                works += dist.batch_isend_irecv(operations[device])
+        works = [work for device in sorted(operations) for work in self._group.begin_transfers(operations[device])]
         self._underway.append(_Round(works, operations, landing, staging))
+        self._copy(here)  # while messages are sent
         traffic = self.traffic
         traffic.sent += sum(piece.size for pieces in out.values() for piece in pieces)
         traffic.received += sum(piece.size for pieces in into.values() for piece in pieces)
         traffic.rounds += 1
         traffic.staging = max(traffic.staging, sum(one.staging for one in self._underway))
+
+    def _copy(self, pieces: Sequence[ColumnRange]) -> None:
+        """Copy slices that stay on this host, unless they stay in their place."""
+        for piece in pieces:
+            target, shard = self._target(piece), self._source(piece)
+            if target.data_ptr() != shard.data_ptr():
+                target.copy_(shard)
 
     def end(self) -> None:
         """Wait for all rounds, and allocate the shards that have no elements."""
@@ -202,9 +212,7 @@ class _Mover:
     def _finish(self) -> None:
         """Wait for the oldest round."""
         oldest = self._underway.popleft()
-        with self._group.waits():
-            for work in oldest.works:
-                work.wait()
+        self._group.end_transfers(oldest.works)
         for packed, pieces in oldest.landing:
             self._unpack(packed, pieces)
 

@@ -13,7 +13,6 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from freetrain_parsl.errors import PeerFailed, StateLost, UsageError
 from freetrain_parsl.extensions.sharding import structures
 from freetrain_parsl.extensions.sharding.memory import needs, shortage
 from freetrain_parsl.extensions.sharding.moving import BUDGET, Traffic, move
+from freetrain_parsl.extensions.sharding.narrowing import Narrowing
 from freetrain_parsl.extensions.sharding.rounds import Layout
 from freetrain_parsl.extensions.sharding.state import leaves_by_path
 from freetrain_parsl.planning.sizes import AllowedCounts
@@ -61,6 +61,9 @@ class Holding(NamedTuple):
     made: int
     owners: int
     owner: int
+
+
+_NOT_HELD = Holding(-1, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class Resharding:
         self._budget = budget
         self._live: Holding | None = None
         self._kept: dict[Holding, _Set] = {}  # others than the live ones
+        self._narrowing = Narrowing()
         self.moved: Moved | None = None
         """The last change."""
 
@@ -281,7 +285,9 @@ class Resharding:
         began = time.monotonic()
         structures.reshard(self.models)
         tensors = self.tensors()
-        new = _NewShards(tensors, self._present(tensors), structures.managed_parameters(self.models), len(hosts))
+        managed = structures.managed_parameters(self.models)
+        gives = self._live if group.rank == self._live.owner else _NOT_HELD  # else another replica's member does
+        new = _NewShards(tensors, self._present(tensors), gives, managed, len(hosts), self._narrowing)
         layouts = [entry.layout for entry in self.entries(tensors)]
         traffic = move(layouts, range(group.shards), hosts, new, group, budget=self._budget)
         if group.rank in hosts:
@@ -319,7 +325,7 @@ class Resharding:
         traffic = Traffic()
         managed = structures.managed_parameters(self.models)
         for first in lacking:
-            new = _NewShards(tensors, self._shards_of(chosen, tensors), managed, group.shards)
+            new = _NewShards(tensors, self._shards_of(chosen, tensors), chosen, managed, group.shards, self._narrowing)
             members = range(first, first + group.shards)
             layouts = [entry.layout for entry in entries]
             traffic = traffic.followed_by(move(layouts, hosts, members, new, group, budget=self._budget))
@@ -329,6 +335,7 @@ class Resharding:
         self._commit(mine, tensors, entries, mesh_of())
         group.sum(_AGREED)
         self._kept.clear()
+        self._narrowing.settle(self._present(tensors))
         structures.forget_meshes()
         before = self.moved if self.moved is not None and chosen.made == group.generation else None
         self.moved = Moved(time.monotonic() - began, traffic) if before is None else _joined(before, began, traffic)
@@ -368,12 +375,8 @@ class Resharding:
         tensors = self.tensors()
         if _count(group, of=has_state) == group.size:
             return tensors, self.entries(tensors)
-        theirs: list[Any] = [None]
-        if group.rank == source:
-            theirs = [(self.entries(tensors), structures.int_of_each_group(self.models))]
-        with group.waits():
-            dist.broadcast_object_list(theirs, src=source)
-        entries, ints = theirs[0]
+        own = (self.entries(tensors), structures.int_of_each_group(self.models)) if group.rank == source else None
+        entries, ints = group.broadcast(own, source)
         problem = "" if has_state else self._difference(tensors, entries)
         if _count(group, of=problem != ""):
             problems = group.gather_objects(problem)
@@ -455,15 +458,39 @@ class Resharding:
 
 
 class _NewShards:
-    """The old shards of this member, and its new ones while they are filled; see `moving.Shards`."""
+    """The old shards of this member, and its new ones while they are filled; see `moving.Shards`.
+
+    Parameters
+    ----------
+    tensors
+        The tensors.
+    old
+        This member's old shards.
+    holding
+        Which these are, if the new shards are filled from them on this member.
+    managed
+        FSDP2's records of parameters.
+    owners
+        Number of new parts.
+    narrowing
+        Keeps those in their place that are in old ones.
+    """
 
     def __init__(
-        self, tensors: Mapping[tuple[Any, ...], Any], old: _Set, managed: Mapping[int, Any], owners: int
+        self,
+        tensors: Mapping[tuple[Any, ...], Any],
+        old: _Set,
+        holding: Holding,
+        managed: Mapping[int, Any],
+        owners: int,
+        narrowing: Narrowing,
     ) -> None:
         self._tensors = list(tensors.values())
-        self._old = old
+        self._old, self._holding = old, holding
         self._managed = managed
         self._owners = owners
+        self._narrowing = narrowing
+        narrowing.begin()
         self._new: dict[int, torch.Tensor] = {}
 
     def read(self, tensor: int, owner: int) -> torch.Tensor:  # noqa: ARG002 - this member has one part of a set
@@ -479,17 +506,27 @@ class _NewShards:
         start, stop = layout.span(owner, self._owners)
         first = 0 if managed is not None else owner  # the first shard is the largest: FSDP2 pads all to its size
         local = structures.local_of(like)
-        padded = torch.empty(
-            layout.local_shape(first, self._owners),
-            dtype=like.dtype,
-            device=local.device,
-            pin_memory=managed is not None and managed.pin_memory,
-        )
+        shape = layout.local_shape(first, self._owners)
+        if (part := self._part_of_old(tensor, layout, owner, shape)) is not None:
+            self._new[tensor] = part
+            return part
+        pinned = managed is not None and managed.pin_memory
+        padded = torch.empty(shape, dtype=like.dtype, device=local.device, pin_memory=pinned)
         self._new[tensor] = padded
         shard = padded.narrow(dim, 0, stop - start)
         if padded.shape != shard.shape:
             padded.narrow(dim, stop - start, padded.shape[dim] - (stop - start)).zero_()
         return shard
+
+    def _part_of_old(self, tensor: int, layout: Layout, owner: int, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return a new shard that is a part of the old one; ``None``: it is not, or has padding that this has not."""
+        start, stop = layout.span(owner, self._owners)
+        if self._holding.owner < 0 or layout.dim or shape[0] != stop - start:
+            return None
+        begin, end = layout.span(self._holding.owner, self._holding.owners)
+        if not begin <= start < stop <= end:
+            return None
+        return self._narrowing.part_of(self._old[tensor], start - begin, shape)
 
     def filled(self) -> _Set:
         """Return the new shards with their padding."""

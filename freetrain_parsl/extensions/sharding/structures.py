@@ -240,15 +240,46 @@ def rebind(models: Iterable[nn.Module], mesh: DeviceMesh) -> None:
 
     info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
     smaller: dict[int, Any] = {}
+    known: dict[tuple[Any, ...], tuple[dict[str, Any], Any]] = {}
     for group in _groups(models):
         after = _post_forward(group, info, smaller)
         for each in group.fsdp_params:
-            _rebind_parameter(each, info, None if each.post_forward_mesh_info is None else (after or info))
+            _rebind_one(each, info, None if each.post_forward_mesh_info is None else (after or info), known)
         group.mesh_info = info
         group.post_forward_mesh_info = after
 
 
-def _rebind_parameter(param: Any, info: Any, after: Any) -> None:
+def _rebind_one(param: Any, info: Any, after: Any, known: dict[tuple[Any, ...], tuple[dict[str, Any], Any]]) -> None:
+    """Rebind a parameter, with the fields of one that is like it, if there was one: they depend on nothing else.
+
+    FSDP2's initializer takes most of the time of a change, for a model of many layers.
+    """
+    kept = param.sharded_param
+    like = (type(param), param._orig_size, kept.dtype, param.fsdp_placement, param.device, id(after))
+    if like not in known:
+        known[like] = _rebind_parameter(param, info, after)
+        return
+    before, (fields, spec) = dict(vars(param)), known[like]
+    try:
+        vars(param).update(fields)
+        _check_sizes(param, local_of(kept), param._sharded_param_data)
+    except BaseException:
+        vars(param).clear()
+        vars(param).update(before)
+        raise
+    kept._spec = spec
+    _forget_gathered(param)
+
+
+def _forget_gathered(param: Any) -> None:
+    """Drop buffers of the old size: they are created again at the next all-gather."""
+    param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+    if hasattr(param, "_unsharded_param"):
+        del param._unsharded_param
+
+
+def _rebind_parameter(param: Any, info: Any, after: Any) -> tuple[dict[str, Any], Any]:
+    """Rebind a parameter by FSDP2's own initializer; return the fields, and the spec, of all parameters like it."""
     kept, data = param.sharded_param, param._sharded_param_data
     before = dict(vars(param))
     whole = nn.Parameter(
@@ -276,10 +307,13 @@ def _rebind_parameter(param: Any, info: Any, after: Any) -> None:
     kept._spec = spec
     param.sharded_param, param._sharded_param_data = kept, data
     param._setattr_on_modules(kept)
-    # Buffers of the old size: created again at the next all-gather.
-    param.all_gather_outputs, param._unsharded_inner_tensors = [], []
-    if hasattr(param, "_unsharded_param"):
-        del param._unsharded_param
+    changed = {
+        name: value
+        for name, value in vars(param).items()
+        if value is not before.get(name) and not isinstance(value, torch.Tensor)
+    }
+    _forget_gathered(param)
+    return changed, spec
 
 
 def _check_sizes(param: Any, local: torch.Tensor, data: torch.Tensor) -> None:

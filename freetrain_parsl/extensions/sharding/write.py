@@ -7,6 +7,7 @@ in the background without communication. `torch.distributed.checkpoint` is used 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.extensions.sharding.state import INDEX
@@ -15,8 +16,8 @@ from freetrain_parsl.storage.entry import SHARDS, checksum
 from freetrain_parsl.storage.problems import storage_error
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
-    from pathlib import Path
 
     import torch
     from torch.distributed.checkpoint.storage import WriteResult
@@ -149,8 +150,14 @@ class JointWrite:
 def _torch_writes(folder: Path, local: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """Return torch's planner and writer."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
     from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+
+    class Files(FileSystem):
+        """Makes no parents: a writer that was fenced off would get the directory back that is missing for this."""
+
+        def mkdir(self, path: str | os.PathLike[str]) -> None:
+            Path(path).mkdir(exist_ok=True)
 
     class Planner(DefaultSavePlanner):
         """Takes the tensors from `local`: those of the state continue to change."""
@@ -164,4 +171,6 @@ def _torch_writes(folder: Path, local: Mapping[str, torch.Tensor]) -> tuple[Any,
         def storage_meta(self) -> StorageMeta:
             return StorageMeta()
 
-    return Planner(), Writer(folder)
+    writer = Writer(folder)
+    writer.fs = Files()
+    return Planner(), writer

@@ -21,10 +21,12 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from freetrain_parsl.extensions.staging.node import SETTLED
 from freetrain_parsl.location import PACKAGE
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ _OWN: Final = ("/usr/", "/lib/", "/lib64/", "/bin/", "/etc/")  # in a node's own
 _PROC: Final = ("/proc/", "/sys/", "/dev/")
 _PACKAGES: Final = f"lib/python{sysconfig.get_python_version()}/site-packages"  # in the image
 _TIME_LIMIT: Final = 0xFFFFFFFF
+_MOST_NAMES: Final = 10_000  # of a listing; a larger directory is listed on the node
 
 
 @dataclass(frozen=True)
@@ -268,12 +271,31 @@ class Image:
         packages = {tree: name for tree, name in self.environment.trees if name}
         self.directories["elsewhere"] = set()
         self.entries["elsewhere/code"] = ("data", code)
-        self.entries["elsewhere/index"] = ("data", marshal.dumps((packages, _OWN, index), 2))
+        self.entries["elsewhere/index"] = ("data", marshal.dumps((packages, _OWN, index, self._listings()), 2))
         for directory in ("", "lib", os.path.dirname(_PACKAGES), _PACKAGES):
             self.directories.setdefault(directory, set())
         start = f"{_PACKAGES}/_freetrain_image"
         self.entries[f"{start}.py"] = ("data", Path(__file__).with_name("node.py").read_bytes())
         self.entries[f"{start}.pth"] = ("data", b"import _freetrain_image\n")
+
+    def _listings(self) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """Return what is in the directories outside the trees that are searched for modules, see `node`."""
+        searched = {entry for entry in map(os.path.abspath, filter(None, sys.path)) if not self._is_local(entry)}
+        listings = {}
+        for directory in sorted({*map(os.path.dirname, self.sources), *searched}):
+            try:
+                changed = os.stat(directory).st_mtime_ns
+                if (age := time.time_ns() - changed) < SETTLED:  # it could change again without another time
+                    time.sleep((SETTLED - max(0, age)) / 1e9)
+                names = os.listdir(directory)
+            except OSError:  # an entry of sys.path that is none, or a zip
+                continue
+            if len(names) <= _MOST_NAMES:
+                listings[directory] = (changed, tuple(sorted({name.partition(".")[0] for name in names})))
+        return listings
+
+    def _is_local(self, entry: str) -> bool:
+        return entry.startswith(_OWN) or self.environment.locate(f"{entry}/x") is not None
 
 
 # Modules whose code is in the interpreter itself.

@@ -1,4 +1,4 @@
-"""Make the image of this interpreter's environment, or find it: ``python -m … make CACHE OUT``, in the nodes' Python.
+"""Make the image of this interpreter's environment, or find it: ``python -m … make CACHE OUT LARGE``.
 
 It runs in a process of its own, at a low priority, and prints what the driver has to know of the image, as JSON.
 """
@@ -152,11 +152,11 @@ def _forget(cache: Path) -> None:
                 path.unlink()
 
 
-def main(cache: str, out: str, *modules: str) -> None:
+def main(cache: str, out: str, large: str) -> None:
     """Make the image and print what is known of it."""
     os.nice(10)
     os.umask(0o077)
-    json.dump(make(Path(cache), Path(out), modules), sys.stdout)
+    json.dump(make(Path(cache), Path(out), large=int(large)), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 The image mirrors the environment's prefix. Modules elsewhere, such as those of a project that is being edited, keep
 their names, so that files beside them are read and written where they are: only their code comes from the image. What
-is looked for in their directories, but is not there, costs one listing every few seconds instead of a call for each
-module.
+is looked for in their directories, but is not there, costs one call every few seconds instead of one for each module:
+the image has listings of these directories, which are used as long as their time of change is the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
-_FRESH = 5.0  # seconds for which a listing of a directory is used; network file systems use it for up to a minute
+_FRESH = 5.0  # seconds for which a directory is taken not to have changed; network file systems do so up to a minute
+SETTLED = 2_000_000_000  # ns after which another change of a directory has another time
 _DETAILS = (
     (ExtensionFileLoader, EXTENSION_SUFFIXES),
     (SourceFileLoader, SOURCE_SUFFIXES),
@@ -48,12 +49,14 @@ class Elsewhere:
 
     def __init__(self, root: str) -> None:
         with open(f"{root}/elsewhere/index", "rb") as file:
-            packages, own, index = marshal.load(file)  # noqa: S302 - of an image whose hash was checked
+            packages, own, index, listings = marshal.load(file)  # noqa: S302 - of an image whose hash was checked
         self.packages: dict[str, str] = {shared: f"{root}/{name}" for shared, name in packages.items()}
         """Directory of installed packages, or one package in a directory with others -> its copy."""
         self.local: tuple[str, ...] = (f"{root}/", *own)
         self.code: dict[str, tuple[int, int, int, int]] = index
         """Source -> offset and length of its code, and time and size at which it is valid; time 0: always."""
+        self.listings: dict[str, tuple[int, tuple[str, ...]]] = listings
+        """Directory -> its time of change in ns, and the names of modules that may be there."""
         self.directories = {os.path.dirname(source) for source in index}
         self._path = f"{root}/elsewhere/code"
 
@@ -92,8 +95,8 @@ class Finder(FileFinder):
     def __init__(self, path: str, elsewhere: Elsewhere) -> None:
         super().__init__(path, *_DETAILS)
         self._elsewhere = elsewhere
-        self._names: set[str] = set()
-        self._read_at: float | None = None
+        self._changed, self._names = elsewhere.listings.get(path, (0, ()))
+        self._looked_at: float | None = None
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the specification of a module here, ``None`` if there is none."""
@@ -109,18 +112,21 @@ class Finder(FileFinder):
                     submodule_search_locations=[os.path.dirname(source)] if package else None,
                 )
         now = time.monotonic()
-        if self._read_at is None or now - self._read_at > _FRESH:
-            self._read_at = now
+        if self._looked_at is None or now - self._looked_at > _FRESH:
+            self._looked_at = now
             try:
-                self._names = {entry.partition(".")[0] for entry in os.listdir(self.path)}
+                changed = os.stat(self.path).st_mtime_ns
+                if changed != self._changed:
+                    self._names = tuple({entry.partition(".")[0] for entry in os.listdir(self.path)})
+                    self._changed = changed if time.time_ns() - changed > SETTLED else 0
             except OSError:
-                self._names = set()
+                self._changed, self._names = 0, ()
         return super().find_spec(fullname, target) if name in self._names else None
 
     def invalidate_caches(self) -> None:
-        """Read the directory anew at the next search."""
+        """Look at the directory at the next search."""
         super().invalidate_caches()
-        self._read_at = None
+        self._looked_at = None
 
 
 class Loader(SourceFileLoader):

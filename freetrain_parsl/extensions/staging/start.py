@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from freetrain_parsl.executor.htex.node_start import NodeStart
 from freetrain_parsl.executor.slot.loaded_files import unpack_files
+from freetrain_parsl.extensions.staging.file_systems import file_system_of, is_shared
+from freetrain_parsl.extensions.staging.image import LARGE
 from freetrain_parsl.extensions.staging.make import facts_of, learned_path, read_learned, write_learned
 from freetrain_parsl.interpreters import module_command
 from freetrain_parsl.texts import text_of
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["ImageStart", "cache_directory", "file_system_of", "is_shared"]
+__all__ = ["ImageStart", "cache_directory"]
 
-_LOCAL: Final = "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs tmpfs ramfs rootfs overlay squashfs erofs iso9660 devtmpfs"
+_ANY: Final = 1 << 40  # bytes: no library is as large
 _LONG: Final = 3.0  # seconds that imports wait for files, of about 3 that they take on a local disk
 _PAUSE: Final = 60.0  # seconds between two images of a run
 _LOOK: Final = 5.0  # seconds for which the files that an image was made of are taken to be the same
@@ -93,7 +95,7 @@ class ImageStart(NodeStart):
     """Lets the nodes of one executor start from an image; see `NodeStart`."""
 
     def __init__(self, choice: str, python: str) -> None:
-        self._always, self._python = choice == "always", python
+        self._choice, self._python = choice, python
         self._cache = cache_directory()
         self._directory = Path()
         self._tasks: queue.SimpleQueue[bytes | str | None] = queue.SimpleQueue()
@@ -110,13 +112,15 @@ class ImageStart(NodeStart):
         """Make the image in the background if nodes need it; return whether they do."""
         self._directory = directory
         if not Path(self._python).is_absolute() or not Path(self._python).exists():
-            if self._always:
+            if self._choice != "auto":
                 self._say(f"node_image: {self._python} is not an interpreter of this host, so there is no image of it")
             self._off = True
             return False
         kind = next((kind for path in _trees_of(self._python) if is_shared(kind := file_system_of(path))), "")
-        if self._always or kind:
-            self._want("node_image is 'always'" if self._always else f"the environment is on a file system {kind}")
+        if self._choice != "auto":
+            self._want(f"node_image is {self._choice!r}")
+        elif kind:
+            self._want(f"the environment is on a file system {kind}")
         return self._wanted
 
     def _want(self, why: str) -> None:
@@ -243,7 +247,7 @@ class ImageStart(NodeStart):
         shutil.copyfile(_SCRIPT, self._directory / _SCRIPT.name)
         command = module_command("freetrain_parsl.extensions.staging.make", self._python)
         self._process = process = subprocess.Popen(
-            [*command, str(self._cache), str(self._directory)],
+            [*command, str(self._cache), str(self._directory), str(_ANY if self._choice == "full" else LARGE)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -284,24 +288,3 @@ def cache_directory() -> Path:
 def _trees_of(python: str) -> list[str]:
     """Return where the files of an interpreter are: of its environment, and of the one that that was made from."""
     return [os.path.dirname(os.path.abspath(python)), os.path.dirname(os.path.realpath(python))]
-
-
-def file_system_of(path: str, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the type of the file system that a path is on, empty: unknown."""
-    best, kind = "", ""
-    real = f"{os.path.realpath(path)}/"
-    try:
-        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        _, point, found, *_ = line.split(" ")
-        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)
-        if real.startswith(f"{point.rstrip('/')}/") and len(point) >= len(best):
-            best, kind = point, found
-    return kind
-
-
-def is_shared(kind: str) -> bool:
-    """Return whether nodes may share a file system of a type: of any that is not known to be a node's own."""
-    return kind != "" and kind not in _LOCAL.split()

@@ -51,8 +51,9 @@ choose() {
 }
 unpack() {  # by whoever holds the lock; a killed one leaves .part, which the next one removes
     local part=$cache/.part source=$image
+    # Under another name at once: nobody must find a part of one, also if this process is killed.
+    find "$cache" -mindepth 1 -maxdepth 1 \( -name 'image-*' -o -name 'data-*' \) ! -name '*.part' -mtime +0 -exec flock -n -x {} mv -T {} {}.part \; 2>/dev/null
     rm -rf "$cache"/.part* "$cache"/*.part
-    find "$cache" -mindepth 1 -maxdepth 1 -name 'image-*' -mtime +0 -exec flock -n -x {} rm -rf {} \; 2>/dev/null
     if [ -f "$sent" ] && [ ! -L "$sent" ] && [ "$(stat -c %u "$sent")" = "$user" ]; then
         source=$sent
     elif [ "$spread" != 0 ]; then  # the nodes of a block do not all read at the same moment

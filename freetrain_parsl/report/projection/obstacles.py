@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.planning import events as ev
 
-__all__ = ["FailedStarts", "FreeSlots", "Obstacles", "UnusedWindows"]
+__all__ = ["FailedStarts", "FreeUnits", "Obstacles", "UnusedWindows"]
 
 _REFUSED = "was refused: "
 """How the reason begins for which a block ended that the batch system did not accept."""
@@ -140,15 +140,16 @@ class UnusedWindows:
         return [f"idle nodes not used: {show_hosts(names)}: {reason}" for reason, names in nodes.items()]
 
 
-class FreeSlots:
-    """Follows which slots of shared nodes a driver's planner has, and which of them jobs and ordinary tasks have.
+class FreeUnits:
+    """Follows which nodes, or slots of shared ones, a driver's planner has, and which of them jobs and tasks have.
 
     It has to take all steps of the planner.
     """
 
     def __init__(self) -> None:
         self._slots_per_node = 1
-        self._blocks: dict[str, str] = {}  # slot -> its block
+        self._blocks: dict[str, str] = {}  # node or slot -> its block
+        self._jobs: dict[str, Mapping[str, Any]] = {}  # job -> the last event that describes it
         self._least: dict[str, tuple[int, AllowedCounts]] = {}  # job -> its least number of slots, and those allowed
         self._held: dict[str, list[str]] = {}  # job -> its slots
         self._lent: list[str] = []
@@ -157,9 +158,9 @@ class FreeSlots:
         """Take the next record."""
         match entry:
             case record.PlannerStarted(slots_per_node=slots):
-                self._blocks, self._least, self._held, self._lent = {}, {}, {}, []
+                self._blocks, self._least, self._held, self._lent, self._jobs = {}, {}, {}, [], {}
                 self._slots_per_node = slots
-            case record.PlannerStep() if self._slots_per_node > 1:
+            case record.PlannerStep():
                 for change in (*entry.events, *entry.actions):
                     self._follow(change)
 
@@ -175,20 +176,55 @@ class FreeSlots:
                 "type": "trainer_submitted" | "trainer_learned",
                 "trainer": {"name": name, "min_nodes": least} as job,
             }:
-                self._least[name] = least, AllowedCounts(**job.get("allowed_counts", {}))
+                rule = {field: value for field, value in job.get("allowed_counts", {}).items() if field != "type"}
+                self._least[name] = least, AllowedCounts(**rule)
+                self._jobs[name] = change
             case {"type": "trainer_finished" | "trainer_failed" | "trainer_withheld", "trainer": name}:
                 self._least.pop(name, None)
+                self._jobs.pop(name, None)
                 self._held.pop(name, None)
+            case {"type": "trainer_holds", "trainer": name, "nodes": nodes}:
+                self._held[name] = nodes
             case {"type": "assign" | "grow" | "shrink" | "stop", "trainer": name, "nodes": nodes}:
                 self._held[name] = nodes
             case {"type": "lend", "nodes": nodes}:
                 self._lent = nodes
 
+    @property
+    def _free(self) -> set[str]:
+        return self._blocks.keys() - {slot for slots in self._held.values() for slot in slots} - set(self._lent)
+
+    def why_not_more(self, name: str) -> str:
+        """Say why a job that runs has none of the free units, too; empty: none is free, or it can use no more."""
+        held, free = len(self._held.get(name, ())), len(self._free)
+        if not (held and free and name in self._jobs):
+            return ""
+        try:
+            described: ev.TrainerSubmitted | ev.TrainerLearned = restored(self._jobs[name])
+        except (KeyError, TypeError, ValueError):  # of another version
+            return ""
+        job, unit = described.trainer, "node" if self._slots_per_node == 1 else "accelerator"
+        larger = job.at_least(held + 1, self._slots_per_node)
+        if not larger:
+            return ""
+        there = f"{free} {unit}{' is' if free == 1 else 's are'} free"
+        if larger > held + free:
+            return f"{there}, and the next number that it may have is {larger}"
+        best = max(range(larger, held + free + 1), key=lambda count: job.rate(count) if job.may_have(count) else 0.0)
+        if not job.curve.relative and job.rate(best) <= job.rate(held):
+            return (
+                f"{there}, on which it would not be faster: {job.rate(held):.3g} samples/s on {held}, "
+                f"{job.rate(best):.3g} on {best}"
+            )
+        return f"{there}, and the policy expects a change to cost more than it gains"
+
     def sentence(self) -> str:
         """Say which slots are free that none of the waiting jobs can use, and why; empty: there are none."""
         from freetrain_parsl.planning.explain import least_size, why_free  # which imports the solver
 
-        free = self._blocks.keys() - {slot for slots in self._held.values() for slot in slots} - set(self._lent)
+        if self._slots_per_node == 1:
+            return ""
+        free = self._free
         sizes = {name: least_size(*least, self._slots_per_node) for name, least in self._least.items()}
         waiting = {name: size for name, size in sizes.items() if size and not self._held.get(name)}
         why = why_free(free, waiting, self._slots_per_node)

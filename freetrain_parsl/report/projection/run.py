@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.executor.journal import last_record, read_journal, read_kinds, read_progress
+from freetrain_parsl.executor.journal import last_record, newest_entry, read_journal, read_kinds, read_progress
 from freetrain_parsl.places import node_of, slots_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.report.projection.blocks import BlockFold
-from freetrain_parsl.report.projection.obstacles import FailedStarts, FreeSlots, Obstacles, UnusedWindows
+from freetrain_parsl.report.projection.obstacles import FailedStarts, FreeUnits, Obstacles, UnusedWindows
 from freetrain_parsl.windows.hostlist import show_units
 
 if TYPE_CHECKING:
@@ -45,12 +45,14 @@ _KINDS_WITH_REASONS = (
     record.TrainingFailed,
     record.TrainingCancelled,
     record.TrainsAlone,
+    record.BaseShared,
     record.CodeChanged,
     record.TrainingNoted,
     record.BatchChanged,
     record.CohortJoined,
     record.CohortStalled,
     record.FragmentStarted,
+    record.FragmentResumed,
     record.FragmentEnded,
 )
 
@@ -71,7 +73,7 @@ class Fragment:
     in_place: bool = False
     """Whether it continues the previous fragment without a checkpoint."""
     paused: float = 0.0
-    """Seconds without progress before it, if it continues in place."""
+    """Seconds without progress before it, if it continues in place or has resumed after a failure."""
     array: str = ""
     """The array in which it trains, fused with others."""
     lane: int = 0
@@ -121,10 +123,16 @@ class TrainingState:
     """Remark for the user on a change of its code."""
     note: str = ""
     """What else its user should know, as its processes have said last."""
+    lost: float | None = None
+    """When a failure ended its last group, seconds since the epoch; ``None``: something else did."""
+    repair: str = ""
+    """What the last failure was, and how it continued, until it changes its nodes as planned."""
     array: str = ""
     """The array in which it trains now, fused with others."""
     fused_with: int = 0
     """Number of other training jobs in this array."""
+    shared: record.BaseShared | None = None
+    """What the members of the array have in memory once, and whether they step in turns; ``None``: not known."""
     cohort: str = ""
     """The training jobs with which it may run fused."""
     waits_with_cohort: str = ""
@@ -150,8 +158,8 @@ class TrainingState:
         """Note that it was submitted again, as by a driver that resumes the run; its progress and its counts stay."""
         self.min_nodes, self.max_nodes = min_nodes, max_nodes
         self.state, self.ended, self.trained, self.error = "waiting", None, True, ""
-        self.nodes, self.array, self.cohort = (), "", ""
-        self.waits_for = self.stalled = self.code_note = self.note = self.alone_because = ""
+        self.nodes, self.array, self.cohort, self.lost = (), "", "", None
+        self.waits_for = self.stalled = self.code_note = self.note = self.alone_because = self.repair = ""
 
     def remark(self, now: float | None = None) -> str:
         """Return a remark for the user: why it cannot start or save, whether it is fused, on which kind of nodes it is.
@@ -171,7 +179,8 @@ class TrainingState:
             return self.code_note or self.fusion_remark()
         saving = self.progress.get("storage_problem", "") if self.state == "running" else ""
         if not (self.waits_for or saving):
-            doing = (self._on_kind(), self.batch_remark(), self.fusion_remark(), self.note)
+            repair = "" if self.repair.endswith("; ") else self.repair  # it has not continued yet
+            doing = (self._on_kind(), self.batch_remark(), self.fusion_remark(), self.note, repair)
             waiting = self.waiting_reason()
             return self.stall() or waiting or self.code_note or "; ".join(filter(None, doing))
         left = self.next_attempt - (now or 0.0) if self.waits_for else self.progress.get("next_save", 0.0)
@@ -208,19 +217,31 @@ class TrainingState:
             noise = ", gradient lost in its noise"
         return f"in batches of {batch['size']} (at first {batch['initial']}{changed}){noise}"
 
+    def whereabouts(self) -> str:
+        """Say on which nodes it runs; empty if it does not."""
+        return f"runs on {', '.join(self.nodes)}" if self.state == "running" and self.nodes else ""
+
     def fusion_remark(self) -> str:
         """Say with how many others it is fused, or why it is not; empty if nothing is known against it."""
         if self.state == "running" and self.array:
             others = f"with {self.fused_with} others" if self.fused_with != 1 else "with 1 other"
             if self.fused_with:
-                return f"in {self.array} {others}, fused"
+                how = "fused" if self.shared is None else self.shared.how(self.fused_with + 1)
+                return f"in {self.array} {others}, {how}"
             return f"in {self.array}, alone" + (f": {self.alone_because}" if self.alone_because else "")
         return f"not fused: {self.alone_because}" if self.alone_because else ""
 
+    def fusion_notice(self) -> str:
+        """Say why it is not fused, whether it trains alone or in turns with others; empty if nothing is known."""
+        if self.in_turns and self.fused_with:
+            return self.fusion_remark()
+        alone = "" if self.array and self.fused_with else self.alone_because
+        return f"not fused: {alone}" if alone else ""
+
     @property
-    def not_fused(self) -> str:
-        """Why it is not fused with others, although it may be; empty if it is, or if nothing is known against it."""
-        return "" if self.array and self.fused_with else self.alone_because
+    def in_turns(self) -> bool:
+        """Whether the members of its array are not fused, but step in turns."""
+        return bool(self.array and self.shared is not None and self.shared.turns)
 
     @property
     def share_done(self) -> float | None:
@@ -259,7 +280,7 @@ class RunState:
         """The block that the last record concerned."""
         self.failed_starts: FailedStarts | None = None
         self._unused = UnusedWindows()
-        self._free = FreeSlots()
+        self._free = FreeUnits()
         self._obstacles = Obstacles()
         self.solve_seconds: list[float] = []
         self.solves_proven = 0
@@ -273,12 +294,18 @@ class RunState:
         sqlite3.Error
             It cannot be read.
         """
-        run = cls()
-        for entry in read_kinds(journal, _KINDS_WITH_REASONS):
-            run.take(entry.time, entry.record)
-        run.take(0.0, last_record(journal, record.PlannerStep, containing='"windows": '))
-        run.take_progress(read_progress(journal))
-        return run
+        return cls().follow_reasons(journal)
+
+    def follow_reasons(self, journal: Path) -> RunState:
+        """Read new entries, of those that `with_reasons` reads."""
+        newest = newest_entry(journal)
+        if newest > self._read:
+            for entry in read_kinds(journal, _KINDS_WITH_REASONS, self._read, newest):
+                self.take(entry.time, entry.record)
+            self.take(0.0, last_record(journal, record.PlannerStep, containing='"windows": '))
+            self._read = newest
+        self.take_progress(read_progress(journal))
+        return self
 
     def refresh(self) -> RunState:
         """Read new entries."""
@@ -400,6 +427,10 @@ class RunState:
         """Which slots of shared nodes no waiting job can use, and why; empty: none, or not all records were read."""
         return self._free.sentence()
 
+    def why_not_more(self, name: str) -> str:
+        """Why a training job that runs has none of the free nodes, too; empty: as for `free_slots`, or it has all."""
+        return self._free.why_not_more(name)
+
     @property
     def idle_nodes(self) -> int:
         """Number of nodes in the windows that were seen last."""
@@ -459,6 +490,8 @@ class RunState:
                 training.note = entry.note
             case record.TrainsAlone():
                 training.alone_because = entry.reason
+            case record.BaseShared():
+                training.shared = entry
             case record.TrainingWaits():
                 training.waits_for, training.next_attempt = entry.reason, entry.until
             case record.TrainingTriesAgain():
@@ -487,8 +520,12 @@ class RunState:
                 training.rescales += last is not None and last.nodes != nodes
                 training.state, training.nodes, training.error = "running", nodes, ""
                 training.fragments += 1
+                if entry.repaired:
+                    training.repair += "the others continued, no step was repeated"
+                elif training.lost is None:
+                    training.repair = ""
                 training.slots_per_node = self.slots_per_node
-                training.array = entry.array
+                training.array, training.shared = entry.array, None
                 training.cohort = training.cohort if entry.array else ""
                 training.node_kind = ", ".join(sorted({self.node_kinds.get(node_of(node), "") for node in nodes}))
                 fragment = Fragment(
@@ -507,9 +544,14 @@ class RunState:
                 if last is not None:
                     last.resumed_from = entry.step
                     training.resumes += 1
+                    if training.lost is not None:
+                        last.paused = time - training.lost
+                        training.repair += f"resumed from {entry.source}"
             case record.FragmentEnded():
                 if last is not None:
                     last.end, last.failure = time, entry.failure
+                training.lost = time if entry.failure else None
+                training.repair = f"{entry.loss}; " if entry.failure else training.repair
                 training.nodes, training.array = (), ""
                 if training.state == "running":
                     training.state = "waiting"

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from freetrain_parsl.errors import CheckpointMismatch
+from freetrain_parsl.errors import CheckpointMismatch, DamagedCheckpoint, StateLost
 from freetrain_parsl.training.checkpoints.copy_on_write import address_of
 from freetrain_parsl.training.checkpoints.format import is_spread
 from freetrain_parsl.training.checkpoints.parameters import add_missing_groups, load_outside
@@ -61,6 +61,8 @@ class Restoration:
         ------
         CheckpointMismatch
             The checkpoint contains other objects.
+        StateLost
+            It has been damaged since it was verified.
         """
         if list(self._restored.state["objects"])[: len(objects)] != list(objects):
             self._mismatch_of(objects)
@@ -81,7 +83,7 @@ class Restoration:
         for name, value in values.shared():
             if name in saved["shared"] and (names is None or name in names):
                 try:
-                    shared[name] = filled(saved["shared"][name], LoopValue(value), self._restored.entry.path)
+                    shared[name] = self._filled(saved["shared"][name], LoopValue(value))
                 except KeyError as error:
                     self._mismatch(
                         f"session.state's {name} has sharded tensors, which are restored into those of its first "
@@ -142,10 +144,30 @@ class Restoration:
         try:
             if isinstance(target, Optimizer):
                 add_missing_groups(target, state, self._restored.state["groups"][name], objects)
-            target.load_state_dict(filled(state, target, self._restored.entry.path))
+            target.load_state_dict(self._filled(state, target))
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             self._mismatch(f"its {name} does not fit: {' '.join(str(error).split())}", error)
         self._loaded[name] = _marks(target.state_dict())
+
+    def _filled(self, saved: Any, target: Any) -> Any:
+        """Return a saved state as `target` can load it; parts of a sharded one are read now.
+
+        Raises
+        ------
+        StateLost
+            The checkpoint has been damaged since it was verified: the training job resumes from one before it.
+        DamagedCheckpoint
+            It cannot be read although it is intact.
+        """
+        entry = self._restored.entry
+        try:
+            return filled(saved, target, entry.path)
+        except DamagedCheckpoint as error:
+            try:
+                entry.verify()
+            except DamagedCheckpoint:
+                raise StateLost(f"{error}; it was intact when the training job started: run it again") from error
+            raise
 
     def _load_outside(self, objects: Mapping[str, Stateful]) -> None:
         try:

@@ -295,7 +295,7 @@ class CheckpointManager:
         failures = self._schedule.failures
         if isinstance(error, StorageUnavailable):
             self.storage_problem = error.condition
-            if getattr(error.__cause__, "errno", None) == errno.ENOENT:
+            if getattr(error.__cause__, "errno", None) == errno.ENOENT and not self._directory.is_fenced_off:
                 self._claim.lose()
         elif self.newest is None and failures >= TRIES:
             raise TrainingError(

@@ -18,11 +18,13 @@ from freetrain_parsl.training.data.loader_options import (
 )
 from freetrain_parsl.training.data.order import Order
 from freetrain_parsl.training.data.sampler import chosen_sampler
+from freetrain_parsl.training.data.staging import local_path
 from freetrain_parsl.training.data.stream import Stream
 from freetrain_parsl.training.data.torch_order import TorchOrder, torch_order_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from freetrain_parsl.training.data.sampler import IndexSampler
     from freetrain_parsl.training.runtime import Runtime
@@ -206,3 +208,28 @@ class DataVerbs:
         if not hasattr(source, "__iter__"):
             raise UsageError(f"session.stream needs something to iterate over, got {type(source).__name__}")
         return Stream(source, samples)
+
+    def staged(self, name: str | Path) -> Path:
+        """Return where to read a file or directory that the app's `stage` names.
+
+        ::
+
+            @training_app(stage=["data/train.npz"])
+            def train(session):
+                images = np.load(session.staged("data/train.npz"))["images"]
+
+        On a node, this is a copy on its own storage, which the first caller makes and which all processes of the node
+        share: it is not to be changed. It is the path itself in `run_local`, and where a node has no room, which the
+        log then says.
+
+        Parameters
+        ----------
+        name
+            As in `stage`.
+
+        Raises
+        ------
+        UsageError
+            `stage` does not name it.
+        """
+        return local_path(name, self._runtime.options)

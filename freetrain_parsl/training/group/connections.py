@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["GroupConnections"]
 
@@ -39,7 +40,12 @@ class GroupConnections:
         self._members = None if members is None else frozenset(map(_plain, members))
         self._listeners: frozenset[int] = frozenset()
         self._peers: frozenset[int] = frozenset()
+        self._open: frozenset[str] = frozenset()
         self._formed = False
+        self.cut_at: float | None = None
+        """When the connections were shut down, on ``time.monotonic()``."""
+        self.has_lost = False
+        """Whether a thread waits for ever for a message that gloo lost."""
 
     def form(self, gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
         """Exchange the listening ports once the group has formed; all members call this.
@@ -55,14 +61,26 @@ class GroupConnections:
         self._listeners = frozenset(own)
         self._peers = frozenset(int(port) for tensor in gather(padded) for port in tensor.tolist() if port)
         self._formed = True
+        self._open = frozenset(name for name, _ in self._ours())
+
+    def any_lost(self) -> bool:
+        """Return whether a connection of the formed group has ended: its other member has failed, or left."""
+        return not self._open <= _sockets().keys()
 
     def shut_down(self) -> None:
         """Shut the group's connections down; may be called from any thread."""
-        for descriptor in self._new().values():
+        self.cut_at = self.cut_at or time.monotonic()
+        for _, connection in self._ours():
+            with suppress(OSError):  # it has ended meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _ours(self) -> Iterator[tuple[str, socket.socket]]:
+        """Yield the connections, as duplicates: gloo may close one, and its descriptor be that of another file."""
+        for name, descriptor in self._new().items():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 # getpeername raises for a socket that listens: gloo would end the process without it.
                 if self._is_ours(connection.getsockname(), connection.getpeername()):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    yield name, connection
 
     def _is_ours(self, local: object, remote: object) -> bool:
         if not (isinstance(local, tuple) and isinstance(remote, tuple)):

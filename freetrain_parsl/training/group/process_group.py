@@ -8,23 +8,25 @@ group of one needs no store and no network.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import pickle
 import re
 import threading
 import time
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.training.group import gpus
 from freetrain_parsl.training.group.admission import Admission
 from freetrain_parsl.training.group.blocked_thread import BlockedThread
 from freetrain_parsl.training.group.connections import GroupConnections
+from freetrain_parsl.training.group.gpus import GpuGroups, GpuWork
+from freetrain_parsl.training.group.lost_messages import await_collective, await_transfers
 from freetrain_parsl.training.group.reachability import check_reachable
 from freetrain_parsl.training.group.replica_groups import NotStarted, ReplicaGroups, refuse_groups_within_replicas
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:  # torch.distributed does not export these
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store
     from torch.distributed.device_mesh import DeviceMesh
 
+    from freetrain_parsl.training.group.replica_groups import Pending
     from freetrain_parsl.training.mailbox import ControlMailbox, Membership
 else:
     from torch.distributed import HashStore, PrefixStore, Store
@@ -52,8 +55,7 @@ _FEW_STORE_CALLS = {
     "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",  # one address of each member, instead of one for each of its peers
 }
 _LOOPBACK = "lo"
-_LOOK = timedelta(milliseconds=200)
-_LOST_SEND = 2.0  # seconds after which an operation of closed connections has not ended by itself
+_FAILED_TOGETHER = (RuntimeError, TimeoutError, ConnectionError)  # by torch, and by the store of a group that forms
 
 
 class KeyValue(Protocol):
@@ -167,8 +169,7 @@ class Group:
         self.generation = generation
         self.gradients: dist.ProcessGroup | None = None
         """The torch process group for gradients; ``None``: the default group."""
-        self.over_gpus = False
-        """Whether GPU tensors are sent directly."""
+        self._gpus: GpuGroups | None = None
         self._waiting: Callable[[], AbstractContextManager[None]] = mailbox.waiting if mailbox else nullcontext
         self.connections = GroupConnections()
         """The group's own among all sockets of this process."""
@@ -180,8 +181,11 @@ class Group:
         self.replicas = replicas
         """How many replicas there are."""
         self._of_replicas: ReplicaGroups | None = None
-        self._cut_at: float | None = None  # when the connections were shut down
-        self._stuck = False
+
+    @property
+    def over_gpus(self) -> bool:
+        """Whether GPU tensors are sent directly."""
+        return self._gpus is not None
 
     @property
     def shards(self) -> int:
@@ -209,7 +213,7 @@ class Group:
         if self.size == 1:
             return values
         total = values.clone()
-        self._jointly(lambda: self._await(dist.all_reduce(total, async_op=True)))
+        self._jointly(lambda: self._await(self._pending(dist.all_reduce(total, async_op=True), total)))
         return total
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -223,8 +227,14 @@ class Group:
         if self.size == 1:
             return [values]
         parts = [torch.empty_like(values) for _ in range(self.size)]
-        group = self.gradients if values.is_cuda else None
-        self._jointly(lambda: self._await(dist.all_gather(parts, values, group=group, async_op=True)))
+        group = self.gradients if gpus.is_on_gpu(values) else None
+
+        def wait() -> None:
+            self._await(self._pending(dist.all_gather(parts, values, group=group, async_op=True), values))
+            if gpus.is_on_gpu(values):
+                self.settle()
+
+        self._jointly(wait)
         return parts
 
     def agree_on(self, value: T) -> T:
@@ -256,7 +266,7 @@ class Group:
         parts = zip(self.gather(padded), sizes, strict=True)
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in parts]  # noqa: S301 - of proven members
 
-    def begin_sum(self, values: torch.Tensor) -> dist.Work | NotStarted:
+    def begin_sum(self, values: torch.Tensor) -> Pending:
         """Start to replace a tensor by its sum over all members; wait for it with `end_sums`.
 
         Raises
@@ -268,17 +278,14 @@ class Group:
             return NotStarted(self._of_replicas.failure)
         try:
             with self._peers_expected():
-                work: dist.Work | None = dist.all_reduce(
-                    values, group=self.gradients if values.is_cuda else None, async_op=True
-                )
+                group = self.gradients if gpus.is_on_gpu(values) else None
+                return self._pending(dist.all_reduce(values, group=group, async_op=True), values)
         except PeerFailed as error:
             if self._of_replicas is None:
                 raise
             return NotStarted(error)
-        assert work is not None, "this process is a member"
-        return work
 
-    def end_sums(self, works: Iterable[dist.Work | NotStarted]) -> None:
+    def end_sums(self, works: Iterable[Pending]) -> None:
         """Wait for sums; all members call this.
 
         Raises
@@ -290,11 +297,13 @@ class Group:
         def wait() -> None:
             for work in works:
                 self._await(work)
+                if isinstance(work, GpuWork):
+                    self.settle()
 
         self._jointly(wait)
 
     def confirm(self) -> None:
-        """Make sure that all replicas have the gradients of a step, or none makes the step; all members call this.
+        """Make sure that the gradients of a step are there, in all replicas, or none makes it; all members call this.
 
         Raises
         ------
@@ -302,12 +311,32 @@ class Group:
             A member has failed, perhaps in the backward pass: the gradients are not complete.
         """
         if self._of_replicas is not None:
-            self.sum(torch.zeros(1))
+
+            def settled_sum() -> None:
+                self.settle()
+                self._await(dist.all_reduce(torch.zeros(1), async_op=True))
+
+            self._jointly(settled_sum)
+        elif self._gpus is not None:
+            with self.waits():
+                self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was sent between GPUs has arrived, before it is used for what lasts: see `GpuGroups.settle`.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        if self._gpus is not None:
+            self._gpus.settle()
 
     def sum_gradient(self, gradient: torch.Tensor) -> None:
         """Sum a sharded gradient over the replicas; see `ReplicaGroups.sum_gradient`."""
         if self._of_replicas is not None:
-            self._of_replicas.sum_gradient(gradient)
+            with self._waiting():  # in a frame of this package, which `BlockedThread` does not take for a collective
+                self._of_replicas.sum_gradient(gradient)
 
     def note_failure(self, failure: PeerFailed) -> bool:
         """Let the next operation of all members fail, on all members of this replica; return whether it will.
@@ -319,20 +348,69 @@ class Group:
         self._of_replicas.note(failure)
         return True
 
-    def _await(self, work: dist.Work | NotStarted | None) -> None:
-        """Wait for an operation, but not after the connections have been shut down for more than a moment.
-
-        gloo (torch 2.13) loses a send whose connection ends when the peer has just become ready to receive: its error
-        is raised in gloo's own thread, and nobody wakes the thread that waits for it.
-        """
+    def _pending(self, work: dist.Work | None, values: torch.Tensor) -> Pending:
         assert work is not None, "this process is a member"
-        while not (isinstance(work, NotStarted) or self.over_gpus or work.is_completed()):
-            if self._cut_at is not None and time.monotonic() - self._cut_at > _LOST_SEND:
-                self._stuck = True
-                raise PeerFailed(f"a member of a group of {self.size} failed (gloo has lost a message)")
-            with suppress(RuntimeError):  # not yet; an error of the operation is raised below
-                work.wait(_LOOK)
-        work.wait()
+        return GpuWork(work) if self._gpus is not None and gpus.is_on_gpu(values) else work
+
+    def broadcast(self, value: T | None, source: int) -> T:
+        """Return the value of one member, an object that can be pickled, on all; all members call this.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self._jointly(lambda: self._await(dist.broadcast(size, source, async_op=True)))
+        if self.rank != source:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self._jointly(lambda: self._await(dist.broadcast(data, source, async_op=True)))
+        received: T = pickle.loads(data.numpy().tobytes())  # noqa: S301 - of a proven member
+        return received
+
+    def begin_transfers(self, operations: list[dist.P2POp]) -> list[Pending]:
+        """Start to send and receive; as a batch, for which NCCL needs no further connections.
+
+        Parameters
+        ----------
+        operations
+            At least one; their tensors are on one device.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        with self.waits():
+            return [self._pending(work, operations[0].tensor) for work in dist.batch_isend_irecv(operations)]
+
+    def end_transfers(self, works: Iterable[Pending]) -> None:
+        """Wait for sends and receives.
+
+        Raises
+        ------
+        PeerFailed
+            A member has failed.
+        """
+        others: list[Any] = []
+        with self.waits():
+            for work in works:
+                if isinstance(work, GpuWork):
+                    work.wait()  # this thread's stream does
+                else:
+                    others.append(work)
+            self.settle()
+            if others:
+                await_transfers(others, self.connections)
+
+    def _await(self, work: Any) -> None:
+        """Wait for an operation."""
+        assert work is not None, "this process is a member"
+        if isinstance(work, (GpuWork, NotStarted)):
+            work.wait()
+        else:
+            await_collective(work, self.connections)
 
     def _jointly(self, operation: Callable[[], T]) -> T:
         """Return the result of an operation of all members, which fails on all members of a replica, or on none."""
@@ -377,16 +455,23 @@ class Group:
         try:
             with self.waits():
                 admission.check()
-            if backend != "gloo":
-                self.gradients = _group_for_shared_devices(self)
-                self.over_gpus = self.gradients is None
-                if self.gradients is not None:
-                    with self.waits():
-                        admission.check(self.gradients)
-            self.connections.form(self.gather)
-            if self.replicas > 1:
+            uses_nccl = backend != "gloo" and gpus.may_use_nccl(
+                [each.tolist() for each in self.gather(torch.tensor(gpus.facts()))]
+            )
+            if backend != "gloo" and not uses_nccl:
                 with self.waits():
+                    self.gradients = dist.new_group(backend="gloo")
+                    admission.check(self.gradients)
+            self.connections.form(self.gather)
+            if uses_nccl:
+                self._gpus = GpuGroups(self.connections.any_lost)
+            with self.waits():
+                if self.replicas > 1:
                     self._of_replicas = ReplicaGroups(self.rank, self.size, self.replicas, admission)
+                if self._gpus is not None:
+                    self._gpus.form(dist.distributed_c10d._get_default_group())  # noqa: SLF001 - no public API
+                    for replicas in () if self._of_replicas is None else self._of_replicas.groups:
+                        self._gpus.form(replicas)
         except PeerFailed:
             self.leave()
             raise
@@ -411,7 +496,7 @@ class Group:
         """
         if self._mesh is None:
             if self.gradients is not None:
-                raise UsageError("session.mesh: processes that share a GPU cannot shard a model; use one GPU each")
+                raise UsageError(gpus.SHARED_GPU)
             from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
             size = self.size
@@ -419,7 +504,7 @@ class Group:
                 size, self._joined = self._rehearsal, True
             elif not self._joined:
                 with gloo_environment(_LOOPBACK):
-                    dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
+                    dist.init_process_group(gpus.backend(), store=HashStore(), rank=0, world_size=1)
                 self._joined = True
             name = f"{self._trainer}/{self.generation}" if self._rehearsal is None else "rehearsal"
             if self._of_replicas is not None:
@@ -439,21 +524,25 @@ class Group:
         """
         if self._of_replicas is not None:
             self._of_replicas.shut_down(own=replica)
-        self._cut()
+        self._cut(replica=replica)
 
-    def _cut(self) -> None:
-        self._cut_at = self._cut_at or time.monotonic()
+    def _cut(self, *, replica: bool = False) -> None:
         self.connections.shut_down()
-        if self.over_gpus and self._joined:
-            group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - no public API
-            group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - the same
+        if (between := self._gpus) is not None and self._joined:
+            between.abort(but=None if replica or self._of_replicas is None else self._of_replicas.own)
 
     def leave(self) -> None:
         """Leave the process group; the process stays. Has no effect if it has left already."""
         if self._joined:
             self._joined = False
-            if self._stuck:  # its destructor would wait for its thread, which waits for what gloo has lost
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+            stuck = [dist.group.WORLD, self.gradients] if self.connections.has_lost else []
+            if self._of_replicas is not None:
+                stuck += self._of_replicas.stuck
+            for group in stuck:  # its destructor would wait for its thread, which waits for what gloo has lost
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            if self._gpus is not None:
+                self._gpus.close()
+            self._gpus = None  # it refers to the groups
             with self._environment:
                 dist.destroy_process_group()
             # While something refers to the group, such as a sharded model, its connections stay open, and a member
@@ -466,7 +555,7 @@ class Group:
     def _peers_expected(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except _FAILED_TOGETHER as error:
             raise PeerFailed(f"a member of a group of {self.size} failed ({gist(error)})") from error
 
 
@@ -499,7 +588,7 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
         return group
     if store is None:
         raise ValueError(f"a group of {membership.world_size} needs a store")
-    backend = _backend()
+    backend = gpus.backend()
     timeout = membership.meeting
     store.set_timeout(timeout)
     if mailbox is not None:
@@ -512,7 +601,9 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
         try:
             if membership.address is not None:
                 members = check_reachable(own_store, membership.rank, membership.world_size, membership.address)
-                group.connections = GroupConnections(members)
+                before, group.connections = group.connections, GroupConnections(members)
+                if before.cut_at is not None:  # by an abort in the meantime
+                    group.connections.cut_at = before.cut_at
                 # All have arrived. gloo waits this long for a peer that has died since, and no abort wakes it before it
                 # has a socket.
                 timeout = min(timeout, _CONNECT_TIMEOUT)
@@ -525,7 +616,7 @@ def join(membership: Membership, store: Store | None, mailbox: ControlMailbox | 
                 world_size=membership.world_size,
                 timeout=timeout,
             )
-        except (RuntimeError, TimeoutError, ConnectionError) as error:  # torch raises RuntimeErrors
+        except _FAILED_TOGETHER as error:
             # torch numbers its groups, and the number is part of the rendezvous keys: newcomers count from 0.
             dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public API
             raise PeerFailed(
@@ -550,10 +641,6 @@ def _rehearse(size: int) -> bool:
     return True
 
 
-def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error from user code was caused by a failed member in a collective.
 
@@ -570,19 +657,11 @@ def gist(error: BaseException) -> str:
     return re.split(r"\. |\n", text, maxsplit=1)[0] or type(error).__name__
 
 
-def _group_for_shared_devices(group: Group) -> dist.ProcessGroup | None:
-    """Return a gloo group if members share a GPU, which NCCL does not support; else ``None``."""
-    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    mark = torch.tensor([int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "big")])
-    distinct = {int(other) for other in group.gather(mark)}
-    return None if len(distinct) == group.size else dist.new_group(backend="gloo")
-
-
 @contextmanager
 def gloo_environment(interface: str | None) -> Iterator[None]:
-    """Make gloo and NCCL use an interface, which they read only from the environment, and gloo few store calls."""
+    """Make gloo and NCCL use an interface, which they read only from the environment, and set what else they read."""
     wanted = {} if interface is None else dict.fromkeys(_INTERFACE_VARIABLES, interface)
-    wanted |= _FEW_STORE_CALLS
+    wanted |= _FEW_STORE_CALLS | gpus.ENVIRONMENT
     before = {variable: os.environ.get(variable) for variable in wanted}
     os.environ.update(wanted)
     try:

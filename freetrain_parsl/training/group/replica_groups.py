@@ -12,13 +12,15 @@ the whole group is followed by a small sum over the replica, in which its member
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerFailed, UsageError
+from freetrain_parsl.training.group import gpus
 from freetrain_parsl.training.group.connections import GroupConnections
+from freetrain_parsl.training.group.lost_messages import await_collective
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.training.group.admission import Admission
 
-__all__ = ["AN_INT_IS_REFUSED", "NotStarted", "ReplicaGroups", "refuse_groups_within_replicas"]
+__all__ = ["AN_INT_IS_REFUSED", "NotStarted", "Pending", "ReplicaGroups", "refuse_groups_within_replicas"]
 
 AN_INT_IS_REFUSED = (
     "fully_shard(reshard_after_forward={}) cannot be combined with replicas, in which torch forms no smaller groups; "
@@ -35,6 +37,13 @@ AN_INT_IS_REFUSED = (
 """With the int."""
 
 T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """An operation that may not have ended yet."""
+
+    def wait(self) -> bool:
+        """Wait for it."""
 
 
 class NotStarted:
@@ -82,6 +91,12 @@ class ReplicaGroups:
         return self._failure
 
     @property
+    def stuck(self) -> list[dist.ProcessGroup]:
+        """The process groups in which a thread waits for ever."""
+        both = (self.own, self._own_connections), (self._across, self._connections)
+        return [group for group, connections in both if connections.has_lost]
+
+    @property
     def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Both process groups."""
         return self.own, self._across
@@ -95,8 +110,12 @@ class ReplicaGroups:
         if self._failure is not None:
             return
         try:
-            dist.all_reduce(gradient, group=self._across)
-        except RuntimeError as error:
+            work = dist.all_reduce(gradient, group=self._across, async_op=True)
+            if gpus.is_on_gpu(gradient):
+                work.wait()
+            else:
+                await_collective(work, self._connections)
+        except (RuntimeError, PeerFailed) as error:
             self.note(PeerFailed(f"a process of another replica failed ({error})"))
             self._connections.shut_down()  # the same position of other replicas may wait for this one
 
@@ -131,7 +150,7 @@ class ReplicaGroups:
             cut()
         failed = torch.tensor([float(self._failure is not None)])
         with waits():
-            dist.all_reduce(failed, group=self.own)
+            await_collective(dist.all_reduce(failed, group=self.own, async_op=True), self._own_connections)
         if failed.item():
             self.note(PeerFailed("a process of another replica failed, as another member of this replica has noticed"))
             assert self._failure is not None, "noted"

@@ -25,12 +25,10 @@ from freetrain_parsl.training.step.once_per_step import Hyperparameters, guard
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch.distributed as dist
-
     from freetrain_parsl.training.data.order import Batch, Piece
     from freetrain_parsl.training.extension import SessionExtension
     from freetrain_parsl.training.group.process_group import Group
-    from freetrain_parsl.training.group.replica_groups import NotStarted
+    from freetrain_parsl.training.group.replica_groups import Pending
     from freetrain_parsl.training.step.bypass import BypassCheck
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
     from freetrain_parsl.training.step.learning_rate import RateScaling
@@ -99,7 +97,7 @@ class BatchRunner:
         self._weighing = Weighing("mean", None)  # of the current piece
         self._items: list[torch.Tensor | float] = []  # of this member's pieces for the current step so far
         self._step_tally: Tally  # that of the current step of the batch
-        self._tally_work: dist.Work | NotStarted | None = None
+        self._tally_work: Pending | None = None
         self._held: list[torch.Tensor | None] | None = None
         self._releases: list[Callable[[], None]] = []
         self._was_deterministic: bool | None = None
@@ -458,9 +456,7 @@ class BatchRunner:
         """Average the model's running statistics over the members; raises PeerFailed if one has failed."""
         self._statistics.average(group)
 
-    def _tell(
-        self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None
-    ) -> dist.Work | NotStarted | None:
+    def _tell(self, loss: torch.Tensor, piece: Piece, items: torch.Tensor | float | None) -> Pending | None:
         """Add the loss to the tally; with the last piece, start to sum the tally over the members.
 
         A second step on a batch is not counted, but its items are. Sums count as means over samples.

@@ -17,12 +17,11 @@ from freetrain_parsl.training.step.gradient_noise import dense_gradient
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import torch.distributed as dist
     from torch import nn
 
     from freetrain_parsl.training.data.order import Piece
     from freetrain_parsl.training.group.process_group import Group
-    from freetrain_parsl.training.group.replica_groups import NotStarted
+    from freetrain_parsl.training.group.replica_groups import Pending
     from freetrain_parsl.training.step.gradient_noise import NoiseMeter
 
 _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
@@ -58,7 +57,7 @@ class _Bucket:
         self._noise = noise
         self.parameters = parameters
         self.missing: set[torch.Tensor] = set()
-        self.work: dist.Work | NotStarted | None = None
+        self.work: Pending | None = None
         first = parameters[0]
         size = sum(parameter.numel() for parameter in parameters)
         sizes = [*(parameter.numel() for parameter in parameters), len(parameters), 0 if noise is None else 1]
@@ -204,7 +203,7 @@ class OverlappedSum:
             self._launched += 1
 
     @staticmethod
-    def _works(buckets: Iterable[_Bucket]) -> list[dist.Work | NotStarted]:
+    def _works(buckets: Iterable[_Bucket]) -> list[Pending]:
         return [bucket.work for bucket in buckets if bucket.work is not None]
 
 

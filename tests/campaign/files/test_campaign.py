@@ -12,6 +12,7 @@ from freetrain_parsl.campaign.files.campaign import Campaign
 from freetrain_parsl.campaign.files.yaml_file import Variables
 from freetrain_parsl.campaign.site.site import shipped_sites
 from freetrain_parsl.errors import InvalidInput, UsageError
+from freetrain_parsl.protocol.options import StagedPath
 
 HERE = Path(__file__).parents[1]  # of the apps
 APP = "slow_app.py:train"
@@ -122,6 +123,11 @@ def test_any_training_may_run_fused_with_those_of_the_same_function(text: str, l
 def test_copies_of_a_sharded_state_are_an_option(text: str, steps: int | None) -> None:
     (training,) = campaign(f"trainings: [{{app: '{APP}', {text}}}]").trainings
     assert training.app.request("t").options.snapshot_every == steps
+
+
+def test_data_beside_the_campaign_file_are_staged_under_the_name_that_the_function_uses() -> None:
+    (training,) = campaign(f"trainings: [{{app: '{APP}', stage: [data/train.npz]}}]").trainings
+    assert training.app.stage == (StagedPath("data/train.npz", f"{HERE}/data/train.npz"),)
 
 
 def test_a_training_may_be_kept_from_running_fused() -> None:

@@ -286,7 +286,7 @@ def test_a_container_is_an_image_already(tmp_path: Path) -> None:
 
 
 def test_another_word_for_an_image_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="must be auto or off or always, got 'alway'"):
+    with pytest.raises(InvalidInput, match="must be auto or off or always or full, got 'alway'"):
         site("system: local\nnode: {image: alway}\n")
 
 

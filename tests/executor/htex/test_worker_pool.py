@@ -45,6 +45,22 @@ def test_what_is_imported_starts_no_threads_and_suffices_for_the_first_step():
     assert done.stdout.split() == ["1", "False", "True"], done.stderr
 
 
+_IMPORT_HTEX = """
+import sys
+from freetrain_parsl.executor.htex import interchange, worker_pool
+from freetrain_parsl.executor.slot import pilot
+worker_pool.import_lean_parsl()
+import parsl.executors.high_throughput.interchange, parsl.executors.high_throughput.process_worker_pool
+print(*{"torch", "numpy"} & set(sys.modules))
+"""
+
+
+def test_pilot_pool_and_interchange_import_no_torch():
+    """A node's pool connects while the server of its slots imports it."""
+    done = subprocess.run([sys.executable, "-c", _IMPORT_HTEX], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
 @pytest.mark.gpu
 def test_a_process_that_is_forked_from_the_server_can_use_the_accelerator():
     import torch

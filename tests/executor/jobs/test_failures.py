@@ -8,11 +8,42 @@ import pytest
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.executor.training_logs import mark_of
 from freetrain_parsl.protocol.reports import PauseReason, PeersFailed, RunFinished, RunPaused
+from freetrain_parsl.report.projection.run import RunState
 from tests.executor.stage import Stage, kinds
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def test_a_member_that_an_abort_does_not_wake_is_ended_in_seconds(stage: Stage) -> None:
+    """A model's own collective waits for ever for a message that gloo has lost, and heartbeats continue."""
+    stage.running("n0", "n1", "n2")
+    stage.lose("s2", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    stage.calls_store("s1", stage.group("s1"), "get", timeout=60.0)
+    for waited, killed in ((4.0, []), (6.0, ["s0"])):
+        stage.now += 4
+        for slot in ("s0", "s1"):
+            stage.waits(slot, waited)
+        stage.turn()
+        assert stage.killed == killed
+    stage.now += 0.2
+    stage.turn()
+    assert stage.place("s1") == (0, 1, True)
+
+
+def test_a_member_of_an_intact_replica_may_wait_for_another(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2", "n3", replicas=2, min_nodes=2)
+    stage.lose("s1")
+    stage.now += 0.2
+    stage.turn()
+    stage.now += 9
+    stage.waits("s2", 9.0)
+    stage.turn()
+    assert stage.killed == []
 
 
 def test_after_a_loss_the_survivors_are_ordered_into_the_next_group_at_once(stage: Stage) -> None:
@@ -24,6 +55,7 @@ def test_after_a_loss_the_survivors_are_ordered_into_the_next_group_at_once(stag
     stage.joins("s0", "s2", paused=3.0)
     ended, started = [entry.detail for _, entry in stage.history() if entry.kind.startswith("fragment")][-2:]
     assert (ended["failure"], started["in_place"], started["nodes"]) == (True, True, ["n0", "n2"])
+    assert (ended["lost"], started["repaired"]) == ({"s1": "n1"}, True), "the log names the node that was lost"
 
 
 def test_the_slots_of_a_node_are_lost_together(tmp_path: Path) -> None:
@@ -57,7 +89,7 @@ def test_when_all_members_are_lost_it_starts_from_the_newest_checkpoint(stage: S
     assert (slot, order.place is None) == ("s2", False)
     stage.progress("s2", resumed_from=4, slot_seconds=3.0)
     (resumed,) = [entry for _, entry in stage.history() if entry.kind == "fragment_resumed"]
-    assert resumed.detail == {"step": 4, "slot_seconds": 3.0, "from_memory": False}
+    assert resumed.detail == {"step": 4, "slot_seconds": 3.0, "from_memory": False, "furthest": 1}
 
 
 def test_newcomers_that_wait_for_a_group_that_is_lost_are_started_afresh(stage: Stage) -> None:
@@ -78,8 +110,18 @@ def test_a_loss_in_a_training_that_cannot_change_in_place_ends_its_members(stage
     stage.now += 0.2
     stage.on("n0")
     assert stage.place("s0") == (None, 0, True)
-    stage.ends("s0", PeersFailed(0, "gone"))
+    stage.ends("s0", PeersFailed(0, "gone", step=12))
     assert kinds(stage.turn()) == [("s0", "run")]
+    stage.progress("s0", step=9, resumed_from=9, from_memory=True)
+    told = [mark for _, entry in stage.history() if (mark := mark_of(entry.record))]
+    assert told[-3:] == [
+        "its process on n1 was lost; it trained on n0, n1",
+        "trains on n0",
+        "resumed from copies in memory of step 9, repeats steps 10 to 12",
+    ]
+    assert RunState(stage.journal.path).refresh().trainings["t"].remark() == (
+        "its process on n1 was lost; resumed from copies in memory of step 9, repeats steps 10 to 12"
+    )
 
 
 def test_survivors_that_do_not_answer_are_given_up_in_time(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from parsl.serialize import serialize
 
 from freetrain_parsl.planning.sizes import AllowedCounts
@@ -268,3 +269,44 @@ def test_a_leaver_that_does_not_leave_is_ended(stage: Stage) -> None:
     stage.turn()
     assert stage.killed == ["s1"]
     assert stage.turn() == [], "no group needs it"
+
+
+@pytest.mark.parametrize("lost_first", [True, False])
+def test_a_leaver_that_dies_once_the_others_have_left_it_behind_does_not_interrupt_them(
+    stage: Stage, lost_first: bool
+) -> None:
+    """Members of a sharded job that are interrupted after the change would resume from a checkpoint."""
+    stage.running("n0", "n1", "n2")
+    stage.on("n0", "n1")
+    store = stage.group("s0")
+    if lost_first:
+        stage.lose("s2")
+    for slot in ("s0", "s1"):
+        stage.calls_store(slot, store, "get", timeout=60.0)
+    if not lost_first:
+        stage.turn()
+        stage.lose("s2")
+    for _ in range(3):
+        stage.now += 1
+        assert kinds(stage.turn()) == []
+    stage.joins("s0", "s1")
+    assert stage.fragments("started")[-1].detail["nodes"] == ["n0", "n1"]
+    assert [entry.detail["failure"] for entry in stage.fragments()] == [False]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_leaver_that_dies_before_the_others_have_left_is_missed(stage: Stage, told: bool) -> None:
+    """They may wait for it for ever if its node has no power."""
+    stage.running("n0", "n1", "n2")
+    stage.on("n0", "n1")
+    stage.calls_store("s0", stage.group("s0"), "get", timeout=60.0)
+    stage.lose("s2")
+    if told:
+        stage.group_fails("s1", stage.changes["s0"].generation)
+    stage.now += 0.2 if told else 1.2
+    stage.turn()
+    stage.now += 0.2
+    stage.turn()
+    assert (stage.place("s0"), stage.place("s1")) == ((0, 2, True), (1, 2, True))
+    stage.joins("s0", "s1")
+    assert [entry.detail["failure"] for entry in stage.fragments()] == [True]

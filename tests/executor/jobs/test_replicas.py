@@ -71,6 +71,21 @@ def test_the_intact_replica_continues_and_the_other_comes_back(stage: Stage) -> 
     assert not stage.turn(), "the other nodes are not its own until they are assigned again"
 
 
+def test_the_end_of_a_replica_that_has_been_given_up_does_not_interrupt_the_other(stage: Stage) -> None:
+    begin(stage, "n0", "n1", "n2", "n3")
+    stage.lose("s1", crash=True)
+    stage.now += 0.2
+    stage.turn()
+    group = stage.group("s2")
+    stage.lose("s0", crash=True)
+    for _ in range(3):
+        stage.now += 1
+        stage.turn()
+    assert stage.group("s2") == group
+    stage.joins("s2", "s3")
+    assert stage.fragments("started")[-1].detail["nodes"] == ["n2", "n3"]
+
+
 def test_a_replica_joins_as_a_whole(stage: Stage) -> None:
     begin(stage, "n2", "n3")
     sent = stage.on("n0", "n1", "n2", "n3")

@@ -150,6 +150,21 @@ def test_a_batch_size_reaches_the_training_unless_it_is_for_another_run(slot: _S
     assert (run.mailbox.take_batch(), run.mailbox.batch_pending) == (128, False)
 
 
+def test_a_newcomer_that_was_taken_in_is_needed_before_its_first_step(slot: _Slot) -> None:
+    """A part of a sharded state may only be there: a node that is reclaimed then must give it away first."""
+    run = slot.started(joining=True)
+
+    def play(given: dict[str, Any]) -> Finished:
+        assert run.expendable
+        slot.changes(2)
+        given["mailbox"].take_command()
+        given["report"](Joined(9, 0.5, 0.1))
+        assert not run.expendable
+        return Finished("value", Progress())
+
+    slot.plays(play)
+
+
 def test_a_pause_lets_a_member_reach_its_boundary_and_ends_a_newcomers_waiting(slot: _Slot) -> None:
     member = slot.started()
     slot.pauses()

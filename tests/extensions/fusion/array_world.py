@@ -62,6 +62,7 @@ class Process:
     pausing: bool = False
     size: int = 2
     measured: int = 1
+    turns: str = ""
     inbox: deque[Any] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
 
@@ -103,6 +104,11 @@ class ArrayWorld:
         self.best_size = 4
         self.steps = STEPS
         self.fuses = True
+        self.refusal = ("they differ", 1)
+        """Why arrays do not fuse, and with how many members they have timed that."""
+        self.passing = False
+        """Whether that may not hold for others that are alike."""
+        self.turns = ""
         self.structures: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
         """Training -> its structure, if it is not that of most."""
@@ -123,9 +129,13 @@ class ArrayWorld:
         self.storage = StorageModel(lambda: self.now)
         self.manager._storage = self.storage  # type: ignore[assignment]
 
-    def submit(self, name: str, *, max_nodes: int = 1, limit: int | None = None, key: str = "key") -> Future[Any]:
+    def submit(
+        self, name: str, *, max_nodes: int = 1, limit: int | None = None, key: str = "key", likeness: str = ""
+    ) -> Future[Any]:
         """Submit a training job that may be fused with all others."""
-        request = TrainingRequest(SessionOptions(name), 1, max_nodes, ScalingCurve.default(), fusion=Fusion(key, limit))
+        request = TrainingRequest(
+            SessionOptions(name), 1, max_nodes, ScalingCurve.default(), fusion=Fusion(key, limit), likeness=likeness
+        )
         training = Training(request, name.encode(), Future())
         self.futures[name] = training.future
         self.manager.submit(training)
@@ -225,6 +235,7 @@ class ArrayWorld:
                 process.missing = set(message.members)
                 process.size = message.size or 2
                 process.measured = message.size or 1
+                process.turns = message.turns
             case fused.AddMember():
                 if message.run == process.run:
                     process.missing.discard(message.options.name)
@@ -281,10 +292,21 @@ class ArrayWorld:
         elif len(process.members) > 1 and (
             not self.fuses or len({self.structures.get(name, "common") for name in process.members}) > 1
         ):
-            process.outbox.append(fused.ArraySized(process.name, process.run, 1, decided=True, reason="they differ"))
+            reason, measured = self.refusal
+            told = {"gain_size": measured, "decided": True, "reason": reason, "passing": self.passing}
+            process.outbox.append(fused.ArraySized(process.name, process.run, 1, **told))
         elif len(process.members) == process.size > process.measured:
             process.measured, decided = process.size, process.size >= self.best_size
             process.size *= 1 if decided else 2
+            if self.turns and decided:
+                process.turns = self.turns
+                process.outbox.append(fused.BaseShared(process.name, process.run, 74_000_000))
+                process.outbox.append(
+                    fused.ArraySized(
+                        process.name, process.run, process.size, False, 0.9, process.measured, True, turns=self.turns
+                    )
+                )
+                return
             process.outbox.append(
                 fused.ArraySized(
                     process.name, process.run, process.size, True, 0.7 * process.measured, process.measured, decided

@@ -17,6 +17,8 @@ from tests.extensions.fusion.models import (
     BufferAssigned,
     Counting,
     Doubled,
+    KeepsMask,
+    KeepsOutput,
     NewDoubled,
     PositionalEmbedding,
     Result,
@@ -284,6 +286,10 @@ CASES: list[Case] = [
                 "cross_entropy(label_smoothing)",
                 classes(lambda m, x: F.cross_entropy(m(x), targets(), label_smoothing=0.1)),
             ),
+            (
+                "cross_entropy(weight, label_smoothing)",
+                classes(lambda m, x: F.cross_entropy(m(x), targets(), weight=weights(), label_smoothing=0.1)),
+            ),
             ("cross_entropy(ignore_index)", classes(lambda m, x: F.cross_entropy(m(x), targets(), ignore_index=0))),
             ("cross_entropy of probabilities", classes(lambda m, x: F.cross_entropy(m(x), x[:, :5].softmax(1)))),
             ("nll_loss", classes(lambda m, x: F.nll_loss(F.log_softmax(m(x), 1), targets()))),
@@ -346,6 +352,8 @@ CASES: list[Case] = [
             ("forward hook", with_hook),
             ("buffer assigned anew", BufferAssigned),
             ("attribute assigned", Counting),
+            ("attribute assigned: a mask", KeepsMask),
+            ("attribute assigned: of the batch", KeepsOutput),
             ("autocast (bfloat16)", Autocast),
             (
                 "checkpoint(use_reentrant=False)",

@@ -10,7 +10,7 @@ import torch
 
 from freetrain_parsl.extensions.fusion.forward import forward
 from freetrain_parsl.extensions.fusion.forward.differences import compare
-from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 
 # Differences are relative to the largest magnitude, but of sums whose terms cancel out, such as the gradient of a bias
@@ -158,6 +158,7 @@ def compared(models, inputs, *, shared, seeds, function=None, steps=1) -> Compar
     streams, own_streams = Streams(seeds), Streams(seeds)
     template = models[0]
     for _ in range(steps):
+        assigned: dict[str, object] = {}
         with noting_serial_operators(comparison.serial):
             output = fused_call(
                 template,
@@ -168,7 +169,9 @@ def compared(models, inputs, *, shared, seeds, function=None, steps=1) -> Compar
                 {},
                 streams,
                 differing=differing,
+                assigned=assigned,
             )
+        assign(models, assigned)
         sum(objective(rows_of(output, member)) for member in range(len(models))).backward()
         for member, model in enumerate(alone):
             with own_streams.of(member):
@@ -185,5 +188,9 @@ def compared(models, inputs, *, shared, seeds, function=None, steps=1) -> Compar
                 comparison.note(gradient[member], parameter.grad)
         for name, buffer in model.named_buffers():
             comparison.note(buffers[name][member], buffer)
+        for path in assigned:
+            owner, _, attribute = path.rpartition(".")
+            parts = [getattr(each.get_submodule(owner), attribute) for each in (models[member], model)]
+            assert torch.equal(*map(torch.as_tensor, parts))
         assert torch.equal(streams.states[member], own_streams.states[member]), "other random numbers were drawn"
     return comparison

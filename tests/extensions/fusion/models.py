@@ -81,6 +81,27 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+class KeepsMask(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(8, 8).tril()
+        return super().forward(x) @ self.mask
+
+
+class KeepsOutput(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.last = None
+
+    def forward(self, x):
+        self.last = super().forward(x).detach()
+        return self.last + super().forward(x)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -47,12 +47,15 @@ class Slot:
         *,
         size: int | None = None,
         announced: int | None = None,
+        limit: int | None = None,
+        turns: str = "",
     ) -> None:
         self.root = root
         self.function = function
         self.sent: list[Any] = []
         self.on_message: Callable[[Any], None] = lambda _message: None
-        command = StartArray("cohort-1", 7, tuple(str(number) for number in range(announced or len(points))), size=size)
+        names = tuple(str(number) for number in range(announced or len(points)))
+        command = StartArray("cohort-1", 7, names, limit, size, turns)
         self.run = ArrayRun(self._passed(command, TO_SLOT), send=self._send)
         for number, point in enumerate(points):
             self.add(str(number), point)

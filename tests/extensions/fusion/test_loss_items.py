@@ -23,8 +23,9 @@ class Tagger(nn.Module):
 
     weight: torch.Tensor | None
 
-    def __init__(self, ignored: int, weight: torch.Tensor | None, *, logs: bool) -> None:
+    def __init__(self, ignored: int, weight: torch.Tensor | None, *, logs: bool, smoothing: float = 0.0) -> None:
         super().__init__()
+        self.smoothing = smoothing
         self.table, self.score, self.ignored, self.logs = nn.Embedding(WORDS, 6), nn.Linear(6, 4), ignored, logs
         self.register_buffer("weight", weight)
 
@@ -33,7 +34,7 @@ class Tagger(nn.Module):
         options = {"weight": self.weight, "ignore_index": self.ignored}
         if self.logs:
             return {"loss": functional.nll_loss(scores.log_softmax(1), tags.flatten(), **options)}
-        return {"loss": functional.cross_entropy(scores, tags.flatten(), **options)}
+        return {"loss": functional.cross_entropy(scores, tags.flatten(), label_smoothing=self.smoothing, **options)}
 
 
 def texts(ignored: int) -> TensorDataset:
@@ -45,27 +46,32 @@ def texts(ignored: int) -> TensorDataset:
     return TensorDataset(words, tags)
 
 
-def tag(session: Any, *, lr: float, micro_batch: int | None, ignored: int, logs: bool, weighs: bool) -> dict[str, Any]:
+def tag(
+    session: Any, *, lr: float, micro_batch: int | None, ignored: int, logs: bool, weighs: bool, smoothing: float = 0.0
+) -> dict[str, Any]:
     torch.manual_seed(1)
-    model = Tagger(ignored, torch.tensor([0.5, 1.0, 2.0, 4.0]) * lr if weighs else None, logs=logs).double()
+    weight = torch.tensor([0.5, 1.0, 2.0, 4.0]) * lr if weighs else None
+    model = Tagger(ignored, weight, logs=logs, smoothing=smoothing).double()
     model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
     data = session.loader(texts(ignored), 8, micro_batch=micro_batch)
     for _ in session.epochs(3):
         for words, tags in data:
-            session.backward(model(words, tags)["loss"])
+            counted = tags[tags != ignored]
+            items = len(counted) if weight is None else weight[counted].sum().item()
+            session.backward(model(words, tags)["loss"], **({"items": items} if smoothing else {}))
             session.step()
     return {"model": model.state_dict(), "losses": [row["loss"] for row in session.metrics["history"]]}
 
 
 @pytest.mark.parametrize("weighs", [False, True])
-@pytest.mark.parametrize("logs", [False, True])
+@pytest.mark.parametrize(("logs", "smoothing"), [(True, 0.0), (False, 0.0), (False, 0.2)])
 @pytest.mark.parametrize("ignored", [-100, 0])
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_a_loss_of_the_model_is_weighed_as_alone(
-    tmp_path: Path, micro_batch: int | None, ignored: int, *, logs: bool, weighs: bool
+    tmp_path: Path, micro_batch: int | None, ignored: int, smoothing: float, *, logs: bool, weighs: bool
 ) -> None:
     """Its parts were weighed by samples: another mean of the epoch, and with micro-batches another gradient."""
-    options = {"micro_batch": micro_batch, "ignored": ignored, "logs": logs, "weighs": weighs}
+    options = {"micro_batch": micro_batch, "ignored": ignored, "logs": logs, "weighs": weighs, "smoothing": smoothing}
     points = [{"lr": 0.1 * (number + 1), **options} for number in range(3)]
     outcome = together(tmp_path / "array", points, tag)
     assert not outcome.engine.reason

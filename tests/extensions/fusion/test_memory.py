@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept, return_freed_memory
+from freetrain_parsl.extensions.fusion.engine.memory import (
+    freed_memory_kept,
+    memory_limit,
+    return_freed_memory,
+    used_memory,
+)
 
+BLOCK = 64 << 20
 PROGRAM = """
 import resource, torch
 from freetrain_parsl.extensions.fusion.engine.memory import freed_memory_kept
@@ -59,3 +65,14 @@ def test_blocks_between_others_that_stay_are_returned() -> None:
     assert len(small) == 32
     assert kept > full - 16
     assert returned < full - 48
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there, the accelerator's memory counts")
+def test_the_memory_of_a_host_is_what_this_process_uses_and_its_slots_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = used_memory()
+    block = torch.ones(BLOCK, dtype=torch.uint8)
+    assert used_memory() - before > 0.9 * block.nbytes
+    whole = memory_limit()
+    monkeypatch.setenv("PARSL_WORKER_RANK", "1")
+    monkeypatch.setenv("PARSL_WORKER_COUNT", "4")
+    assert whole > memory_limit() == pytest.approx(whole / 4, rel=0.01)

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from freetrain_parsl.extensions.fusion.forward import shared_base
 from freetrain_parsl.extensions.fusion.forward.shared_base import FROZEN
+from freetrain_parsl.extensions.fusion.slot.array_mailbox import ArrayMailbox
 from freetrain_parsl.training.checkpoints import copy_on_write
 from freetrain_parsl.training.checkpoints.copy_on_write import address_of, clone_of, is_clone_of
 from tests.extensions.fusion.sweep_trainings import alone, distance, together
@@ -239,6 +240,22 @@ def test_a_base_is_shared_again_after_a_resume(tmp_path: Path) -> None:
         points = [{"me": number, "lr": 0.01 * (number + 1), "epochs": epochs} for number in range(3)]
         outcome = together(tmp_path / "array", points, tune)
         assert PLACES == [1] * 6
+    for number, point in enumerate(points):
+        value = alone(tmp_path / "alone", str(number), point, tune)
+        assert distance(outcome.value(str(number))["model"], value["model"]) < ROUNDING
+
+
+def test_a_base_is_shared_again_after_a_resume_within_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, the checkpoint is loaded once more, when the batches begin."""
+    mailbox = ArrayMailbox()
+    monkeypatch.setitem(ACTS, "pause", lambda *_: mailbox.end())
+    points = [{"me": number, "lr": 0.01 * (number + 1)} for number in range(3)]
+    together(tmp_path / "array", [{**point, "act": "pause"} for point in points], tune, mailbox=mailbox)
+    assert PLACES == [1] * 6
+    PLACES.clear()
+    BUILT.clear()
+    outcome = together(tmp_path / "array", points, tune)
+    assert PLACES == [1] * 6
     for number, point in enumerate(points):
         value = alone(tmp_path / "alone", str(number), point, tune)
         assert distance(outcome.value(str(number))["model"], value["model"]) < ROUNDING

@@ -110,6 +110,32 @@ def test_a_base_that_all_members_share_counts_once() -> None:
     assert decide(16, lambda _size: 1.0, memory=3300.0, shared=1000.0).size == 16
 
 
+@pytest.mark.parametrize(
+    ("members", "base", "own", "turns"),
+    [
+        (8, 74e6, 2e6, True),
+        (8, 74e6, 75e6, False),  # most is each one's own
+        (8, 1e6, 1e3, False),  # less than the process itself
+        (1, 74e6, 2e6, False),
+    ],
+)
+def test_members_that_are_not_fused_stay_together_for_a_large_base(
+    members: int, base: float, own: float, turns: bool
+) -> None:
+    sizing = decide(8, lambda size: 1.1 * size)
+    assert sizing.takes_turns(members, base, own) is turns
+    assert sizing.turns == ("fused they are 0.91 times as fast as one by one" if turns else "")
+    assert not sizing.fused
+    if turns:
+        assert sizing.size == members
+
+
+def test_members_that_are_fused_do_not_take_turns() -> None:
+    sizing = decide(8, lambda size: 0.5 * size)
+    assert not sizing.takes_turns(8, 74e6, 2e6)
+    assert sizing.fused
+
+
 def test_one_training_is_not_fused() -> None:
     sizing = ArraySizing(1)
     assert sizing.decided

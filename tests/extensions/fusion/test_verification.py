@@ -166,3 +166,32 @@ def test_numbers_that_are_none_on_the_fused_side_only_are_noticed(monkeypatch):
 
     monkeypatch.setitem(RULES, F.linear, without_a_number)
     assert "differs" in verified(lambda: nn.Linear(8, 8), torch.randn(5, 8))
+
+
+class Counts(nn.Module):
+    """Counts its calls in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
+def test_a_tensor_that_a_model_changes_in_place_is_refused_and_as_before():
+    models = made(Counts, range(3))
+    reason = verified_models(models, Stacked(torch.randn(3, 5, 4)))
+    assert "calls" in reason
+    assert [float(model.calls) for model in models] == [0.0, 0.0, 0.0]
+
+
+def test_missing_memory_is_no_verdict(monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("freetrain_parsl.extensions.fusion.forward.verification.fused_call", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        verified(Network, Stacked(torch.randn(3, 2, 1, 8, 8)))

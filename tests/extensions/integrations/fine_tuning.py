@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from freetrain_parsl.extensions.integrations.huggingface import fit
@@ -148,23 +148,72 @@ def by_trainer(
     return {"model": trained(trainer.model)}
 
 
+def by_accelerate(
+    session: Any, *, lr: float = 1e-2, adapter: Mapping[str, Any] | None = None, clip: float = 0.5
+) -> dict[str, Any]:
+    """Train in a loop of Accelerate's."""
+    from freetrain_parsl.extensions.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(session)
+    made = llama() if adapter is None else adapted(llama(), **adapter)
+    parameters = [each for each in made.parameters() if each.requires_grad]
+    model, optimizer, batches = accelerator.prepare(
+        made, torch.optim.AdamW(parameters, lr=lr), DataLoader(Sentences(), batch_size=4)
+    )
+    for _ in accelerator.epochs(2):
+        for batch in batches:
+            accelerator.backward(model(**batch).loss)
+            accelerator.clip_grad_norm_(parameters, clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"model": trained(accelerator.unwrap_model(model))}
+
+
+def _tokenizer() -> Any:
+    """Return one whose words are numbers between spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", pad_token="0", eos_token="1")
+
+
 def by_trl(
     session: Any, *, lr: float = 1e-2, adapter: Mapping[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
     """Train with TRL's SFTTrainer."""
     import datasets
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(WORDS)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", pad_token="0", eos_token="1")
     given = {"bf16": False, "gradient_checkpointing": False, "max_length": None, **options}
     trainer = SFTTrainer(
         model=llama() if adapter is None else adapted(llama(), **adapter),
         args=SFTConfig(**_arguments(session.directory, lr=lr, **given)),
         train_dataset=datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in Sentences().words]),
-        processing_class=tokenizer,
+        processing_class=_tokenizer(),
+    )
+    fit(session, trainer)
+    return {"model": trained(trainer.model)}
+
+
+def by_dpo(
+    session: Any, *, lr: float = 1e-2, adapter: Mapping[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Train with TRL's DPOTrainer: against another network, or, with an adapter, against the network without it."""
+    import datasets
+    from trl import DPOConfig, DPOTrainer
+
+    texts = [[str(word) for word in row] for row in Sentences().words.tolist()]
+    parts = {"prompt": slice(0, 4), "chosen": slice(4, 8), "rejected": slice(8, 12)}
+    rows = [{name: " " * (at.start > 0) + " ".join(text[at]) for name, at in parts.items()} for text in texts]
+    given = {"bf16": False, "gradient_checkpointing": False, **options}
+    trainer = DPOTrainer(
+        model=llama() if adapter is None else adapted(llama(), **adapter),
+        ref_model=llama() if adapter is None else None,
+        args=DPOConfig(**_arguments(session.directory, lr=lr, **given)),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=_tokenizer(),
     )
     fit(session, trainer)
     return {"model": trained(trainer.model)}

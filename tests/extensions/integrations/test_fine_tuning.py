@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fine_tuning import by_trainer, by_trl, loop
+from fine_tuning import by_accelerate, by_dpo, by_trainer, by_trl, loop
 from torch.utils._pytree import tree_leaves
 
 from freetrain_parsl.extensions.fusion.engine.array import Array
@@ -47,7 +47,7 @@ def test_a_cache_that_the_model_returns_is_that_of_each_training_job(tmp_path: P
     assert_as_alone(tmp_path, [{**point, "use_cache": True} for point in RATES], loop)
 
 
-@pytest.mark.parametrize("function", [by_trainer, by_trl])
+@pytest.mark.parametrize("function", [by_trainer, by_trl, by_accelerate, by_dpo])
 def test_trainers_are_fused(tmp_path: Path, function: Callable[..., Any]) -> None:
     assert_as_alone(tmp_path, RATES, function)
 
@@ -113,7 +113,7 @@ def test_kinds_of_adapters_of_ranks_that_differ(tmp_path: Path, options: dict[st
     assert max(padding) == 0.0
 
 
-@pytest.mark.parametrize("function", [by_trainer, by_trl])
+@pytest.mark.parametrize("function", [by_trainer, by_trl, by_accelerate])
 def test_trainers_with_ranks_that_differ(tmp_path: Path, function: Callable[..., Any]) -> None:
     pytest.importorskip("peft")
     assert_as_alone(tmp_path, adapters(alpha=(4.0, 16.0, 64.0)), function, NEAR)

@@ -13,6 +13,7 @@ from sharded_trainings import whole
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from freetrain_parsl.training.group import replica_groups
 from freetrain_parsl.training.group.replica_groups import ReplicaGroups
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def train_replicas(  # noqa: C901 - one option for each point of a kill
             die()
 
         ReplicaGroups.sum_gradient = fatal  # type: ignore[method-assign]  # of a process that is killed
+    elif point == "forming" and session.rank in ranks:
+        replica_groups._group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
     elif point == "optimizer":
         optimizer.register_step_pre_hook(die)
     data = session.loader(training_crew.Data(samples), batch_size, **loader)

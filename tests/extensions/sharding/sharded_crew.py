@@ -14,8 +14,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from warm_processes import forked_warm
 
+from freetrain_parsl.errors import CheckpointError
 from freetrain_parsl.extensions.sharding.extension import Sharding
+from freetrain_parsl.extensions.sharding.write import JointWrite
 from freetrain_parsl.protocol.options import Code, SessionOptions
+from freetrain_parsl.storage.posix import CheckpointDirectory
 from freetrain_parsl.training.checkpoints.loading import Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.parameters import names_of_groups
@@ -166,6 +169,34 @@ def train_on_while_saving(root: Path, group: Group, *, full_rank: int | None = N
         "entries": entries,
         "last": checkpoint_manager.newest.step,
     }
+
+
+def save_while_another_takes_over(root: Path, group: Group) -> dict[str, Any]:
+    """Save; then another process becomes the writer while the first member's draft is on its way."""
+    from torch.distributed.fsdp import fully_shard
+
+    checkpoint_manager = CheckpointManager(SessionOptions("net", root), lambda: group)
+    checkpoint_manager.restore()
+    checkpoint_manager.choose_saver(Sharding())
+    state = {"objects": {"model": fully_shard(model()).state_dict()}}
+    other, plan = CheckpointDirectory(root, "net"), JointWrite.__init__
+    errors = []
+
+    def planned(*arguments: Any) -> None:
+        if group.is_first and not other.is_open:
+            other.open(99)
+        plan(*arguments)
+
+    checkpoint_manager.save(lambda: state, step=1, epoch=0, reason="test", wait=True)
+    with mock.patch.object(JointWrite, "__init__", planned):
+        for step in (2, 3):
+            checkpoint_manager.save(lambda: state, step=step, epoch=0, reason="test", wait=False)
+            try:
+                checkpoint_manager.save(lambda: state, step=step, epoch=0, reason="test", wait=True)
+            except CheckpointError as error:
+                errors.append(str(error))
+    entries = [path.name for path in checkpoint_manager.path.glob("step-*")]
+    return {"errors": errors, "entries": entries, "other_writes": group.is_first and not other.is_fenced_off}
 
 
 def member(orders: Connection) -> None:

@@ -57,7 +57,7 @@ def classify_sharded(  # noqa: C901 - one option for each thing that users do
     loop = session.state(seen=0)
     own = session.state(per_process=True, mine=0.0)
     if validate:
-        model(Data(samples).x)
+        model(Data(samples).x.to(session.device))
     for _ in session.epochs(epochs):
         for x, y in data:
             loop.seen += 1
@@ -80,7 +80,7 @@ def classify_sharded(  # noqa: C901 - one option for each thing that users do
                 training_crew.NOTICE.pause_requested.set()
         scheduler.step()
         if validate:
-            model(Data(samples).x)
+            model(Data(samples).x.to(session.device))
     return {
         **session.metrics,
         "parameters": {name: whole(value) for name, value in model.state_dict().items()},
@@ -163,5 +163,5 @@ def shard_after_the_optimizer(session: Any) -> None:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor, sharded or not."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    """Return a whole tensor, sharded or not, in host memory."""
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from freetrain_parsl import run_local
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.extensions.sharding import memory, structures
 from freetrain_parsl.extensions.sharding.resharding import OtherModel, Resharding
@@ -18,6 +19,7 @@ from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -75,6 +77,26 @@ def test_compiled_modules_follow_unless_collectives_are_compiled(
     assert Resharding({"model": model}).problem(mesh) is None
     monkeypatch.setattr(structures, "_compiles_hooks", lambda: True)  # an option of torch 2.8
     assert "skip_fsdp_hooks" in str(Resharding({"model": model}).problem(mesh))
+
+
+def test_parameters_that_are_alike_get_the_fields_that_fsdp2_computes_for_each(mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4), nn.Embedding(4, 4))
+    model[0].weight.requires_grad_(False)
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    structures.rebind([model], mesh)
+    for group in structures._groups([model]):
+        for each in group.fsdp_params:
+            kept = each.sharded_param
+            shared = dict(vars(each))
+            structures._rebind_parameter(each, group.mesh_info, each.post_forward_mesh_info)
+            own = vars(each)
+            assert own.keys() == shared.keys()
+            assert all(own[name] == shared[name] for name in own if not isinstance(own[name], torch.Tensor))
+            assert each.sharded_param is kept
+            assert kept._spec == each._sharding_spec
 
 
 def test_another_mesh_is_named(mesh: DeviceMesh) -> None:
@@ -147,13 +169,10 @@ def test_gradients_that_are_not_reduced_postpone_the_change(mesh: DeviceMesh) ->
 
 
 def test_a_process_that_joins_with_another_model_is_refused_and_the_others_continue_without_it(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: DeviceMesh,
 ) -> None:
     mine, other = Resharding({"model": sharded(mesh)}), Resharding({"model": sharded(mesh)[:1]})
     described = other.entries(other.tensors()), structures.int_of_each_group(other.models)
-    monkeypatch.setattr(
-        torch.distributed, "broadcast_object_list", lambda values, **_: values.__setitem__(0, described)
-    )
 
     def pair(rank: int, *said: int) -> Any:
         answers = iter(said)
@@ -162,10 +181,37 @@ def test_a_process_that_joins_with_another_model_is_refused_and_the_others_conti
             rank=rank,
             sum=lambda values: values + next(answers),
             gather_objects=lambda problem: ["", problem or "it differs"],
-            waits=nullcontext,
+            broadcast=lambda _own, _source: described,
         )
 
     with pytest.raises(UsageError, match=r"has another model than the others: model\.1\.weight is only there"):
         mine._agree_on_entries(pair(1, 1, 0), 0, has_state=False)
     with pytest.raises(OtherModel, match="another model than the others: it differs"):
         mine._agree_on_entries(pair(0, 0, 1), 0, has_state=True)
+
+
+def without_a_mesh(session: Any, model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+
+
+def after_prepare(session: Any, model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    session.prepare(model, torch.optim.SGD, lr=0.1)
+    fully_shard(model, mesh=session.mesh)
+    next(iter(session.epochs(1)))
+
+
+@pytest.mark.parametrize(
+    ("shard", "advice"),
+    [
+        (without_a_mesh, r"write fully_shard\(…, mesh=session\.mesh\)"),
+        (after_prepare, "got the model before fully_shard"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_misplaced_fully_shard_is_refused_with_what_to_write(tmp_path: Path, shard: Any, advice: str) -> None:
+    with pytest.raises(UsageError, match=advice):
+        run_local(partial(shard, model=nn.Linear(4, 2)), directory=tmp_path)

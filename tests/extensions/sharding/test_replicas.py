@@ -123,6 +123,17 @@ def test_replicas_change_in_place(
     assert {value["members"] for value in values} == {after[0]}
 
 
+def test_the_others_continue_if_a_replica_that_joins_is_killed_while_the_groups_of_replicas_form(
+    crew: Crew, tmp_path: Path, undisturbed: Any
+) -> None:
+    gate = tmp_path / "gate"
+    settings = {"kill": ("forming", -1, (-1,)), "gates": {4: gate}, "timeout": 3, **OPTIONS, "replicas": 1}
+    run = crew.start(2, tmp_path, train_replicas, **settings)
+    run.until(lambda: run.ended or all(gate.with_suffix(f".{rank}").exists() for rank in range(2)))
+    run.regroup(4, replicas=2, release=gate.touch)
+    check_equal(run.outcomes(), undisturbed, members=2)
+
+
 def test_a_lost_replica_is_filled_from_the_other_and_survives_it(crew: Crew, tmp_path: Path, undisturbed: Any) -> None:
     """The second of two is killed, joins again, and continues when the first is killed."""
     gate, second = tmp_path / "gate", tmp_path / "second"

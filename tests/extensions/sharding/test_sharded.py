@@ -10,16 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sharded_crew import ShardedCrew, model, train, train_on_full_disk, train_on_while_saving
+from sharded_crew import (
+    ShardedCrew,
+    model,
+    save_while_another_takes_over,
+    train,
+    train_on_full_disk,
+    train_on_while_saving,
+)
 
-from freetrain_parsl.errors import DamagedCheckpoint
+from freetrain_parsl.errors import DamagedCheckpoint, StateLost
 from freetrain_parsl.extensions.sharding.state import fill, is_sharded, read_index, split
-from freetrain_parsl.protocol.options import Code
+from freetrain_parsl.protocol.options import Code, SessionOptions
 from freetrain_parsl.storage.posix import CheckpointDirectory
+from freetrain_parsl.training.checkpoints.loading import Restoration
+from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.group.process_group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from freetrain_parsl.training.checkpoints.format import Restored
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +99,29 @@ def test_every_file_is_in_the_manifest_and_a_damaged_shard_is_refused(
     assert before.path.exists()
 
 
+def test_a_checkpoint_that_is_damaged_after_its_verification_is_left_for_the_one_before(
+    tmp_path: Path, sharded_crew: ShardedCrew
+) -> None:
+    """The parts are read when the objects are prepared: by then a disk may have failed."""
+    for until in (1, 2):
+        sharded_crew.run(2, tmp_path, until=until, shard=True)
+    (newest, before) = CheckpointDirectory(tmp_path, "net").entries()
+    code = Code("tests:train", {"tests.train": "1"})
+
+    def restore() -> Restored:
+        restored = CheckpointManager(SessionOptions("net", tmp_path, code=code), Group).restore()
+        assert restored is not None
+        return restored
+
+    found = restore()
+    assert found.entry == newest
+    (newest.path / "shards" / "__1_0.distcp").unlink()
+    objects = {"model": model()}
+    with pytest.raises(StateLost, match="it was intact when the training job started"):
+        Restoration(found).load(objects, objects)
+    assert restore().entry == before
+
+
 def test_a_full_disk_of_one_member_is_one_error_on_all(tmp_path: Path, sharded_crew: ShardedCrew) -> None:
     """No member assumes that there is a checkpoint, and no partial files remain."""
     sharded_crew.run(2, tmp_path, until=1, shard=True)
@@ -111,6 +145,17 @@ def test_a_sharded_state_is_written_while_the_training_goes_on(tmp_path: Path, s
     net = model()
     net.load_state_dict(fill(torch.load(state, weights_only=True)["objects"]["model"], net, entry.path))
     assert {name: value.tolist() for name, value in net.state_dict().items()} == end["saved"]
+
+
+def test_a_writer_that_was_fenced_off_while_it_saved_does_not_come_back(
+    tmp_path: Path, sharded_crew: ShardedCrew
+) -> None:
+    """It would publish its state after that of its successor, and remove checkpoints that this one reads."""
+    first, second = sharded_crew.run(2, tmp_path, save_while_another_takes_over)
+    assert first["other_writes"]
+    assert first["entries"] == second["entries"] == ["step-0000000001"]
+    assert len(first["errors"]) == 2
+    assert "another process has taken over (generation 99" in first["errors"][0]
 
 
 def test_a_background_write_that_fails_on_one_member_has_failed_on_all(

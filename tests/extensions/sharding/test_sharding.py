@@ -199,3 +199,46 @@ def test_after_the_loss_of_a_process_a_sharded_training_continues_from_memory_in
 def _pid_of_a_slot(site: Any, node: str) -> int:
     joined = [entry for _, entry in read_journal(site.executor.journal_path) if entry.kind == "slot_joined"]
     return next(entry.detail["pid"] for entry in reversed(joined) if entry.detail["node"] == node)
+
+
+def test_one_node_is_preempted_and_the_others_continue_with_its_part_of_the_state(start, tmp_path: Path) -> None:
+    """3 nodes in two batch jobs: that of the third is preempted, and gives its part away in the 4 s of grace."""
+    slow, calls = tmp_path / "slow", tmp_path / "calls"
+    slow.touch()
+    train = make_app()
+    site = start(nodes=3, policy=ScriptedPolicy(3), checkpoints=CheckpointSettings(interval=timedelta(hours=1)))
+
+    def main_job() -> str:
+        walltime = timedelta(minutes=5)
+        return site.cluster.submit(["sleep", "300"], nodes=1, walltime=walltime, preemptible=False, name="main")
+
+    def runs_on(nodes: int) -> Callable[[RunState], bool]:
+        return lambda run: bool(run.trainings) and len(run.trainings["t"].nodes) == nodes
+
+    def steps() -> int:
+        return site.run.trainings["t"].progress.get("step", 0)
+
+    other = main_job()
+    future = train.options(name="t", min_nodes=2)(epochs=30, slow=str(slow), calls=str(calls))
+    site.until(runs_on(2))
+    site.until(lambda run: steps() > 1)
+    site.cluster.cancel(other)
+    site.until(runs_on(3))
+    at = steps()
+    site.until(lambda run: steps() > at)
+    main_job()
+    site.until(lambda run: any("preempted" in reason for reason in run.blocks_ended))
+    site.until(runs_on(2))
+    slow.unlink()
+
+    result = torch.tensor(future.result(timeout=180))
+    assert torch.allclose(result, torch.tensor(run_local(train.func, epochs=30)), atol=1e-4)
+    progress = site.until(lambda run: run.completed and run.trainings["t"].progress)
+    assert (progress["samples"], progress["samples_lost"], progress["duplicate_samples"]) == (30 * 200, 0, 0)
+    run = site.run
+    assert [len(fragment.nodes) for fragment in run.fragments] == [2, 3, 2]
+    assert [fragment.in_place for fragment in run.fragments] == [False, True, True]
+    assert not any(fragment.failure for fragment in run.fragments), "also if the newcomer was in its first step"
+    assert all(fragment.resumed_from is None for fragment in run.fragments)
+    pids = [int(line) for line in calls.read_text().split()]
+    assert len(pids) == len(set(pids)), "each process has called the function once"

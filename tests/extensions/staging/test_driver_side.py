@@ -162,8 +162,8 @@ def test_an_interpreter_that_is_not_here(world: Path, caplog) -> None:
     start.close()
 
 
-def test_an_executor_knows_three_choices(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match="node_image must be one of auto, off, always, got 'on'"):
+def test_an_executor_knows_four_choices(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="node_image must be one of auto, off, always, full, got 'on'"):
         FreeTrainExecutor(node_image="on", checkpoint_dir=tmp_path)
 
 
@@ -204,3 +204,13 @@ def test_no_image_can_be_made(world: Path, monkeypatch, caplog) -> None:
     start.close()
     assert not (world / "start").exists()
     assert not start._thread.is_alive()
+
+
+@pytest.mark.parametrize(("choice", "least", "most"), [("always", 1 << 20, 1 << 30), ("full", 1 << 34, 1 << 60)])
+def test_only_a_full_image_has_large_libraries(world: Path, monkeypatch, choice: str, least: int, most: int) -> None:
+    start = ImageStart(choice, sys.executable)
+    say = f"import sys; sys.exit(str({least} < int(sys.argv[-1]) < {most}))"
+    monkeypatch.setattr(staging, "module_command", lambda _module, python: [python, "-c", say])
+    start._directory = world / "start"
+    with pytest.raises(ValueError, match="True"):
+        start._make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from freetrain_parsl.extensions.staging import trace
 from freetrain_parsl.location import PACKAGE
 from tests.pythons import interpreters
 
@@ -275,3 +277,27 @@ class Finder:
 
 sys.meta_path.append(Finder)
 """
+
+
+def test_a_directory_that_has_not_changed_is_not_listed_on_a_node(world: World) -> None:
+    image = world.unpack(world.make("mine"))
+    script = (
+        "import importlib.util, sys; seen = []; "
+        "sys.addaudithook(lambda event, args: event == 'os.listdir' and seen.append(args[0])); "
+        f"print(importlib.util.find_spec('absent'), seen.count({str(world.project)!r}))"
+    )
+    assert world.run(image, script) == "None 0"
+    (world.project / "absent.py").touch()
+    assert world.run(image, script).startswith("ModuleSpec(name='absent'")
+
+
+def test_a_package_that_is_only_looked_for_is_in_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look for it would cost a call for each of its possible names."""
+    (tmp_path / "optional_one").mkdir()
+    (tmp_path / "optional_one/__init__.py").write_text("raise ImportError", encoding="utf-8")
+    searched = trace.Searched()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", [searched, *sys.meta_path])
+    for name in ("optional_one", "absent_one", "json"):
+        importlib.util.find_spec(name)
+    assert searched.files() == {str(tmp_path / "optional_one/__init__.py")}

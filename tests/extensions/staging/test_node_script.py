@@ -254,11 +254,11 @@ def test_the_last_pilot_removes_what_they_share(shared_files: Path, monkeypatch)
     for lock in locks:
         fcntl.flock(lock, fcntl.LOCK_SH)
     monkeypatch.setenv(pilot.NODE_FILES, f"{locks[0]}:{shared_files}")
-    pilot.remove_node_files()
+    pilot.remove_node_files(shared_files.parent)
     assert shared_files.exists(), "the other one uses it"
     os.close(locks[0])
     monkeypatch.setenv(pilot.NODE_FILES, f"{locks[1]}:{shared_files}")
-    pilot.remove_node_files()
+    pilot.remove_node_files(shared_files.parent)
     assert list(shared_files.parent.iterdir()) == []
     os.close(locks[1])
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cluster
 
 
-@training_app(max_nodes=1)
+@training_app(max_nodes=1, stage=["data.txt"])
 def where(session: TrainingSession, run: int) -> dict[str, Any]:
     """Train for a moment; return where the process has its files."""
     import wave
@@ -47,6 +47,8 @@ def where(session: TrainingSession, run: int) -> dict[str, Any]:
         "prefix": sys.prefix,
         "torch": torch.__file__,
         "wave": os.path.realpath(wave.__file__),
+        "data": session.staged("data.txt"),
+        "content": session.staged("data.txt").read_text(encoding="utf-8"),
     }
 
 
@@ -84,7 +86,9 @@ def learned_by(start: NodeStart, seconds: float = 60.0) -> list[str]:
 def test_a_node_starts_from_the_image_and_the_next_image_has_what_it_lacked(
     start: Callable[..., Site], memory: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    """So does a later run; one whose image is damaged starts plainly, and says so."""
+    """So does a later run; one whose image is damaged starts plainly, and says so. Data of the user are copied, too."""
+    monkeypatch.chdir(tmp_path)
+    Path("data.txt").write_text("the data", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("FREETRAIN_IMAGE_PLACES", str(memory))
     site = start(nodes=1, node_image="always")
@@ -96,12 +100,15 @@ def test_a_node_starts_from_the_image_and_the_next_image_has_what_it_lacked(
     assert found["prefix"] == found["image"]
     assert found["torch"].startswith(f"{found['prefix']}/")
     assert found["wave"] == os.path.realpath(wave.__file__), "it was read by its link"
+    assert found["data"].is_relative_to(memory)
+    assert found["content"] == "the data"
     assert wave.__file__ in learned_by(site.executor.node_start)
     parsl.dfk().cleanup()
     parsl.clear()
     assert not image.parent.exists(), "the run's copy is removed"
     assert Path(found["image"]).is_relative_to(memory)
     assert not Path(found["image"]).exists(), "the last pilot gives the memory back"
+    assert not found["data"].exists()
 
     again = start(nodes=1, node_image="always")
     second = image_of(again)

@@ -17,6 +17,7 @@ from freetrain_parsl.errors import UsageError
 from tests.support import bed_command
 from tests.support.chaos.episode import EpisodeReport, choose_menu, seeds_of, summary
 from tests.support.chaos.scene import FILL, EpisodeSettings, Scene, run_episode
+from tests.support.chaos.trainings import SHARED_SUBJECTS, SUBJECTS, chosen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,11 +49,14 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
     """Return the function that runs the episode of a seed, after validating the options."""
     root = options.directory or Path(tempfile.gettempdir()) / f"freetrain-chaos-{options.kind}"
     shared = options.kind.startswith("shared")
+    subjects = chosen(options.only, SHARED_SUBJECTS if shared else SUBJECTS)
     if options.kind.endswith("campaign"):
         from tests.support.chaos.campaign import CAMPAIGN_FAULTS, CampaignScene
 
         faults, strikes, limit = CAMPAIGN_FAULTS, (2, 6), 300.0
-        make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = partial(CampaignScene, shared=shared)
+        make_scene: Callable[[EpisodeSettings, Path, Path], Scene] = partial(
+            CampaignScene, subjects=subjects, slots_per_node=4 if shared else 1
+        )
     else:
         from tests.support.chaos.bare import BARE_FAULTS, SHARED_FAULTS, BareScene, warm_up
         from tests.support.chaos.bare_plan import BarePlan
@@ -62,7 +66,7 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
             faults, strikes, limit = SHARED_FAULTS, ((1, 4) if options.short else (2, 7)), 240.0
 
         def make_scene(settings: EpisodeSettings, directory: Path, checkpoints: Path) -> Scene:
-            plan = BarePlan(directory, checkpoints)
+            plan = BarePlan(directory, checkpoints, subjects)
             if shared:
                 plan = plan.shared()
             short = replace(plan, epochs=2, samples=256, heartbeat_timeout=3.0, peer_timeout=3.0)
@@ -78,7 +82,7 @@ def _runner(options: argparse.Namespace) -> Callable[[int], EpisodeReport]:
 def _in_processes(options: argparse.Namespace, seeds: Sequence[int]) -> Iterator[EpisodeReport]:
     """Distribute the seeds over processes, one episode at a time each; yield the reports in seed order."""
     again = [*bed_command("tests.support.chaos"), options.kind]
-    for name in ("faults", "disk", "directory"):
+    for name in ("faults", "only", "disk", "directory"):
         if (value := getattr(options, name)) is not None:
             again += [f"--{name}", str(value)]
     again += ["--short"] if options.short else []
@@ -109,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("seeds", help="a number, or a range such as 1-20")
     parser.add_argument("--faults", metavar="NAME=WEIGHT,…", help="faults to draw from, with relative frequencies")
+    parser.add_argument("--only", metavar="NAME,…", help="training jobs of the episodes, such as sharded,replicated")
     parser.add_argument("--jobs", type=int, default=1, help="concurrent episodes (default 1)")
     parser.add_argument("--disk", type=int, metavar="BYTES", help="keep checkpoints on a tmpfs of this size (root)")
     parser.add_argument("--short", action="store_true", help="short training jobs with few faults, seconds each")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tests.support.chaos.trainings import SHARED_SUBJECTS, SUBJECTS, Subject
-
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.support.chaos.trainings import Subject
 
 __all__ = ["BarePlan"]
 
@@ -39,7 +39,7 @@ class BarePlan:
 
     directory: Path
     checkpoints: Path
-    subjects: tuple[Subject, ...] = SUBJECTS
+    subjects: tuple[Subject, ...]
     epochs: int = 4
     samples: int = 384
     nodes: tuple[str, ...] = ("n0", "n1", "n2", "n3")
@@ -54,7 +54,6 @@ class BarePlan:
         nodes = ("n0", "n1", "n2")
         return replace(
             self,
-            subjects=SHARED_SUBJECTS,
             epochs=3,
             samples=256,
             nodes=nodes,

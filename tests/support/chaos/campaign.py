@@ -25,11 +25,12 @@ from freetrain_parsl.testing.faults import kill, kill_all
 from tests.support.chaos.claims import violations_in
 from tests.support.chaos.damage import damage_newest
 from tests.support.chaos.scene import FILL, EpisodeSettings, Scene
-from tests.support.chaos.trainings import SHARED_SUBJECTS, SUBJECTS
 from tests.support.chaos.verification import problems_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from tests.support.chaos.trainings import Subject
 
 __all__ = ["CAMPAIGN_FAULTS", "CampaignScene"]
 
@@ -58,7 +59,6 @@ _FREETRAIN = str(Path(sys.executable).with_name("freetrain"))
 _EPOCHS, _SAMPLES = 6, 640
 _MOST_RESUMES = 12
 _ENDS_WITHIN = 60.0  # seconds for the driver to end after SIGTERM
-_SLOTS = 4  # of a node that training jobs share
 _LEAVES_WITHIN = 30.0  # seconds for all other processes to end after the driver
 # Part of a command line -> kind of process; the first match counts.
 _ROLES = (
@@ -102,15 +102,25 @@ class CampaignScene(Scene):
         Directory of the episode.
     checkpoints
         Root of the checkpoints.
-    shared
-        Whether training jobs share nodes of several slots.
+    subjects
+        The training jobs.
+    slots_per_node
+        Number of slots of each node; training jobs share nodes that have several.
     """
 
-    def __init__(self, settings: EpisodeSettings, directory: Path, checkpoints: Path, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        settings: EpisodeSettings,
+        directory: Path,
+        checkpoints: Path,
+        *,
+        subjects: Sequence[Subject],
+        slots_per_node: int,
+    ) -> None:
         super().__init__(settings, checkpoints, first=6.0, pause=2.0)
         self._directory = directory
-        self._shared = shared
-        self._subjects = SHARED_SUBJECTS if shared else SUBJECTS
+        self._slots = slots_per_node
+        self._subjects = subjects
         self._claims = directory / "claims"
         self._claims.mkdir()
         self._mark = f"{os.getpid()}-{settings.seed}"
@@ -121,9 +131,10 @@ class CampaignScene(Scene):
 
     def _write_files(self) -> None:
         site = {**_SITE, "checkpoints": {"interval": "1 s", "least_free": "1 MB", "directory": str(self.checkpoints)}}
-        if self._shared:
-            site["node"] = {"slots": _SLOTS}
+        if self._slots > 1:
+            site["node"] = {"slots": self._slots}
         (self._directory / "site.yaml").write_text(yaml.safe_dump(site), encoding="utf-8")
+        unit = "accelerators" if self._slots > 1 else "nodes"
         trainings = [
             {
                 "app": "tests.support.chaos.trainings:train",
@@ -135,7 +146,8 @@ class CampaignScene(Scene):
                     "claims": str(self._claims),
                 },
                 **subject.options,
-                **({"min_accelerators": subject.least, "max_accelerators": subject.most} if self._shared else {}),
+                f"min_{unit}": subject.least,
+                f"max_{unit}": subject.most,
             }
             for subject in self._subjects
         ]

@@ -89,6 +89,8 @@ class LoopbackSlurm:
         Seconds between SIGTERM and SIGKILL at the end of a job's time.
     slurmd_timeout
         Seconds after which an unresponsive node is down.
+    start_timeout
+        Seconds for all nodes to be idle; a thousand take a minute on two cores.
     accounting
         Whether to run slurmdbd, for ``sacct`` and QOS; takes some seconds.
     warn_preempted
@@ -123,6 +125,7 @@ class LoopbackSlurm:
         bf_resolution: int = 1,
         kill_wait: int = 5,
         slurmd_timeout: int = 10,
+        start_timeout: float = 60.0,
         accounting: bool = False,
         warn_preempted: bool = True,
         jobs_read_all: bool = False,
@@ -163,6 +166,7 @@ class LoopbackSlurm:
         own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         self.environment = own | {"PATH": PATH, "SLURM_CONF": str(self._conf), sweeper.MARK: self._plan.name}
         self._jobs_read_all = jobs_read_all
+        self._start_timeout = start_timeout
         self._daemons = Daemons(self.directory / "run", self.directory / "log", self.environment, self._on_its_host)
         self._lost: set[str] = set()
         self._sweeper: subprocess.Popen[bytes] | None = None
@@ -452,7 +456,9 @@ class LoopbackSlurm:
             return bool(states) and set(states) == {"idle"}
 
         wait_until(
-            idle, 60.0, lambda: f"all nodes to be idle:\n{self.run('sinfo')}{self._daemons.last_words('slurmctld')}"
+            idle,
+            self._start_timeout,
+            lambda: f"all nodes to be idle:\n{self.run('sinfo')}{self._daemons.last_words('slurmctld')}",
         )
 
     def _on_its_host(self, daemon: str, command: tuple[str, ...], directory: str) -> list[str]:

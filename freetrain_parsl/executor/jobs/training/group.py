@@ -5,6 +5,7 @@ What happens, and when, is decided by `machine`; every change of phase is made h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.executor.jobs import commands as do
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.commands import Response
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.progress import PlannerView
-    from freetrain_parsl.executor.jobs.training.states import Phase
+    from freetrain_parsl.executor.jobs.training.states import Failure, Phase
     from freetrain_parsl.protocol.reports import Joined
 
 __all__ = ["TrainingProcesses"]
+
+_LEFT_BEHIND = 1.0  # seconds within which members come to the next group once one that leaves has nothing left to give
 
 
 class TrainingProcesses:
@@ -116,7 +119,7 @@ class TrainingProcesses:
         self._response.do(do.OpenStore(group.number))
         for rank, slot in enumerate(slots):
             self._run(slot, Place(group.number, rank, len(slots), replicas))
-        self._log_start(group, in_place=False)
+        self._log_start(group)
 
     def add_newcomer(self, slot: Slot, size: int) -> None:
         """Start a process that prepares to join the group, whose replicas have `size` members then."""
@@ -271,6 +274,28 @@ class TrainingProcesses:
             self.change.awaited.discard(participant.slot)
         return missed
 
+    def missed_leavers(self) -> list[Failure]:
+        """Take the failures of members that were to leave, if the others may not have left them behind.
+
+        All that stay are at the meeting of the next group once they have: only then do they not need them any more.
+        """
+        change = self.change
+        if change is None or not change.lost_leavers:
+            return []
+        stay = {slot for slot in change.after.running if self.participants[slot].has_state}
+        failed = any(self.participants[slot].group_failed is not None for slot in stay)
+        left_behind = change.begun or (stay <= self.arrived and not failed)
+        if not (left_behind or failed or self._response.now - change.lost_leavers[0][1] > _LEFT_BEHIND):
+            return []
+        lost, change.lost_leavers = change.lost_leavers, []
+        return [] if left_behind else [failure for failure, _ in lost]
+
+    def blame(self, slot: str, node: str) -> None:
+        """Note that the process in a slot was lost, for the records of the groups that need it."""
+        for one in (self.group, self.next_group):
+            if one is not None and slot in one.ranks:
+                one.lost[slot] = node
+
     def end_group_if_empty(self) -> None:
         """End the current group once all its processes have ended."""
         group = self.group
@@ -288,19 +313,22 @@ class TrainingProcesses:
     def _send(self, participant: Participant, message: ChangeBatch | ChangeGroup | PauseRun) -> None:
         self._response.do(do.Send(participant.slot, message))
 
-    def _log_start(self, group: GroupMembers, *, in_place: bool, paused: float = 0.0, moved: int = 0) -> None:
-        entry = record.FragmentStarted(self._name, group.number, sorted(group.nodes), in_place, paused, "", moved)
+    def _log_start(self, group: GroupMembers, change: Regrouping | None = None) -> None:
+        entry = record.FragmentStarted(self._name, group.number, sorted(group.nodes), in_place=False, paused=0.0)
+        if change is not None:
+            entry = replace(entry, in_place=True, paused=change.paused, moved=change.moved, repaired=change.failure)
         self._response.log(entry)
 
     def _log_end(self, group: GroupMembers, until: float, *, failure: bool) -> None:
         seconds = max(0.0, until - group.began)
         counted = self._counted_seconds()
-        entry = record.FragmentEnded(self._name, group.number, sorted(group.nodes), failure, seconds, "", counted)
+        nodes, lost = sorted(group.nodes), group.lost if failure else {}
+        entry = record.FragmentEnded(self._name, group.number, nodes, failure, seconds, "", counted, lost)
         self._response.log(entry)
 
     def _log_change(self, change: Regrouping) -> None:
         self._log_end(change.before, change.after.began, failure=change.failure)
-        self._log_start(change.after, in_place=True, paused=change.paused, moved=change.moved)
+        self._log_start(change.after, change)
         if not change.failure and not change.awaited:
             sizes = len(change.before.nodes), len(change.after.nodes)
             self._planner.changed_in_place("up" if change.grows else "down", change.paused, change.transferred, sizes)

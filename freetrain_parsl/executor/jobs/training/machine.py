@@ -44,6 +44,7 @@ from freetrain_parsl.executor.jobs.training.states import (
     fewest_to_exclude,
     hanging_newcomers,
     next_change,
+    stuck_members,
     survivors,
 )
 from freetrain_parsl.planning.sizes import ANY_COUNT
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.request import Limits, TrainingRequest
     from freetrain_parsl.executor.jobs.training.states import GroupMembers, Participant, Phase, State
     from freetrain_parsl.planning.model import CostsInSeconds
+    from freetrain_parsl.planning.sizes import AllowedCounts
     from freetrain_parsl.protocol.reports import Report
 
 __all__ = ["TrainingMachine"]
@@ -94,6 +96,8 @@ class TrainingMachine:
         Yields numbers that are unique within the driver.
     units_per_node
         Number of the units of a node that it is assigned: of its slots where jobs share nodes, or 1.
+    sharded_on
+        The numbers of units that its model allows, as an earlier training job that is alike has learned.
     """
 
     states_curve = False
@@ -107,6 +111,7 @@ class TrainingMachine:
         now: float,
         *,
         units_per_node: int = 1,
+        sharded_on: AllowedCounts | None = None,
     ) -> None:
         self.request = request
         self.name = request.name
@@ -116,7 +121,7 @@ class TrainingMachine:
         self._limits = limits
         self._units_per_node = units_per_node
         self._response = Response(now)
-        self._planner = PlannerView(request, costs, self._response)
+        self._planner = PlannerView(request, costs, self._response, sharded_on or ANY_COUNT)
         self._tracker = ProgressTracker(request.name, limits.max_restarts, self._response)
         self._processes = TrainingProcesses(
             request, limits, numbers, self._response, self._planner, lambda: self._tracker.counted_seconds
@@ -246,12 +251,20 @@ class TrainingMachine:
             self._note_failure(Failure(cut, crash=True))
             self._recover(with_newcomers=False)  # they may be the cause
         elif isinstance(phase, Regrouping):
-            limit = self._limits.peer_timeout
-            if not phase.begun and self._response.now - phase.after.began > limit:
-                for slot in hanging_newcomers(self.participants, phase, arrived):
-                    self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
+            self._watch(phase, arrived)
         elif not any(member.group_failed is not None for member in self._processes.members):
             self._approach_desired_nodes()
+
+    def _watch(self, change: Regrouping, arrived: frozenset[str]) -> None:
+        """Note what is missed in a change, and end the processes that hang in it."""
+        for failure in self._processes.missed_leavers():
+            self._note_failure(failure)
+        limit = self._limits.peer_timeout
+        if not change.begun and self._response.now - change.after.began > limit:
+            for slot in hanging_newcomers(self.participants, change, arrived):
+                self._do(do.Kill(slot, f"it hangs: it did not join the group within {limit:g} s"))
+        for slot in stuck_members(self.participants, change, arrived, self._response.now):
+            self._do(do.Kill(slot, "it waits for a member that has failed, although its connections were closed"))
 
     def _approach_desired_nodes(self) -> None:
         phase = self.phase
@@ -376,6 +389,7 @@ class TrainingMachine:
             member.unreachable = True
             reason = f"other nodes of training job {self.name} cannot reach it, though it reaches the driver"
             self._do(do.SetAside(slot, reason))
+            self._processes.blame(slot, member.node)
             self._note_failure(Failure(f"{member.node}: {reason}", crash=False))
 
     def _raised(self, participant: Participant, end: RunFailed, payload: bytes, *, missed: bool) -> None:
@@ -390,6 +404,7 @@ class TrainingMachine:
         reason = f"training job {self.name} could not join its group there: {end.reason}"
         self._do(do.SetAside(participant.slot, reason))
         if missed and participant.role is Role.MEMBER:
+            self._processes.blame(participant.slot, participant.node)
             self._note_failure(Failure(f"{participant.node}: {reason}", crash=False))
 
     def _slot_lost(self, event: on.SlotLost) -> None:
@@ -400,8 +415,20 @@ class TrainingMachine:
         if missed and self.over:
             self._processes.dismiss(self.participants.values(), abort=True)
         elif missed:
-            self._note_failure(Failure(event.reason, event.crash))
+            self._processes.blame(participant.slot, participant.node)
+            self._miss(participant, Failure(event.reason, event.crash))
         self._end_group_if_empty()
+
+    def _miss(self, lost: Participant, failure: Failure) -> None:
+        """Note the loss of a slot; if it was to leave in a change, only if the others may still need it.
+
+        Otherwise the command to continue after a failure would interrupt them in the next group.
+        """
+        change = self._processes.change
+        if change is None or lost.role is not Role.LEAVER:
+            self._note_failure(failure)
+        elif not change.failure:
+            change.lost_leavers.append((failure, self._response.now))
 
     def _note_failure(self, failure: Failure) -> None:
         before = [] if self._recovering is None else self._recovering.failures
@@ -484,7 +511,11 @@ class TrainingMachine:
         first = self._processes.report_training()
         if first and progress.resumed_from is not None:
             resumed = record.FragmentResumed(
-                self.name, progress.resumed_from, progress.slot_seconds, progress.from_memory
+                self.name,
+                progress.resumed_from,
+                progress.slot_seconds,
+                progress.from_memory,
+                self._tracker.furthest,
             )
             self._log(resumed)
         self._tracker.take(progress, self._response.now)
@@ -497,6 +528,7 @@ class TrainingMachine:
         if first and isinstance(end, (RunFinished, RunPaused)) and not self.over:
             self._take_progress(end.progress)
         if isinstance(end, PeersFailed):
+            self._tracker.reached(end.step)
             self._exclude_unreachable(end)
         missed = self._processes.remove(participant)
         match end:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from freetrain_parsl.errors import TooManyRestarts
+from freetrain_parsl.errors import InvalidApp, TooManyRestarts
 from freetrain_parsl.executor.jobs import commands as do
 from freetrain_parsl.executor.jobs.training.states import Pausing, Regrouping, Role, Running, Starting, Waiting
 from freetrain_parsl.planning import events as planner
@@ -147,6 +148,16 @@ class ProgressTracker:
         """Slot-seconds in steps that count, as last reported; ``None`` without a report."""
         return None if self.latest is None else self.latest.slot_seconds
 
+    @property
+    def furthest(self) -> int | None:
+        """The last step that its processes have reported; ``None``: nothing has been reported to this driver."""
+        return None if self._first_step is None else self._furthest
+
+    def reached(self, step: int) -> None:
+        """Note how far a process had come that has ended."""
+        if step > self._furthest:
+            self._furthest, self._crashes = step, 0
+
     def take(self, progress: Progress, now: float) -> None:
         """Take a report."""
         self.steps.take(progress.step, now)
@@ -159,8 +170,7 @@ class ProgressTracker:
             self._response.log(changed)
         if self._first_step is None:
             self._first_step = -1 if progress.resumed_from is None else progress.resumed_from
-        if progress.step > self._furthest:
-            self._furthest, self._crashes = progress.step, 0
+        self.reached(progress.step)
         before, self.latest = self.latest, progress
         if before is not None:
             self._note_batch(before.batch, progress.batch)
@@ -328,11 +338,15 @@ class FailureRate:
 class PlannerView:
     """Informs the planner of a training job: its existence, its remaining work and its rescale costs."""
 
-    def __init__(self, request: TrainingRequest, costs: CostsInSeconds, response: Response) -> None:
+    def __init__(
+        self, request: TrainingRequest, costs: CostsInSeconds, response: Response, recalled: AllowedCounts = ANY_COUNT
+    ) -> None:
         self._name = request.name
         self._samples = request.samples
         self._costs_are_stated = request.costs is not None
         self._stated = self._trainer = request.trainer(costs, submitted=response.now)
+        with suppress(InvalidApp):  # within the bounds of this one, none is allowed: its own report counts
+            self._trainer = replace(self._stated, allowed_counts=self._stated.allowed_counts & recalled)
         self._costs = self._trainer.costs
         self._response = response
 

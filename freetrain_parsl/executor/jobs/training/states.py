@@ -35,11 +35,13 @@ __all__ = [
     "fewest_to_exclude",
     "hanging_newcomers",
     "next_change",
+    "stuck_members",
     "survivors",
 ]
 
 # A member whose heartbeat arrives this many seconds after a peer's error is alive: the connection failed.
 _ALIVE = 1.5
+_STUCK = 5.0  # seconds; a collective ends at once when its connections do
 _PATIENCE = 5.0  # seconds for which the first ready newcomer waits for the others
 
 
@@ -119,6 +121,8 @@ class GroupMembers:
         Number of replicas of a sharded state into which they are divided, by consecutive ranks.
     running
         The slots whose run has not ended.
+    lost
+        The slots whose process has failed or was taken -> their nodes.
     """
 
     number: int
@@ -127,6 +131,7 @@ class GroupMembers:
     began: float
     replicas: int = 1
     running: set[str] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.running.update(self.ranks)
@@ -198,6 +203,8 @@ class Regrouping:
         Bytes that members have received from others, as far as they have reported.
     begun
         Whether a member has reported: the training job continues in the new group.
+    lost_leavers
+        Failures of members that were to leave, and when they were noticed, in seconds.
     """
 
     before: GroupMembers
@@ -210,6 +217,7 @@ class Regrouping:
     transferred: float = 0.0
     moved: int = 0
     begun: bool = False
+    lost_leavers: list[tuple[Failure, float]] = field(default_factory=list)
 
     @property
     def group(self) -> GroupMembers:
@@ -458,6 +466,20 @@ def hanging_newcomers(
     """
     newcomers = [one for one in participants.values() if one.slot in change.awaited and not one.has_state]
     return tuple(one.slot for one in newcomers if one.slot not in arrived and one.group_failed is None)
+
+
+def stuck_members(
+    participants: Mapping[str, Participant], change: Regrouping, arrived: frozenset[str], now: float
+) -> tuple[str, ...]:
+    """Return the members that still wait in a collective of the group that they were commanded to leave at once.
+
+    Its connections have been shut down, so that nothing wakes them: gloo has lost a message (torch 2.13). With several
+    replicas a member may wait for another one of its own replica, which continues.
+    """
+    if not change.failure or change.before.replicas > 1 or now - change.after.began <= _STUCK:
+        return ()
+    members = [one for one in participants.values() if one.slot in change.awaited - arrived and one.has_state]
+    return tuple(one.slot for one in members if one.group_failed is None and one.waited > _STUCK)
 
 
 class _Availability:

@@ -39,6 +39,8 @@ class CohortArrays:
         """The members that are in no array, in the order in which they are to train."""
         self.size: int | None = None
         """The best size of an array, once it is known."""
+        self.turns = ""
+        """Why their members are not fused, but step in turns; empty: they are fused, as far as is known."""
         self._cohort = cohort
         self._limit = limit  # of the members of an array
         self._trainer = trainer
@@ -123,10 +125,10 @@ class CohortArrays:
             if not members:
                 break
             array = RunningArray(slot.name, slot.place, next(self._numbers), len(members), self._response.now)
-            array.size = self.size or _FIRST_SIZE
+            array.size, array.turns = self.size or _FIRST_SIZE, self.turns
             self._running[slot.name] = array
             names = tuple(member.name for member in members)
-            start = StartArray(self._cohort, array.run, names, self._limit, self.size)
+            start = StartArray(self._cohort, array.run, names, self._limit, self.size, self.turns)
             self._response.do(do.Send(slot.name, start))
             self._response.log(record.ArrayStarted(self._cohort, array.name, array.place))
             for member in members:

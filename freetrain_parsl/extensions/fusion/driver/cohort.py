@@ -26,7 +26,7 @@ from freetrain_parsl.extensions.fusion.driver.members import (
     Refuse,
     TrainAlone,
 )
-from freetrain_parsl.extensions.fusion.messages import ArraySized, MemberEnded, MemberReport
+from freetrain_parsl.extensions.fusion.messages import FAILED, ArraySized, BaseShared, MemberEnded, MemberReport
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.protocol.messages import RunEnded
 from freetrain_parsl.protocol.reports import (
@@ -119,6 +119,7 @@ class Cohort:
         self._desired: frozenset[str] = frozenset()
         self._holds = False  # the checkpoint directory cannot be used
         self._gain = 0.0  # of arrays of the best size
+        self._measured = False  # whether an array has timed fused steps
         self._structure = key.structure
         self._stall = ""
         self._stands_since = now  # without an array, or without nodes
@@ -192,6 +193,9 @@ class Cohort:
                 self._member_over(array, array.members[message.member], message)
             case ArraySized():
                 self._sized(array, message)
+            case BaseShared():
+                array.base = message.size
+                self._note_base(array)
             case RunEnded():
                 self._run_over(array, message.end)
 
@@ -296,33 +300,63 @@ class Cohort:
             member.response.log(started)
             if progress.resumed_from is not None:
                 member.response.log(record.FragmentResumed(member.name, progress.resumed_from, progress.slot_seconds))
+            member.shares = (0, "")
+            member.note_base(array)
         member.tracker.take(progress, self._response.now)
 
     def _sized(self, array: RunningArray, sized: ArraySized) -> None:
+        if sized.turns:
+            self._take_turns(array, sized)
+            return
         if sized.reason and not sized.fused:
             if len({member.structure for member in array.members.values()}) > 1:  # those that differ leave
                 self._differ = sized.reason
                 for member in array.members.values():
                     member.differs = member.differs and sized.reason
             elif all(member.goal is not MemberGoal.REGROUP for member in array.members.values()):
-                self._refuse(sized.reason)
+                self._refuse(array, sized)
             return
         array.size = sized.size
         if sized.reason:  # the array was too large
             self._arrays.limit_to(sized.size)
             return
+        decided = sized.decided and sized.fused
+        if decided:
+            self._trainer.in_turns = False
         if sized.gain_size > 1:  # else nothing was timed
-            self._trainer.measured_gain(sized.gain_size, sized.gain)
-        if sized.decided and sized.fused:
-            if sized.gain > self._gain:  # else another array has found a better size
-                self._arrays.size, self._gain = sized.size, sized.gain
-            self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
+            if not self._trainer.in_turns:  # else it did not pay elsewhere
+                self._trainer.measured_gain(sized.gain_size, sized.gain)
+            if decided or not self._measured:  # a short sweep ends before the best size is known
+                self._log_measured(sized)
+        if decided and sized.gain > self._gain:  # else another array has found a better size
+            self._arrays.size, self._arrays.turns, self._gain = sized.size, "", sized.gain
 
-    def _refuse(self, reason: str) -> None:
+    def _log_measured(self, sized: ArraySized) -> None:
+        self._log(record.ArrayMeasured(self.name, sized.gain_size, sized.gain))
+        self._measured = True
+
+    def _take_turns(self, array: RunningArray, sized: ArraySized) -> None:
+        """Leave members in their array that are not fused, as most of their memory is one base."""
+        array.size, array.turns = sized.size, sized.turns
+        self._log_measured(sized)
+        self._note_base(array)
+        if not self._gain:  # else fusing pays elsewhere
+            self._arrays.size, self._arrays.turns = sized.size, sized.turns
+            self._trainer.takes_turns()
+
+    @staticmethod
+    def _note_base(array: RunningArray) -> None:
+        for member in array.members.values():
+            member.note_base(array)
+
+    def _refuse(self, array: RunningArray, sized: ArraySized) -> None:
         """Let all members train alone."""
-        self._do(Refuse(reason))
+        tried = frozenset(member.request.likeness for member in array.members.values())
+        timed, failed = sized.gain_size > 1, sized.reason.startswith(FAILED)  # other nodes, or the next try, may do
+        lasting = not (timed or failed or sized.passing)
+        self._do(Refuse(sized.reason, tried, lasting))
         for member in list(self._members.values()):
-            self._leave(member, reason)
+            self._leave(member, sized.reason)
 
     def _leave(self, member: CohortMember, reason: str) -> None:
         """Let a member train alone, once it has left its array."""
@@ -395,7 +429,7 @@ class Cohort:
     def _end(self, array: RunningArray, *, failure: bool) -> None:
         self._arrays.remove(array)
         seconds = max(0.0, self._response.now - array.started)
-        self._log(record.ArrayEnded(self.name, array.name, array.place, failure, seconds))
+        self._log(record.ArrayEnded(self.name, array.name, array.place, failure, seconds, array.slot))
 
     def _part(self, array: RunningArray, member: CohortMember, *, failure: bool) -> None:
         """Take a member out of its array."""

@@ -42,6 +42,8 @@ class CohortTrainer:
     ) -> None:
         self.fusion = FusionCurve()
         """Throughput of an array by its number of members, as far as it was measured."""
+        self.in_turns = False
+        """Whether the members of an array are not fused, but step in turns: each array is as fast as one of them."""
         self._name = name
         self._limit = limit
         self._costs = costs
@@ -111,6 +113,10 @@ class CohortTrainer:
                 [point for point in self.fusion.points if 1 < point[0] < members] + [(members, gain)]
             )
 
+    def takes_turns(self) -> None:
+        """Take that members of an array step in turns."""
+        self.fusion, self.in_turns = FusionCurve(), True
+
     def measured_rate(self, members: int, rate: float) -> None:
         """Take the samples per second of one of the members of an array."""
         alone = members * rate / self.fusion(members)
@@ -126,11 +132,13 @@ class CohortTrainer:
             Their numbers.
         known
             The best size of an array, if it is known; ``None``: members are spread evenly, and the arrays find out.
+            Members that step in turns are spread evenly, too: no array is faster than another one.
         """
-        if known is None:
+        if known is None or self.in_turns:
             share, more = divmod(members, min(slots, members))
             even = [share + 1] * more + [share] * (min(slots, members) - more)
-            return tuple(size if self._limit is None else min(size, self._limit) for size in even)
+            most = min(self._limit or members, known or members)
+            return tuple(min(size, most) for size in even)
         return self.fusion.grouping(members, slots, known)
 
     def _described(self, members: Collection[CohortMember]) -> PlannedJob:

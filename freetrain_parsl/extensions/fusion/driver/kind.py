@@ -11,9 +11,11 @@ from freetrain_parsl.extensions.fusion.driver.cohort import Cohort
 from freetrain_parsl.extensions.fusion.driver.cohort_trainer import cohort_as_trainer
 from freetrain_parsl.extensions.fusion.driver.gathering import Gathering, cohort_key
 from freetrain_parsl.extensions.fusion.driver.members import JoinCohort, Refuse, TrainAlone
+from freetrain_parsl.extensions.fusion.driver.refusals import Refusals
 from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
     ArraySized,
+    BaseShared,
     MemberEnded,
     MemberReport,
     ReleaseMember,
@@ -40,13 +42,13 @@ class FusionKind(JobKind):
     """Cohorts of training jobs that may run fused."""
 
     to_slot = (StartArray, AddMember, ReleaseMember)
-    to_driver = (ArraySized, MemberReport, MemberEnded)
+    to_driver = (ArraySized, BaseShared, MemberReport, MemberEnded)
 
     def __init__(self, jobs: Jobs) -> None:
         super().__init__(jobs)
         self._gathering = Gathering()
         self._cohorts: dict[CohortKey, Cohort] = {}  # the last of each key
-        self._refused: dict[CohortKey, str] = {}  # why training jobs of these keys cannot be fused
+        self._refusals = Refusals(jobs.settings.options.checkpoint_root)
         self._differ: dict[str, str] = {}  # how training jobs that change their cohort differ from those in the last
         self._names = count(1)
 
@@ -60,10 +62,10 @@ class FusionKind(JobKind):
     def submit(self, training: Training) -> bool:
         """Take a training job that may be fused."""
         key = cohort_key(training.request)
-        if key is None:
+        if key is None or training.sharded_on is not None:
             return False
-        if key in self._refused:
-            self.jobs.log(record.TrainsAlone(training.name, self._refused[key]))
+        if reason := self._refusals.reason(key, training.request):
+            self.jobs.log(record.TrainsAlone(training.name, reason))
             return False
         self._gathering.add(key, training, self.jobs.clock())
         return True
@@ -80,14 +82,22 @@ class FusionKind(JobKind):
 
     def _form(self, key: CohortKey, trainings: list[Training]) -> None:
         """Add training jobs to the cohort of their key, if there is one, or form one of at least two."""
-        differ = [self._differ.pop(training.name, "") for training in trainings]
+        differ = {training.name: self._differ.pop(training.name, "") for training in trainings}
         known = self._cohorts.get(key)
         if known is not None and not known.over:
             self.jobs.extend(known, trainings)
-        elif key in self._refused or (len(trainings) == 1 and not key.structure):
-            for training in trainings:
+            return
+        left = []
+        for training in trainings:
+            if reason := self._refusals.reason(key, training.request):  # found out since it was submitted
+                self.jobs.log(record.TrainsAlone(training.name, reason))
                 self.jobs.offer(training, after=self)
-        else:
+            else:
+                left.append(training)
+        trainings = left
+        if len(trainings) == 1 and not key.structure:
+            self.jobs.offer(trainings[0], after=self)
+        elif trainings:
             jobs = self.jobs
             cohort = self._cohorts[key] = Cohort(
                 f"cohort-{next(self._names)}",
@@ -100,15 +110,15 @@ class FusionKind(JobKind):
                 numbers=jobs.numbers,
                 best_rate=jobs.curves.best_rate,
                 now=jobs.clock(),
-                differ=differ[0],
+                differ=differ[trainings[0].name],
             )
             jobs.hold(self, cohort, trainings)
 
     def carry_out(self, job: Cohort, training: Training | None, command: OwnCommand) -> None:
         """Let a member of a cohort train elsewhere."""
         match command:
-            case Refuse(reason):
-                self._refused[job.key] = reason
+            case Refuse():
+                self._refusals.add(job.key, command.likenesses, command.reason, lasting=command.lasting)
             case JoinCohort(structure, differs):
                 assert training is not None
                 self._differ[training.name] = differs

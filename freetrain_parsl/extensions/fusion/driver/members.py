@@ -42,9 +42,21 @@ class JoinCohort(OwnCommand):
 
 @dataclass(frozen=True)
 class Refuse(OwnCommand):
-    """Fuse no further training jobs of this key, for this reason."""
+    """Fuse no further training jobs of this key that are like these, for this reason.
+
+    Parameters
+    ----------
+    reason
+        Why.
+    likenesses
+        Of those that were tried, as in `TrainingRequest`.
+    lasting
+        Whether it is so on any node.
+    """
 
     reason: str
+    likenesses: frozenset[str]
+    lasting: bool
 
 
 class MemberGoal(Enum):
@@ -105,6 +117,8 @@ class CohortMember:
         Number of arrays that crashed while it trained in them.
     stall
         Why it makes no progress in its array, as it was last recorded; empty if it does.
+    shares
+        `base` and `turns` of its array, as they were last recorded.
     """
 
     request: TrainingRequest
@@ -116,6 +130,7 @@ class CohortMember:
     differs: str = ""
     crashes: int = 0
     stall: str = ""
+    shares: tuple[int, str] = (0, "")
 
     @property
     def name(self) -> str:
@@ -137,6 +152,12 @@ class CohortMember:
         steps = self.tracker.steps
         overdue = None if self.began is None else steps.overdue(self.began, now)
         self.note_stall("" if overdue is None else steps.sentence(overdue, f"{array.place}, in {array.name}"))
+
+    def note_base(self, array: RunningArray) -> None:
+        """Record what is in memory once for all members of `array`, in which it trains, if that has changed."""
+        if self.began is not None and (array.base, array.turns) != self.shares:
+            self.shares = array.base, array.turns
+            self.response.log(record.BaseShared(self.name, array.name, len(array.members), *self.shares))
 
     def note_stall(self, reason: str) -> None:
         """Record why it makes no progress, if that has changed."""
@@ -188,6 +209,10 @@ class RunningArray:
         When its process is killed unless it has ended, seconds.
     filling
         Whether it is to get members of other arrays, since it has fewer.
+    base
+        Bytes of the frozen base that is in memory once for all members.
+    turns
+        Why its members are not fused, but step in turns; empty: they are fused.
     leave_by
         When it pauses, because its node is taken, unless its members have changed to other arrays by then, seconds.
     """
@@ -204,6 +229,8 @@ class RunningArray:
     shared: bool = False
     deadline: float | None = None
     filling: bool = True
+    base: int = 0
+    turns: str = ""
     leave_by: float | None = None
 
     @property

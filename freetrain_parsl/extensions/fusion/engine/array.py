@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Array", "MemberObjects", "Segment"]
 
+_STATES = 3  # of the size of what is trained: gradients, and two states of Adam
+
 
 @dataclass(frozen=True, eq=False)
 class MemberObjects:
@@ -60,6 +62,13 @@ class MemberObjects:
             for parameter in model.parameters():
                 found.setdefault(parameter, (-1, -1))
         return [(place, parameter) for parameter, place in found.items()]
+
+    def kept_bytes(self) -> int:
+        """Return what it keeps in memory from step to step, with gradients, and states of optimizers as Adam has."""
+        parameters = {id(each): each for model in self.models for each in model.parameters()}.values()
+        buffers = {id(each): each for model in self.models for each in model.buffers()}.values()
+        trained = sum(each.nbytes for each in parameters if each.requires_grad)
+        return sum(each.nbytes for each in (*parameters, *buffers)) + _STATES * trained
 
     def parameter_kinds(self) -> list[tuple[object, ...]]:
         """Return place, shape, type and whether it is trained of each parameter; in the shape, a rank is ``None``."""
@@ -321,13 +330,6 @@ class Array:
     def shares_buffers(self) -> bool:
         """Whether some buffers are not stacked."""
         return bool(self._shared_buffers)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size of what is not stacked."""
-        leaves = [leaf for s in self.segments if isinstance(s, SharedSegment) for leaf in s.leaves]
-        buffers = [stack.tensor for stack in self._stacks.values() if isinstance(stack, SharedTensor)]
-        return sum(tensor.nbytes for tensor in leaves + buffers)
 
     def parameters_of(self, model: nn.Module) -> dict[str, torch.Tensor | SharedTensor]:
         """Return the stacked parameters of a model of the first member, by all their names, tied ones included."""

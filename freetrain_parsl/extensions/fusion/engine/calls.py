@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.ambient import autocast_state
+from freetrain_parsl.extensions.fusion.forward.sparse import is_sparse, same_sparse
 from freetrain_parsl.protocol.options import digest_of
 
 if TYPE_CHECKING:
@@ -18,7 +20,16 @@ if TYPE_CHECKING:
 
     from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
 
-__all__ = ["CallsApart", "ModelCall", "arguments_of", "call_of", "difference", "is_same"]
+__all__ = [
+    "ArgumentsDiffer",
+    "CallsApart",
+    "ModelCall",
+    "arguments_of",
+    "call_of",
+    "check_stackable",
+    "difference",
+    "is_same",
+]
 
 _ROUNDS = 8  # in a row in which all members called a model and some calls differed: the last batch of an epoch may
 
@@ -65,10 +76,34 @@ def arguments_of(call: ModelCall) -> tuple[Any, Any]:
     return arguments if call.has_kwargs else (arguments, {})
 
 
+class ArgumentsDiffer(CannotFuse):
+    """Arguments that cannot be stacked differ between these members: those of others may be the same."""
+
+
+def check_stackable(values: Sequence[torch.Tensor]) -> None:
+    """Check that an argument that differs between the members can be stacked.
+
+    Raises
+    ------
+    ArgumentsDiffer
+        It is sparse.
+    """
+    if any(map(is_sparse, values)):
+        raise ArgumentsDiffer(
+            f"an argument of the model is {_described(values[0])} whose entries differ between the training jobs: give "
+            "all the same one, or a dense one"
+        )
+
+
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same numbers in memory, as of a batch that training jobs share."""
+    """Return whether two tensors are the same numbers in memory, as of a batch that training jobs share.
+
+    Sparse ones are if their entries are equal.
+    """
     if one is other:
         return True
+    if is_sparse(one) or is_sparse(other):
+        return same_sparse(one, other)
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape
@@ -92,7 +127,7 @@ def _whole(leaves: list[Any], spec: Any) -> Any:
 
 def _kind_of(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout
     return leaf if leaf.__hash__ else type(leaf)
 
 
@@ -165,6 +200,7 @@ def _name(path: Sequence[Any]) -> str:
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         gradient = " with a gradient" if value.requires_grad else ""
-        return f"a tensor{gradient} of {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')},"
+        sparse = "sparse " if is_sparse(value) else ""
+        return f"a {sparse}tensor{gradient} of {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')},"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:39]}…"

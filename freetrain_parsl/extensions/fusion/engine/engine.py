@@ -16,20 +16,25 @@ from freetrain_parsl.extensions.fusion.engine.ambient import MemberStreams
 from freetrain_parsl.extensions.fusion.engine.array import Array, MemberObjects
 from freetrain_parsl.extensions.fusion.engine.call_graph import CallGraph
 from freetrain_parsl.extensions.fusion.engine.calls import (
+    ArgumentsDiffer,
     CallsApart,
     ModelCall,
     arguments_of,
     call_of,
+    check_stackable,
     difference,
     is_same,
 )
 from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, original_forward
 from freetrain_parsl.extensions.fusion.engine.lockstep import Lockstep, Meeting
-from freetrain_parsl.extensions.fusion.forward.differences import compare
-from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.engine.memory import forget_peak, used_memory
+from freetrain_parsl.extensions.fusion.forward.differences import KeptBySome, compare
+from freetrain_parsl.extensions.fusion.forward.forward import Stacked, assign, fused_call
+from freetrain_parsl.extensions.fusion.forward.operators import reason_of
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
-from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
+from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor, shared_bytes
 from freetrain_parsl.extensions.fusion.forward.verification import verify
+from freetrain_parsl.extensions.fusion.messages import FAILED
 from freetrain_parsl.extensions.fusion.optimizers.optimizers import (
     OwnOptimizers,
     RowOptimizer,
@@ -60,6 +65,8 @@ UNFUSED: Final = object()
 
 _VERIFIED_CALLS = (0, 4)  # of each kind: at first training jobs with one seed have equal parameters
 
+_ROUNDS_APART = 2  # after which members have what others keep, as a mask
+
 _SMALL_SHARE = 0.2  # of the calls with differing arguments: the last batch of an epoch may be another one
 
 _JOIN, _FORWARD, _BACKWARD, _STEP = range(4)  # order of the meetings
@@ -86,7 +93,10 @@ class FusionEngine:
     stepped
         Called between the steps of all participants; may add strands to the lockstep.
     refused
-        Called with the reason when the participants cannot be fused, or if that does not pay.
+        Called with the reason when the participants cannot be fused, or if that does not pay, and with whether others
+        that are alike may be fused.
+    shared
+        Called with the bytes of the frozen base that all participants have in common, which are in memory once.
     clock
         Clock for the times of steps, in seconds; ``None``: on a CPU with one thread, of processor time, which does not
         depend on what else runs there.
@@ -98,14 +108,18 @@ class FusionEngine:
         sizing: ArraySizing | None = None,
         resized: Callable[[], None] = lambda: None,
         stepped: Callable[[], None] = lambda: None,
-        refused: Callable[[str], None] = lambda _reason: None,
+        refused: Callable[[str, bool], None] = lambda _reason, _passing: None,
+        shared: Callable[[int], None] = lambda _size: None,
         clock: Clock | None = None,
     ) -> None:
         self._sizing = sizing
         self._resized = resized
         self._stepped = stepped
         self._refused = refused
+        self._shared = shared
         self._clock = clock
+        forget_peak()
+        self._own_memory = used_memory()
         self._last_step: float | None = None  # when all participants made a step
         self.reason = ""
         """Why the participants are not fused; empty while they are, or before the first attempt."""
@@ -122,6 +136,7 @@ class FusionEngine:
         self._attributes = AttributeWatch()
         self._graph = CallGraph()
         self._apart = CallsApart()
+        self._rounds_apart = 0  # in which a model was called alone, so that it has what those of others keep
         self._open: set[MemberObjects] = set()  # those in a batch with outputs of a fused forward pass
         self._shares = {"share_parameters": True, "share_buffers": True}  # until a model writes to such in its forward
 
@@ -153,6 +168,8 @@ class FusionEngine:
         self._participants.append(participant)
         self._last_step = None
         self.reason = ""
+        if self._takes_turns and self.participants > 1:
+            self._shared(self._base())
         self._wait_for_the_others()
 
     def _wait_for_the_others(self) -> None:
@@ -174,8 +191,8 @@ class FusionEngine:
     def end_batch(self, participant: MemberObjects) -> None:
         """Note that a participant computes no more gradients from its outputs so far."""
         self._open.discard(participant)
-        if self._members != self._participants or self.reason:
-            self._dissolve()
+        if self._members != self._participants or self.reason or not self._pays():
+            self._dissolve()  # or optimizers would still step fused
 
     def forward(
         self, participant: MemberObjects, number: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -244,7 +261,17 @@ class FusionEngine:
     # ── the work ──────────────────────────────────────────────────────────────────────────────────
 
     def _is_alone(self) -> bool:
+        if self._takes_turns and self._array is None:
+            return True
         return len(self._participants) < 2 or bool(self.reason)
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self._sizing is not None and bool(self._sizing.turns)
+
+    def _base(self) -> int:
+        """Return the bytes that are in memory once for all participants."""
+        return shared_bytes(participant.models for participant in self._participants)
 
     def _pays(self) -> bool:
         return self._sizing is None or self._sizing.fuses(len(self._participants))
@@ -263,17 +290,19 @@ class FusionEngine:
             ]
             check_parameters(self._participants)
         except CannotFuse as error:
-            self._refuse(error)
+            self._rounds_apart += 1
+            if not isinstance(error, KeptBySome) or self._rounds_apart > _ROUNDS_APART:
+                self._refuse(error, passing=True)
             return False
+        self._rounds_apart = 0
         self._members = list(self._participants)
         self._attributes.watch([model for member in self._members for model in member.models])
         self._array = Array(self._members, **self._shares)
-        if shared := self._array.shared_bytes:
-            logger.info("%d training jobs share a base of %.1f MB", len(self._members), shared / 1e6)
+        self._shared(self._base())
         try:
             self._optimizers = [self._row_optimizer(number) for number in range(len(self._members[0].optimizers))]
         except CannotFuse as error:
-            self._refuse(error)
+            self._refuse(error, passing=True)
             return False
         return True
 
@@ -295,7 +324,7 @@ class FusionEngine:
             try:
                 differing = [compare(models) for models in zip(*(m.models for m in self._members), strict=True)]
             except CannotFuse as error:
-                self._refuse(error)
+                self._refuse(error, passing=True)
                 return False
             if _values(differing) != _values(self._differing) or not self._array.has_all_parameters():
                 self._calls.clear()
@@ -327,13 +356,13 @@ class FusionEngine:
             for row, member in enumerate(self._members)
         )
 
-    def _refuse(self, error: CannotFuse, *, of_kinds: bool = False) -> None:
+    def _refuse(self, error: CannotFuse, *, of_kinds: bool = False, passing: bool = False) -> None:
         """Continue one by one; if there are several kinds of participants, until those of other kinds have left."""
         self._dissolve()
         self.reason = str(error)
         logger.warning("%d training jobs go on one by one: %s", len(self._participants), error)
         if not of_kinds:
-            self._refused(self.reason)
+            self._refused(self.reason, passing)
 
     def _is_everyone(self, strands: Sequence[Strand]) -> bool:
         return self._array is not None and {strand.item.participant for strand in strands} == set(self._members)
@@ -366,28 +395,31 @@ class FusionEngine:
         self._array.take_assigned_buffers()
         models = [member.models[number] for member in self._members]
         functions = [partial(original_forward(model), model) for model in models]
-        stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
-        args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
         state = self._array.parameters_of(models[0]), self._array.buffers_of(models[0])
         streams = MemberStreams([strand.ambient for strand in strands])
         strands[0].ambient.restore_modes()
+        assigned: dict[str, Any] = {}
         try:
+            stacked = [self._stacked(values) for values in zip(*(call.leaves for call in calls), strict=True)]
+            args, kwargs = arguments_of(calls[0]._replace(leaves=stacked))
             if self._calls[kind] in _VERIFIED_CALLS:
                 _verify(models, functions, *state, args, kwargs, streams, differing=self._differing[number])
             with _kept(state[1].values()):
+                differing = self._differing[number]
                 output = fused_call(
-                    models[0], functions[0], *state, args, kwargs, streams, differing=self._differing[number]
+                    models[0], functions[0], *state, args, kwargs, streams, differing=differing, assigned=assigned
                 )
         except CannotFuse as error:
             if self._stacks_more(error):
                 self._fused_forward(strands)
             else:
-                self._refuse(error)
+                self._refuse(error, passing=isinstance(error, ArgumentsDiffer))
             return
         except Exception as error:  # noqa: BLE001 - of a member, perhaps: it is raised where it calls its model alone
-            self._refuse(CannotFuse(f"the fused call failed, {type(error).__name__}: {error}"))
+            self._refuse(CannotFuse(f"{FAILED}, {type(error).__name__}: {reason_of(error)}"))
             return
         streams.close()
+        assign(models, assigned)
         self._calls[kind] += 1
         self._open = set(self._members)
         leaves, structure = opened(output)
@@ -437,6 +469,7 @@ class FusionEngine:
         first = values[0]
         if not isinstance(first, torch.Tensor) or all(is_same(value, first) for value in values):
             return first
+        check_stackable(values)
         return Stacked(self._graph.stack(values))
 
     def _backward(self, strands: Sequence[Strand]) -> None:
@@ -483,18 +516,17 @@ class FusionEngine:
             self._clock = time.process_time if of_processor else time.perf_counter
         now = self._clock()
         if self._last_step is not None and len(self._participants) == sizing.size:
-            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0.0
-            shared = 0 if self._array is None else self._array.shared_bytes
+            memory, base = (used_memory(), self._base()) if sizing.completes_size else (0.0, 0)
             before = (sizing.size, sizing.fused, sizing.decided)
-            if sizing.count(now - self._last_step, memory, shared) and not sizing.fused:
-                apart = self._apart.share
-                some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
-                self._refuse(CannotFuse(f"fused they are {sizing.gain:.2f} times as fast as one by one{some}"))
+            if sizing.count(now - self._last_step, memory, base + self._own_memory) and not sizing.fused:
+                members = self._participants
+                own = sum(member.kept_bytes() for member in members) / len(members) - base
+                if not sizing.takes_turns(len(members), base, own):
+                    apart = self._apart.share
+                    some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
+                    self._refuse(CannotFuse(f"{sizing.verdict}{some}"))
             if (sizing.size, sizing.fused, sizing.decided) != before:
-                if torch.cuda.is_available():  # what loading took is not what a step takes
-                    torch.cuda.reset_peak_memory_stats()
-                if not sizing.fused:
-                    self._dissolve()  # or their optimizers would still step fused
+                forget_peak()  # what loading took is not what a step takes
                 self._resized()
         self._last_step = now
 

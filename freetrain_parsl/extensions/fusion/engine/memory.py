@@ -8,15 +8,26 @@ long as computing.
 from __future__ import annotations
 
 import ctypes
+import math
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+
+from freetrain_parsl.executor.slot.node_share import Lane, fields_of, memory_of_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
-
-__all__ = ["MemoryLayout", "freed_memory_kept", "return_freed_memory"]
+__all__ = [
+    "MemoryLayout",
+    "forget_peak",
+    "freed_memory_kept",
+    "memory_limit",
+    "return_freed_memory",
+    "used_memory",
+]
 
 # Parameters of mallopt, from glibc's malloc.h: when to trim the heap, and how many blocks may be mapped on their own.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -48,6 +59,31 @@ def return_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def forget_peak() -> None:
+    """Let `used_memory` count from now on: not what ran in this process before, nor what loading took."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        torch.cuda.reset_peak_memory_stats()
+
+
+def used_memory() -> float:
+    """Return the bytes that this process uses of the device at most, or, without one, of the host.
+
+    On the host, what an array has freed stays with the process while it runs, and counts.
+    """
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    status = fields_of(Path("/proc/self/status"))
+    return float(status.get("RssAnon", 0))
+
+
+def memory_limit() -> float:
+    """Return the bytes of the device, or, without one, this slot's share of its node's memory."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    of_node = memory_of_node()
+    return math.inf if of_node is None else of_node[0] / Lane.of_worker().count
 
 
 class MemoryLayout:

@@ -24,6 +24,7 @@ from freetrain_parsl.extensions.fusion.forward.adapters import (
     shape_without,
     without_ranks,
 )
+from freetrain_parsl.extensions.fusion.forward.sparse import is_sparse, same_sparse
 from freetrain_parsl.training.step.bypass import BypassCheck
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ _DETAILS_OF_CLASSES = {
     *("__abstractmethods__", "_abc_impl", "__annotations__", "__annotate__", "__annotate_func__"),
     *("__annotations_cache__", "__parameters__", "__orig_bases__"),
 }
+
+
+class KeptBySome(CannotFuse):
+    """Some models have a tensor where others have None: perhaps one that they keep from their calls so far."""
 
 
 def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> Differing:
@@ -166,7 +171,10 @@ def _compare_values(path: str, values: list[Any], comparisons: list[_Comparison]
     except _Incomparable as error:
         raise CannotFuse(f"{path} cannot be compared between the training jobs: {error}") from None
     if not all(equal):
-        raise CannotFuse(f"{path} differs between the training jobs: {', '.join(map(_brief, values))}")
+        kept = [value for value in values if value is not None]
+        some = len(kept) < len(values) and all(isinstance(value, torch.Tensor) for value in kept)
+        kind = KeptBySome if some else CannotFuse
+        raise kind(f"{path} differs between the training jobs: {', '.join(map(_brief, values))}")
 
 
 def _brief(value: Any) -> str:
@@ -299,6 +307,8 @@ class _Comparison:
             if one.requires_grad or other.requires_grad:
                 raise _Incomparable("it is a tensor with a gradient, but no parameter")
             alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+            if is_sparse(one) or is_sparse(other):
+                return same_sparse(one, other)
             return alike and torch.equal(one, other)
         if None in paths:
             raise _Incomparable(f"a {type(one).__name__} that is no submodule")

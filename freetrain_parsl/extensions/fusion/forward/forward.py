@@ -13,16 +13,18 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from freetrain_parsl.errors import CannotFuse
+from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
 from freetrain_parsl.extensions.fusion.forward.checkpointing import fused_checkpointing
-from freetrain_parsl.extensions.fusion.forward.operators import fused_operators
+from freetrain_parsl.extensions.fusion.forward.operators import fused_operators, reason_of
 from freetrain_parsl.extensions.fusion.forward.operators.functions import functions_as_operators
 from freetrain_parsl.extensions.fusion.forward.outputs import opened, whole
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
+from freetrain_parsl.extensions.fusion.forward.sparse import is_sparse
 from freetrain_parsl.extensions.fusion.forward.vmap_level import new_level
 from freetrain_parsl.training.data import random_streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from freetrain_parsl.extensions.fusion.engine.per_member import Differing, RandomStreams
     from freetrain_parsl.extensions.fusion.forward.vmap_level import VmapLevel
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 Place = dict[str, Any]
 
+_PLAIN = (bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device)
+_CHANGES = "the model changes its attribute {}: return the value, or write it to a buffer"
 _COLLECTIONS = {list, dict, set}
 _OF_MODULES = {"_parameters", "_modules", "_non_persistent_buffers_set"}
 _ABOUT_VMAP = ("vmap", "functorch", "batching rule", "Batching rule", "BatchedTensor")
@@ -95,7 +99,7 @@ def _leave_apart() -> None:
 
 @contextlib.contextmanager
 def swapped(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], numbers: Differing
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], numbers: Differing, assigned: Place
 ) -> Iterator[Callable[[], dict[str, torch.Tensor | None]]]:
     """Replace a model's parameters, buffers and attributes, and restore them afterwards.
 
@@ -107,6 +111,8 @@ def swapped(
         Name of every parameter and buffer -> its replacement.
     numbers
         Path of an attribute, such as ``blocks.0.drop.p``, -> its replacement.
+    assigned
+        Gets path -> value of what the model assigns to its other attributes meanwhile.
 
     Yields
     ------
@@ -116,7 +122,8 @@ def swapped(
     Raises
     ------
     CannotFuse
-        If the model has changed other attributes: those of the other members would be as before.
+        If the model has removed attributes, or changed a number, a list, a dictionary or a set: those of the other
+        members would be as before.
     """
     layout = _layout_of(model)
     before = [dict(attributes) for attributes in layout.attributes]
@@ -146,21 +153,27 @@ def swapped(
             place[key] = value
         for recurrent in layout.recurrent:
             recurrent.pop("flatten_parameters", None)
-        changed = _restore_attributes(layout, before, sizes)
+        changed = _restore_attributes(layout, before, sizes, assigned)
     if changed is not None:
-        raise CannotFuse(f"the model changes its attribute {changed}")
+        raise CannotFuse(_CHANGES.format(changed))
 
 
-def _restore_attributes(layout: _Layout, before: list[Place], sizes: list[int]) -> str | None:
-    """Restore attributes that were assigned or removed, and return the path of one, or of one with another size."""
+def _restore_attributes(layout: _Layout, before: list[Place], sizes: list[int], assigned: Place) -> str | None:
+    """Restore attributes; note those that were assigned, and return the path of one that is not to be.
+
+    Such as a count of the calls, which others that join later would not have.
+    """
     changed = None
+    nothing = object()
     for (path, _), now, attributes in zip(layout.modules, layout.attributes, before, strict=True):
         if len(now) != len(attributes) or not all(map(operator.is_, now.values(), attributes.values())):
-            nothing = object()
-            name = next(
-                key for key in {**now, **attributes} if now.get(key, nothing) is not attributes.get(key, nothing)
-            )
-            changed = f"{path}.{name}".lstrip(".")
+            for key in {**now, **attributes}:
+                one, other = attributes.get(key, nothing), now.get(key, nothing)
+                numbers = _is_number(one) and _is_number(other)
+                if other is nothing or (numbers and one != other):
+                    changed = f"{path}.{key}".lstrip(".")
+                elif one is not other and not numbers:
+                    assigned[f"{path}.{key}".lstrip(".")] = other
             now.clear()
             now.update(attributes)
     for collection, size in zip(layout.collections, sizes, strict=True):
@@ -173,6 +186,10 @@ def _restore_attributes(layout: _Layout, before: list[Place], sizes: list[int]) 
                 if value is collection
             )
     return changed
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -192,6 +209,7 @@ def fused_call(
     streams: RandomStreams,
     *,
     differing: Differing | None = None,
+    assigned: Place | None = None,
 ) -> Any:
     """Call a function of a model once for all members.
 
@@ -213,6 +231,10 @@ def fused_call(
         The members' random numbers.
     differing
         Path of an attribute of a module, such as ``blocks.0.drop.p``, -> the members' numbers.
+    assigned
+        Gets path -> value of the attributes that the model has assigned, as a mask that it keeps for the next call: for
+        `assign`. Their values are the same for all members, as all attributes were equal before. ``None``: there may be
+        none.
 
     Returns
     -------
@@ -236,13 +258,15 @@ def fused_call(
         (name, each.tensor, each.tensor._version) for name, each in stacks.items() if isinstance(each, SharedTensor)
     ]
 
-    def within(inside: VmapLevel, numbers: RandomStreams, function: Callable[[], Any]) -> Any:
+    notes: Place = {} if assigned is None else assigned
+
+    def within(inside: VmapLevel, numbers: RandomStreams, function: Callable[[], Any], notes: Place) -> Any:
         """Call a function in a level, with the stacks in the template."""
         tensors = {
             name: stack.tensor if isinstance(stack, SharedTensor) else inside.wrap(stack)
             for name, stack in stacks.items()
         }
-        with swapped(template, tensors, differing or {}) as current_buffers:
+        with swapped(template, tensors, differing or {}, notes) as current_buffers:
             with (
                 fused_operators(inside, numbers) as fused,
                 fused_checkpointing(fused, again),
@@ -251,33 +275,51 @@ def fused_call(
                 result = function()
             for name, buffer in current_buffers().items():
                 if buffer is not tensors[name]:
-                    stack = buffers[name]
-                    if isinstance(stack, SharedTensor):
-                        raise ChangesShared(f"the model assigns another tensor to its buffer {name}")
-                    _keep(name, buffer, stack, inside)
+                    _keep(name, buffer, buffers[name], inside)
+        _check_same_for_all(notes, None if assigned is None else inside)
         return result
 
     def again(numbers: RandomStreams, function: Callable[[], Any]) -> None:
         """Compute a part of the forward pass again, in the backward pass."""
         inside = new_level(level.size)
-        inside.run(lambda: within(inside, numbers, function))
+        inside.run(lambda: within(inside, numbers, function, {}))  # assigns the same; else verification has failed
 
     def call() -> Any:
         given, named = tree_unflatten([_argument(leaf, level) for leaf in leaves], structure)
-        return _outputs(within(level, streams, lambda: function(*given, **named)), level)
+        return _outputs(within(level, streams, lambda: function(*given, **named), notes), level)
 
     with _no_other_random_numbers():
         try:
             output = level.run(call)
         except RuntimeError as error:
             if any(word in str(error) for word in _ABOUT_VMAP):
-                raise CannotFuse(str(error).strip().partition("\n")[0]) from error
+                raise CannotFuse(reason_of(error)) from error
             raise
     if changed := [name for name, tensor, version in shared if tensor._version != version]:
         raise ChangesShared(f"the model changes {changed[0]}, which is the same for all training jobs")
     if any(tensor._version != version for tensor, version in versions):
         raise CannotFuse("the model changes its input in place")
     return output
+
+
+def assign(models: Sequence[nn.Module], assigned: Mapping[str, Any]) -> None:
+    """Give the members' models the attributes that the fused call of one has assigned."""
+    for path, value in assigned.items():
+        owner, _, attribute = path.rpartition(".")
+        for model in models:
+            own = value.clone() if isinstance(value, torch.Tensor) else value
+            vars(model.get_submodule(owner))[attribute] = own
+
+
+def _check_same_for_all(assigned: Mapping[str, Any], level: VmapLevel | None) -> None:
+    """Check that attributes were assigned that every member would assign alike; without a level, that none were."""
+    for path, value in assigned.items():
+        if isinstance(value, torch.Tensor):
+            same = level is not None and not (level.is_stacked(value) or value.requires_grad)
+        else:
+            same = level is not None and isinstance(value, _PLAIN) and not isinstance(value, PerMember)
+        if not same:
+            raise CannotFuse(_CHANGES.format(path))
 
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
@@ -291,13 +333,21 @@ def _argument(leaf: Any, level: VmapLevel) -> Any:
 
 def _outputs(output: Any, level: VmapLevel) -> Any:
     if isinstance(output, torch.Tensor):
-        return level.rows(output)
+        return _rows(output, level)
     leaves, structure = opened(output)
-    return whole([level.rows(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
+    return whole([_rows(leaf, level) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure)
 
 
-def _keep(name: str, new: torch.Tensor | None, stack: torch.Tensor, level: VmapLevel) -> None:
+def _rows(output: torch.Tensor, level: VmapLevel) -> torch.Tensor:
+    if is_sparse(output):
+        raise CannotFuse("the model returns a sparse tensor: return it dense")
+    return level.rows(output)
+
+
+def _keep(name: str, new: torch.Tensor | None, stack: torch.Tensor | SharedTensor, level: VmapLevel) -> None:
     """Write a buffer that was assigned anew into the stack."""
+    if isinstance(stack, SharedTensor):
+        raise ChangesShared(f"the model assigns another tensor to its buffer {name}")
     if new is None or new.shape != stack.shape[1:] or new.dtype != stack.dtype:
         raise CannotFuse(f"the model assigns a buffer of another shape or type to {name}")
     rows = level.rows(new).detach()

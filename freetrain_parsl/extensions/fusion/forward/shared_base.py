@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.training.checkpoints.copy_on_write import are_same, can_clone, clone_of, is_clone_of
+from freetrain_parsl.training.checkpoints.copy_on_write import (
+    address_of,
+    are_same,
+    can_clone,
+    clone_of,
+    is_clone,
+    is_clone_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import nn
 
-__all__ = ["FROZEN", "ChangesShared", "FrozenTensors", "SharedTensor", "is_shared", "overlapping"]
+__all__ = ["FROZEN", "ChangesShared", "FrozenTensors", "SharedTensor", "is_shared", "overlapping", "shared_bytes"]
 
 _SAMPLES = 16  # elements that tell most tensors of one shape apart
 
@@ -122,6 +129,21 @@ def is_shared(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether a tensor of all members is one frozen tensor."""
     first = tensors[0]
     return all(not tensor.requires_grad and is_clone_of(tensor, first) for tensor in tensors)
+
+
+def shared_bytes(members: Iterable[Iterable[nn.Module]]) -> int:
+    """Return the size of the frozen tensors that are in memory once for all members, given the models of each."""
+    places = [
+        {
+            address_of(tensor): tensor.nbytes
+            for model in models
+            for tensor in (*model.parameters(), *model.buffers())
+            if not tensor.requires_grad and is_clone(tensor)
+        }
+        for models in members
+    ]
+    common = set(places[0]).intersection(*places[1:]) if places else set()
+    return sum(places[0][place] for place in common)
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.forward.adapters import common_shape, padded
 from freetrain_parsl.extensions.fusion.forward.forward import Stacked, fused_call
+from freetrain_parsl.extensions.fusion.forward.operators import reason_of
 from freetrain_parsl.extensions.fusion.forward.outputs import opened
 from freetrain_parsl.extensions.fusion.forward.shared_base import ChangesShared, SharedTensor
+from freetrain_parsl.extensions.fusion.forward.sparse import is_sparse
 from freetrain_parsl.training.checkpoints.copy_on_write import clone_of, is_clone, is_clone_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class _Step:
     outputs: dict[str, Any]
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    attributes: list[dict[str, Any]]  # that models have assigned: those of each, or of all
     tolerance: float = 0.0
 
 
@@ -115,18 +118,25 @@ def _fused(
     # Each tensor once, by its first name, as a model alone lists it: others can be tied to it.
     leaves = {name: _copied(parameters[name]) for name, _ in template.named_parameters()}
     own = {name: _copied(buffers[name]) for name, _ in template.named_buffers()}
+    assigned: dict[str, Any] = {}
     try:
-        outputs = _named(fused_call(template, function, leaves, own, args, kwargs, streams, differing=differing))
-        gradients = _gradients(outputs, {**leaves, **_arguments((args, kwargs))})
+        with _attributes_kept(template):  # restored in place, so after the backward pass, which may need them
+            output = fused_call(
+                template, function, leaves, own, args, kwargs, streams, differing=differing, assigned=assigned
+            )
+            outputs = _named(output)
+            gradients = _gradients(outputs, {**leaves, **_arguments((args, kwargs))})
     except ChangesShared:
         raise
     except (CannotFuse, RuntimeError) as error:  # an error of the model itself occurs without fusion, too
-        return str(error).strip().partition("\n")[0]
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise  # the next time memory may suffice
+        return reason_of(error)
     rows = {
         name: each.tensor.expand(len(streams), *each.tensor.shape) if isinstance(each, SharedTensor) else each
         for name, each in own.items()
     }
-    return _Step(outputs, gradients, rows)
+    return _Step(outputs, gradients, rows, [assigned])
 
 
 class _Precision(TorchFunctionMode):
@@ -152,18 +162,19 @@ def _serial(
     """Compute the step of each member with its own model."""
     args, kwargs = _cloned(given)
     arguments = _arguments((args, kwargs))
-    outputs, gradients, buffers = [], [], []
+    outputs, gradients, buffers, attributes = [], [], [], []
     with _Precision() as precision:
         for member, (model, function) in enumerate(zip(models, functions, strict=True)):
             row_args, row_kwargs = tree_map(functools.partial(_row, member=member), (args, kwargs))
             # Members' buffers can be rows of one tensor, so that each backward pass precedes the next forward pass.
-            with _restored(model):
+            with _restored(model) as assigned:
                 with streams.of(member):
                     output = _named(function(*row_args, **row_kwargs))
                 stacks = {name: _stack([leaf]) for name, leaf in output.items()}
                 gradients.append(_gradients(stacks, {**dict(model.named_parameters()), **arguments}))
                 outputs.append({name: _detached(leaf) for name, leaf in output.items()})
                 buffers.append({name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+                attributes.append(assigned())
     return _Step(
         {name: _stack([output.get(name) for output in outputs]) for name in outputs[0]},
         {
@@ -172,6 +183,7 @@ def _serial(
             if (rows := _padded([each[name] for each in gradients]))
         },
         {name: torch.stack([each[name] for each in buffers]) for name in buffers[0]},
+        attributes,
         precision.tolerance,
     )
 
@@ -186,8 +198,54 @@ def _detached(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and parameters afterwards, whether it changes them in place or assigns others."""
+def _attributes_kept(model: nn.Module) -> Iterator[Callable[[object], bool]]:
+    """Restore tensors that are attributes of a model, but no buffers, if it changes them in place.
+
+    Yields
+    ------
+    callable
+        Returns whether a value is such a tensor, and has been changed.
+    """
+    kept = {
+        id(value): (value, value._version, value.detach().clone())
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_inference()
+    }
+
+    def changed(value: object) -> bool:
+        known = kept.get(id(value))
+        return known is not None and known[0]._version != known[1]
+
+    try:
+        yield changed
+    finally:
+        for value, _, before in kept.values():
+            if changed(value):
+                value.detach().copy_(before)
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Restore a model's buffers, parameters and attributes afterwards, whether it changes them or assigns others.
+
+    Yields
+    ------
+    callable
+        Returns path -> value of the attributes that it has assigned.
+    """
+    modules = [(path, vars(module), dict(vars(module))) for path, module in model.named_modules()]
+
+    def assigned() -> dict[str, Any]:
+        return {
+            f"{path}.{name}".lstrip("."): value
+            for path, now, before in modules
+            for name, value in now.items()
+            if name not in before
+            or changed(value)
+            or not (before[name] is value or _equal_numbers(before[name], value))
+        }
+
     tensors: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
         (place, key, tensor, clone_of(tensor) if is_clone(tensor) else tensor.detach().clone())
         for module in model.modules()
@@ -196,8 +254,12 @@ def _restored(model: nn.Module) -> Iterator[None]:
         if tensor is not None
     ]
     try:
-        yield
+        with _attributes_kept(model) as changed:
+            yield assigned
     finally:
+        for _, now, before in modules:
+            now.clear()
+            now.update(before)
         for place, key, tensor, values in tensors:
             place[key] = tensor
             if not is_clone(values):
@@ -223,7 +285,7 @@ def _copied(tensor: torch.Tensor | SharedTensor) -> torch.Tensor | SharedTensor:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with gaps between its rows where the tensor has such, as stacks have: operators look at that."""
     copied = tensor.detach().clone()
-    if tensor.dim() and tensor.stride(0) > tensor[:1].numel():
+    if not is_sparse(tensor) and tensor.dim() and tensor.stride(0) > tensor[:1].numel():
         apart = copied.new_empty(len(tensor), tensor[:1].numel() + 1)
         copied = apart.as_strided(copied.shape, (apart.stride(0), *copied.stride()[1:])).copy_(copied)
     return copied.requires_grad_(tensor.requires_grad)
@@ -293,6 +355,11 @@ def _difference(fused: _Step, serial: _Step) -> str | None:
     for name, values in serial.outputs.items():
         if not isinstance(values, torch.Tensor) and any(value != fused.outputs.get(name) for value in values):
             return f"{name} differs from that of the training job alone"
+    (attributes,) = fused.attributes
+    for own in serial.attributes:
+        for name in attributes.keys() | own.keys():
+            if name not in attributes or name not in own or not _equal(attributes[name], own[name]):
+                return f"the attribute {name} that the model assigns differs from that of the training job alone"
     for kind in ("outputs", "gradients", "buffers"):
         expected = {name: value for name, value in getattr(serial, kind).items() if isinstance(value, torch.Tensor)}
         found = getattr(fused, kind)
@@ -307,6 +374,16 @@ def _difference(fused: _Step, serial: _Step) -> str | None:
                 what = f"the gradient of {name}" if kind == "gradients" else name
                 return f"{what} differs by {error:.1e} from that of the training job alone"
     return None
+
+
+def _equal_numbers(one: object, other: object) -> bool:
+    return isinstance(one, (int, float)) and type(one) is type(other) and one == other
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and _error(one, other) == 0.0
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN
 
 
 def _magnitude(values: torch.Tensor) -> float:

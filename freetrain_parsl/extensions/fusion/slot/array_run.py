@@ -28,6 +28,7 @@ from freetrain_parsl.executor.training_logs import FIRST
 from freetrain_parsl.extensions.fusion.messages import (
     AddMember,
     ArraySized,
+    BaseShared,
     MemberEnded,
     MemberReport,
     ReleaseMember,
@@ -63,6 +64,7 @@ __all__ = ["ArrayRun"]
 _MOST_MEMBERS = 1024
 _REPORTS_PER_SECOND = 8.0  # of all members
 _LONGEST_WAIT = 60.0  # seconds, for the first members
+_SMALLEST_BASE = 100_000  # bytes that are worth a line
 
 
 class ArrayRun(Run):
@@ -83,6 +85,7 @@ class ArrayRun(Run):
         self._options: SessionOptions | None = None  # of the first member
         self._sizing: ArraySizing | None = None
         self._too_large = False
+        self._base = 0  # bytes that are in memory once for all members, as it has reported
         self._dtype: torch.dtype | None = None  # that the import of the members' modules has set
         self._reported: dict[str, tuple[float, int | None]] = {}  # time and step of the checkpoint
 
@@ -175,19 +178,16 @@ class ArrayRun(Run):
         return RunEnded(self._training, self.number, end, payload)
 
     def _run(self) -> None:
-        import torch
-
+        from freetrain_parsl.extensions.fusion.engine.memory import memory_limit
         from freetrain_parsl.extensions.fusion.slot.run import run_members
         from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
 
-        memory = math.inf
-        if torch.cuda.is_available():
-            memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         size = self._command.size
         if size is None and (known := self._known_size()) is not None:
             size = known.size
             self._send_size(size, fused=True, gain=known.gain, gain_size=size, decided=True)
-        self._sizing = ArraySizing(self._command.limit or _MOST_MEMBERS, size, memory=memory)
+        most = self._command.limit or _MOST_MEMBERS
+        self._sizing = ArraySizing(most, size, memory=memory_limit(), turns=self._command.turns)
         engine = run_members(
             (),
             self.mailbox,
@@ -196,6 +196,7 @@ class ArrayRun(Run):
             sizing=self._sizing,
             resized=self._resized,
             refused=self._refused,
+            shared=self._shared,
             turn=self.attribute,
         )
         self.fused_steps = engine.fused_steps
@@ -255,9 +256,14 @@ class ArrayRun(Run):
         return self._too_large
 
     def _resized(self, sizing: ArraySizing) -> None:
-        self._send_size(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided)
+        self._send_size(sizing.size, sizing.fused, sizing.gain, sizing.gain_size, sizing.decided, turns=sizing.turns)
         if sizing.decided and sizing.fused and self._options is not None:
             write_array_size(self._options.checkpoint_root, self._key(), MeasuredSize(sizing.size, sizing.gain))
+
+    def _shared(self, size: int) -> None:
+        if size != self._base and max(size, self._base) >= _SMALLEST_BASE:
+            self._base = size
+            self._send(BaseShared(self._training, self.number, size))
 
     def _known_size(self) -> MeasuredSize | None:
         """Return the size that an earlier array of this function has found on such a device."""
@@ -276,8 +282,10 @@ class ArrayRun(Run):
     def _send_size(self, size: int, *details: Any, **more: Any) -> None:
         self._send(ArraySized(self._training, self.number, size, *details, **more))
 
-    def _refused(self, reason: str) -> None:
-        self._send_size(1, decided=True, reason=reason)
+    def _refused(self, reason: str, passing: bool = False) -> None:  # noqa: FBT001, FBT002 - of a callback
+        sizing = self._sizing
+        measured = (False, sizing.gain, sizing.gain_size) if sizing is not None else ()
+        self._send_size(1, *measured, decided=True, reason=reason, passing=passing)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

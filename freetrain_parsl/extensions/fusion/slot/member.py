@@ -76,6 +76,11 @@ class MemberExtension(SessionExtension):
         """Share frozen tensors with other members at once, before the next one loads the same."""
         _share(_models(objects.values()))
 
+    def loaded_again(self) -> None:
+        """Share frozen tensors again: loading has given them memory of their own."""
+        if self._participant is not None:
+            _share(self._participant.models)
+
     def data(self, source: DataSource) -> MemberBatches | None:
         """Return the batches that the engine fetches once for all with the same data."""
         batches = self._engine.shared_batches(source)

@@ -43,7 +43,8 @@ def run_members(
     ended: Callable[[str, Finished | Paused | BaseException], None],
     sizing: ArraySizing | None = None,
     resized: Callable[[ArraySizing], None] = lambda _sizing: None,
-    refused: Callable[[str], None] = lambda _reason: None,
+    refused: Callable[[str, bool], None] = lambda _reason, _passing: None,
+    shared: Callable[[int], None] = lambda _size: None,
     turn: Callable[[str], None] = lambda _name: None,
     clock: Clock = time.monotonic,
 ) -> FusionEngine:
@@ -64,7 +65,9 @@ def run_members(
     resized
         Called when the sizing has changed the number of members, or decided.
     refused
-        Called with the reason when the members cannot be fused.
+        Called with the reason when the members cannot be fused, and with whether others that are alike may be.
+    shared
+        Called with the bytes of the frozen base that is in memory once for all members.
     turn
         Called with the name of the member whose function runs next.
     clock
@@ -96,7 +99,7 @@ def run_members(
         fill()
 
     lockstep = Lockstep(turn)
-    engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill, refused=refused)
+    engine = FusionEngine(lockstep, sizing, resized=on_resized, stepped=fill, refused=refused, shared=shared)
     waiting = deque(members)
 
     def run(member: Member) -> None:

@@ -5,6 +5,9 @@ does. Then their number doubles while each member-step becomes faster by a tenth
 been timed while something else ran, so that the next one is tried, too. If fusing is not faster than one by one by a
 tenth, the training jobs go on one by one. Near this limit both ways are timed again, with as many training jobs as are
 fused.
+
+One by one means apart, each in a process of its own, unless most of what a training job keeps in memory is a frozen
+base that is in memory once for all of them: then they stay in the process, and step in turns.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ _GAIN = 1.1
 _NEAR = 1.2  # factor between a gain and the limit
 _TRIES = 2  # sizes in a row without such a gain
 _MEMORY_SHARE = 0.8
+_LEAST_BASE = 32e6  # bytes: a tenth of what a process needs by itself, for torch
+_BASE_SHARE = 0.5  # of what a member keeps in memory
 
 
 class ArraySizing:
@@ -32,13 +37,17 @@ class ArraySizing:
         Number of members that is known to be best when fused; ``None``: it is to be found.
     memory
         Memory of the device in bytes, if it is limited.
+    turns
+        Why it is known that `size` members are to step in turns; empty: it is not.
     """
 
-    def __init__(self, limit: int, size: int | None = None, *, memory: float = math.inf) -> None:
+    def __init__(self, limit: int, size: int | None = None, *, memory: float = math.inf, turns: str = "") -> None:
         self.size = min(2 if size is None else size, limit)
         """Number of members to train together now."""
-        self.fused = size is not None
+        self.fused = size is not None and not turns
         """Whether to fuse as many."""
+        self.turns = turns
+        """Why as many are not fused, but step in turns with one base; empty: they do not."""
         self.decided = size is not None or limit < 2
         """Whether size and mode stay."""
         self._limit = limit
@@ -57,9 +66,35 @@ class ArraySizing:
         return self._alone / min(self._times.values()) if self._times else 1.0
 
     @property
+    def verdict(self) -> str:
+        """Why members are not fused, if that does not pay."""
+        return f"fused they are {self.gain:.2f} times as fast as one by one"
+
+    @property
     def gain_size(self) -> int:
         """The size with this gain."""
         return min(self._times, key=lambda size: self._times[size], default=1)
+
+    @property
+    def completes_size(self) -> bool:
+        """Whether the next step is the last of those that time a size, after which its memory is asked for."""
+        return self._steps == _SKIPPED + _TIMED - 1
+
+    def takes_turns(self, members: int, base: float, own: float) -> bool:
+        """Let members that are not fused step in turns, if memory is a reason for it; return whether they do.
+
+        Parameters
+        ----------
+        members
+            Number of those that train now: all of them stay.
+        base
+            Bytes that each needs, and that are in memory once for all.
+        own
+            Bytes that each keeps from step to step beside these, on average.
+        """
+        if not self.fused and members > 1 and base >= max(_LEAST_BASE, _BASE_SHARE * (base + own)):
+            self.size, self.turns = members, self.verdict
+        return bool(self.turns)
 
     def fuses(self, members: int) -> bool:
         """Return whether to fuse this number of members; while fewer than `size` are there, nothing is timed."""

@@ -49,11 +49,20 @@ search,0,1,8,endless,shufflenet,,8
 language,3600,2,16,15000000,2:410;4:790;8:1450;16:2500,up:25;down:10;start:60,1
 """
 
+_ADAPTERS_YAML = """\
+# One member of a fine-tuning sweep, for sweep:40xadapters.yaml: it has one node, and takes 42 min alone.
+- name: lora
+  max: 1
+  curve: {1: 100}
+  work: 250000
+"""
+
 
 def write_example(folder: Path) -> list[Path]:
-    """Write example inputs: ``idle.csv``, ``jobs.swf``, ``sacct.txt``, ``trainers.yaml`` and ``trainers.csv``.
+    """Write example inputs: ``idle.csv``, ``jobs.swf``, ``sacct.txt``, and lists of trainers.
 
-    The logs are of the same fictitious machine of 32 nodes, for six hours; the two lists of trainers are equivalent.
+    The logs are of the same fictitious machine of 32 nodes, for six hours; ``trainers.yaml`` and ``trainers.csv`` are
+    equivalent, ``adapters.yaml`` has a member of a sweep.
 
     Raises
     ------
@@ -67,6 +76,7 @@ def write_example(folder: Path) -> list[Path]:
         "sacct.txt": _sacct(log),
         "trainers.yaml": _TRAINERS_YAML,
         "trainers.csv": _TRAINERS_CSV,
+        "adapters.yaml": _ADAPTERS_YAML,
     }
     files = [folder / name for name in texts]
     if existing := [str(file) for file in files if file.exists()]:

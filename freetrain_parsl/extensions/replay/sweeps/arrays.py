@@ -38,6 +38,8 @@ FUSION_CURVES: Mapping[str, FusionCurve] = {
     "cpu-mlp": FusionCurve([(16, 2.9)]),
     "cpu-cnn": FusionCurve([(16, 1.6)]),
     "cpu-transformer": FusionCurve([(16, 1.3)]),
+    # benchmarks/lora.py: Llamas of 256 numbers and 4 layers with adapters, 64 tokens a step, one base; one core.
+    "cpu-lora": FusionCurve([(8, 1.6)]),
 }
 """Name -> curve. Only one size of each was published or recorded; between it and one member, values are linear."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from freetrain_parsl.extensions.fusion.forward.operators import decisions, layers, randomness, recurrent
-from freetrain_parsl.extensions.fusion.forward.operators.mode import FusedOperators, Rule
+from freetrain_parsl.extensions.fusion.forward.operators.mode import FusedOperators, Rule, reason_of
 
 if TYPE_CHECKING:
     from typing import Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.fusion.engine.per_member import RandomStreams
     from freetrain_parsl.extensions.fusion.forward.vmap_level import VmapLevel
 
-__all__ = ["RULES", "FusedOperators", "fused_operators"]
+__all__ = ["RULES", "FusedOperators", "fused_operators", "reason_of"]
 
 RULES: dict[Any, Rule] = {
     **randomness.RULES,

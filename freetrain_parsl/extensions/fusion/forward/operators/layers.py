@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from freetrain_parsl.errors import CannotFuse
 from freetrain_parsl.extensions.fusion.engine.per_member import PerMember
 from freetrain_parsl.extensions.fusion.forward.loss_items import note_items
+from freetrain_parsl.extensions.fusion.forward.sparse import is_sparse
 
 if TYPE_CHECKING:
     from freetrain_parsl.extensions.fusion.forward.operators.mode import FusedOperators, Rule
@@ -62,7 +63,7 @@ def linear_rows(inputs: torch.Tensor, weights: torch.Tensor, biases: torch.Tenso
     return torch.bmm(inputs, transposed) if biases is None else torch.baddbmm(biases.unsqueeze(1), inputs, transposed)
 
 
-def cross_entropy(
+def likelihood(
     fused: FusedOperators,
     func: Any,
     input: torch.Tensor,
@@ -72,53 +73,16 @@ def cross_entropy(
     ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    label_smoothing: float = 0.0,  # of cross_entropy only
 ) -> Any:
     """Compute the losses of all members' samples as of one batch, then each member's sum or mean."""
     plain = size_average is None and reduce is None and reduction in {"mean", "sum"}
     classes = not target.is_floating_point() and input.dim() > 1
     if not plain or not classes or not fused.is_stacked(input):
         return NotImplemented
-    if weight is not None and label_smoothing:
-        raise CannotFuse("cross_entropy with class weights and label smoothing inside the model: compute it outside")
-    options = {"label_smoothing": label_smoothing} if label_smoothing else {}
-    return _likelihood(fused, func, input, target, weight, ignore_index, reduction, options)
-
-
-def nll_loss(
-    fused: FusedOperators,
-    func: Any,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    """Do the same with log-probabilities."""
-    if (
-        size_average is not None
-        or reduce is not None
-        or reduction not in {"mean", "sum"}
-        or not fused.is_stacked(input)
-    ):
-        return NotImplemented
-    return _likelihood(fused, func, input, target, weight, ignore_index, reduction, {})
-
-
-def _likelihood(
-    fused: FusedOperators,
-    func: Any,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    options: dict[str, Any],
-) -> Any:
     logits, labels = fused.rows(input), fused.rows(target)
     weights = None if weight is None else fused.rows(weight)
+    options = {"label_smoothing": label_smoothing} if label_smoothing and weights is None else {}
     with fused.level.suspended():
         losses = func(
             logits.flatten(0, 1), labels.flatten(0, 1), ignore_index=ignore_index, reduction="none", **options
@@ -128,11 +92,19 @@ def _likelihood(
         if weights is not None:
             of_classes = weights.gather(1, torch.where(counts, labels.flatten(1), 0)) * counts
             losses, items = losses * of_classes, of_classes.sum(1)
+            if label_smoothing:
+                losses = torch.lerp(losses, torch.where(counts, _evenly(logits, weights), 0.0), label_smoothing)
         result = losses.sum(1)
         if reduction == "mean":
             result = result / items
             note_items(result, items, labels[0].numel(), ignore_index, has_weights=weights is not None)
     return fused.wrap(result)
+
+
+def _evenly(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the losses, [B, targets], if each sample were of all classes alike, with each class's weight."""
+    factors = weights.view(*weights.shape[:1], 1, *weights.shape[1:], *[1] * (logits.dim() - 3))
+    return -(logits.log_softmax(2) * factors).mean(2).flatten(1)
 
 
 def embedding(
@@ -383,6 +355,18 @@ def _row_by_row(fused: FusedOperators, func: Any, given: dict[str, Any]) -> Any:
     return fused.row_by_row(func, [given[name] for name in names], given["options"])
 
 
+def sparse_product(fused: FusedOperators, func: Any, input: Any, mat2: Any, **options: Any) -> Any:
+    """Multiply one sparse matrix with the columns of all members as those of one matrix."""
+    if not isinstance(input, torch.Tensor) or not is_sparse(input):
+        return NotImplemented
+    if options or not fused.is_stacked(mat2) or mat2.dim() != _MATRIX:
+        return NotImplemented
+    rows = fused.rows(mat2)
+    with fused.level.suspended():
+        output = func(input, rows.transpose(0, 1).flatten(1))
+        return fused.wrap(output.unflatten(1, (fused.size, -1)).transpose(0, 1))
+
+
 _PRECISION = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # in which torch takes a number of Python
 
 
@@ -402,10 +386,11 @@ def scaled(fused: FusedOperators, func: Any, input: Any, other: Any, **options: 
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), scaled),
+    **dict.fromkeys((torch.mm, torch.Tensor.mm, torch.spmm, torch.sparse.mm), sparse_product),
+    **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), sparse_product),
     F.linear: linear,
     torch.addmm: addmm,
-    F.cross_entropy: cross_entropy,
-    F.nll_loss: nll_loss,
+    **dict.fromkeys((F.cross_entropy, F.nll_loss), likelihood),
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     torch.embedding: torch_embedding,

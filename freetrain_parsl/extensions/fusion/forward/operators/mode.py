@@ -35,6 +35,16 @@ _OPAQUE: set[Any] = {
 }
 
 
+_OPERATOR = "freetrain_operator"  # attribute of an error: which operator raised it
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error of a fused call, after the operator that raised it."""
+    text = str(error).strip().partition("\n")[0]
+    operator = vars(error).get(_OPERATOR)
+    return text if operator is None or isinstance(error, CannotFuse) else f"{operator}: {text}"
+
+
 def _never(*_: Any) -> bool:
     return False
 
@@ -118,7 +128,13 @@ class FusedOperators(TorchFunctionMode):
         self._saved_tensor_hooks = _saved_tensor_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            return self._computed(func, args, kwargs or {})
+        except Exception as error:
+            vars(error).setdefault(_OPERATOR, name_of(func))  # the innermost
+            raise
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _saved_tensor_hooks() != self._saved_tensor_hooks:
             raise CannotFuse("activation checkpointing, or other hooks on saved tensors, inside the model")
         if not self.level.is_innermost():

@@ -1,15 +1,11 @@
-"""Replicas of a sharded state: how the others continue when one loses a process, and how it is built again.
+"""How a sharded training job continues when one of its replicas has lost a process, and how it is built again.
 
-Use ``--quick`` for a short run, ``--json FILE`` to save the figures. Two replicas of two processes each train with
-FSDP2 and AdamW on one machine. A process of the first is killed in the middle of a backward pass; the second continues
-in the same processes. Two new processes then join as the first replica. ``continues_s`` begins when the death of the
-process has been noticed, and ends with the first step of the last survivor; ``paused_ms`` and ``moved_ms`` are what the
-processes report of a change: without training, and in which the state moved.
+Two replicas of two processes each train with FSDP2 and AdamW on one machine. A process of the first is killed in the
+middle of a backward pass; the second continues in the same processes. Two new processes then join as the first replica.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing
@@ -25,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from _lost_process import LAYERS, Data, sharded_net
-from _report import report
 from torch.distributed import TCPStore
 from torch.nn.functional import mse_loss
 
@@ -86,8 +81,13 @@ def serve(channel: Connection, port: int) -> None:
         channel.send(getattr(end, "value", None))
 
 
-def failure(width: int, killed: int) -> dict[str, Any]:
-    """Kill one of four processes, of rank `killed`; let two others take the place of its replica."""
+def lost_replica(width: int, killed: int = 1) -> dict[str, Any]:
+    """Kill one of four processes, of rank `killed`; let two others take the place of its replica.
+
+    The time begins when the death of the process has been noticed, and ends with the first step of the last survivor.
+    ``paused_ms`` and ``moved_ms`` are what the processes report of a change: without training, and in which the state
+    moved.
+    """
     port_store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     channels = []
     for _ in range(6):
@@ -129,25 +129,12 @@ def failure(width: int, killed: int) -> dict[str, Any]:
         answers = [await_reports([member], dict)[0] for member in survivors]
     made = answers[0]["ended"]
     return {
-        "failure": f"replica, rank {killed} killed",
+        "failure": "replica",
+        "continues_s": max(next(at for step, _, at in one["ended"] if step > KILL_AT) for one in answers) - noticed,
+        "steps_repeated": len(made) - len({step for step, _, _ in made}),
         "part_mb": answers[0]["bytes"] / 1e6,
         "step_s": statistics.median(b[2] - a[2] for a, b in itertools.pairwise(made)),
-        "continues_s": max(next(at for step, _, at in one["ended"] if step > KILL_AT) for one in answers) - noticed,
         "paused_ms": max(told.paused for told in continued) * 1e3,
-        "steps_repeated": len(made) - len({step for step, _, _ in made}),
         "rebuild_paused_ms": max(told.paused for told in rebuilt[:2]) * 1e3,
         "rebuild_moved_ms": max(told.transferred for told in rebuilt[:2]) * 1e3,
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    rows = [failure(256 if given.quick else 1280, killed) for killed in ((1,) if given.quick else (1, 2))]
-    report("Replicas of a sharded state", rows, ["torch", "freetrain-parsl"], given.json)
-
-
-if __name__ == "__main__":
-    main()
