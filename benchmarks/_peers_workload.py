@@ -13,7 +13,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -162,13 +162,20 @@ def final_loss(model: nn.Module, job: Job) -> float:
         return float(cross_entropy(model(data.x), data.y))
 
 
-def undisturbed_loss(job: Job) -> float:
-    """Return the final loss of a job that nothing disturbs, in one process: no time is taken for samples."""
+def undisturbed_losses(job: Job, orders: int = 5) -> list[float]:
+    """Return the final losses of a job that nothing disturbs, in one process, for different orders of the data.
+
+    Each way draws its own order, so one run is no reference: the spread of these is what the order alone changes.
+    """
+    return [_undisturbed_loss(job, order) for order in range(orders)]
+
+
+def _undisturbed_loss(job: Job, seed: int) -> float:
     model = model_of(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
     data = Numbered(job.kind)
     for epoch in range(job.epochs):
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1000 * seed + epoch))
         for batch in order.split(BATCH):
             optimizer.zero_grad()
             cross_entropy(model(data.x[batch]), data.y[batch]).backward()
@@ -176,24 +183,41 @@ def undisturbed_loss(job: Job) -> float:
     return final_loss(model, job)
 
 
-def read_records(directory: Path, job: Job, until: float) -> dict[str, Any]:
+def read_finished(directory: Path, job: Job, until: float) -> float | None:
+    """Return the final loss of a job that had finished by a time, otherwise ``None``."""
+    file = directory / f"{job.name}.finished"
+    if not file.exists():
+        return None
+    told = json.loads(file.read_text(encoding="utf-8"))
+    return float(told["loss"]) if told["time"] <= until else None
+
+
+def read_records(directory: Path, job: Job, until: float) -> dict[str, int]:
     """Count what a job has trained until a time.
 
     Returns
     -------
     dict
-        ``useful``: different samples of different epochs; ``repeated``: samples that were trained again; ``lost``:
-        samples of complete epochs (a later one has begun, or the job is finished) that were never trained.
+        ``trained``: samples of all steps; ``useful``: different samples of different epochs; ``repeated``: samples that
+        were trained again; ``lost``: samples of complete epochs (a later one has begun, or the job is finished) that
+        were never trained.
     """
     seen: set[tuple[int, int]] = set()
     trained = 0
     for file in (directory / "seen" / job.name).glob("*.jsonl"):
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("\n"):
+                continue  # its process was killed while it wrote
             step = json.loads(line)
             if step["time"] <= until:
                 trained += len(step["samples"])
                 seen |= {(step["epoch"], number) for number in step["samples"]}
-    finished = (directory / f"{job.name}.finished").exists()
+    finished = read_finished(directory, job, until) is not None
     begun = job.epochs if finished else max((epoch for epoch, _ in seen), default=0)
     complete = sum(epoch < begun for epoch, _ in seen)
-    return {"useful": len(seen), "repeated": trained - len(seen), "lost": begun * SAMPLES - complete}
+    return {
+        "trained": trained,
+        "useful": len(seen),
+        "repeated": trained - len(seen),
+        "lost": begun * SAMPLES - complete,
+    }

@@ -1,6 +1,7 @@
 """Lightning: preemptible jobs of one node that save and are requeued on a signal.
 
-As in https://lightning.ai/docs/pytorch/stable/clouds/cluster_advanced.html
+As in https://lightning.ai/docs/pytorch/stable/clouds/cluster_advanced.html. The loader is stateful, as Lightning asks
+for where a checkpoint is inside an epoch: https://meta-pytorch.org/data/main/torchdata.stateful_dataloader.html
 """
 
 import signal
@@ -12,10 +13,9 @@ import lightning
 import torch
 from _peers_ways import Request, main
 from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class Module(lightning.LightningModule):
@@ -46,12 +46,12 @@ def train(job: Job, directory: str) -> None:
         devices=1,
         default_root_dir=home,
         plugins=[SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)],
-        callbacks=[ModelCheckpoint(home, save_last=True)],
+        enable_checkpointing=False,  # but for the one at the signal
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(Numbered(job.kind), batch_size=BATCH, shuffle=True), ckpt_path="last")
+    trainer.fit(module, StatefulDataLoader(Numbered(job.kind), batch_size=BATCH, shuffle=True))
     record.finished(module.model)
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 PORT = 6399
 WORKERS = 8  # as many as the cluster has nodes
+SAVE_BATCHES = 4
 
 
 def train(config) -> None:
@@ -30,14 +31,14 @@ def train(config) -> None:
     record = Record(directory, job)
     model = model_of(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
-    start = 0
+    start, begun = 0, 0
     checkpoint = ray.train.get_checkpoint()
     if checkpoint:
         with checkpoint.as_directory() as folder:
             saved = torch.load(Path(folder, "state.pt"), weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        start = saved["epoch"]
+        start, begun = saved["epoch"], saved["batch"]
     parallel = ray.train.torch.prepare_model(model)
     size, rank = ray.train.get_context().get_world_size(), ray.train.get_context().get_world_rank()
     samples = Numbered(job.kind)
@@ -45,52 +46,71 @@ def train(config) -> None:
     data = DataLoader(samples, batch_size=BATCH // size, sampler=sampler)
     for epoch in range(start, job.epochs):
         sampler.set_epoch(epoch)
-        for x, y, numbers in data:
+        for batch, (x, y, numbers) in enumerate(data):
+            if epoch == start and batch < begun:  # the same samples, on any number of nodes
+                continue
             pretend(len(x))
             optimizer.zero_grad()
             cross_entropy(parallel(x), y).backward()
             optimizer.step()
             record.trained(epoch, numbers)
-        with tempfile.TemporaryDirectory() as folder:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
-            if rank == 0:
-                torch.save(state, Path(folder, "state.pt"))
-                ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(folder))
-            else:
-                ray.train.report({})
+            if (batch + 1) % SAVE_BATCHES == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save({**state, "epoch": epoch, "batch": batch + 1}, rank)
     if rank == 0:
         record.finished(model)
+
+
+def save(state, rank) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if rank == 0:
+            torch.save(state, Path(folder, "state.pt"))
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({}, checkpoint=checkpoint)
 
 
 def submit(request: Request) -> None:
     program = f"{os.path.dirname(sys.executable)}/ray"
     address = f"{request.address}:{PORT}"
-    head = ["--head", f"--node-ip-address={request.address}", f"--port={PORT}", "--num-cpus=0"]
-    subprocess.run([program, "start", *head, "--include-dashboard=false", "--disable-usage-stats"], check=True)
+    here = [f"--node-ip-address={request.address}", f"--port={PORT}", f"--temp-dir={request.directory}/r"]
+    common = ["--include-log-monitor=false", "--disable-usage-stats", "--object-store-memory=100000000"]
+    head = [program, "start", "--head", *here, "--num-cpus=0", "--include-dashboard=false", *common]
+    subprocess.run(head, check=True)
     for number in range(WORKERS):
         script = f"""#!/bin/bash
 #SBATCH --partition={request.partition} --requeue --nodes=1 --exclusive --open-mode=append
 #SBATCH --time={request.minutes} --output=worker-{number}.out --signal=B:USR1@15
-trap 'scontrol requeue $SLURM_JOB_ID' USR1
-{program} start --address={address} --num-cpus=1 --block --disable-usage-stats &
-wait
+trap 'scontrol requeue $SLURM_JOB_ID; exit' USR1
+for attempt in 1 2 3; do  # a busy head may not answer in time
+    {program} start --address={address} --num-cpus=1 --block {" ".join(common)} &
+    wait
+done
 """
         subprocess.run(["sbatch"], input=script, text=True, check=True)
     ray.init(address=address)
     with ThreadPoolExecutor(len(request.jobs)) as threads:
-        for job in request.jobs:
-            trainer = ray.train.torch.TorchTrainer(
-                train,
-                train_loop_config={"job": vars(job), "directory": request.directory},
-                torch_config=ray.train.torch.TorchConfig(backend="gloo"),
-                scaling_config=ray.train.ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=10.0),
-                run_config=ray.train.RunConfig(
-                    name=job.name,
-                    storage_path=f"{request.directory}/ray",
-                    failure_config=ray.train.FailureConfig(max_failures=-1),
-                ),
-            )
-            threads.submit(trainer.fit)
+        done = [threads.submit(fit, job, request.directory) for job in request.jobs]
+    for one in done:
+        one.result()
+
+
+def fit(job: Job, directory: str) -> None:
+    trainer = ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config={"job": vars(job), "directory": directory},
+        torch_config=ray.train.torch.TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(1, 4), placement_strategy="SPREAD", elastic_resize_monitor_interval_s=10.0
+        ),
+        run_config=ray.train.RunConfig(
+            name=job.name,
+            storage_path=f"{directory}/ray",
+            failure_config=ray.train.FailureConfig(max_failures=-1),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    trainer.fit()
 
 
 if __name__ == "__main__":

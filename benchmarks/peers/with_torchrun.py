@@ -1,4 +1,4 @@
-"""torchrun: elastic jobs of one to four nodes, as many as Slurm has when they start, with a snapshot in each epoch.
+"""torchrun: elastic jobs of one to four nodes, as many as Slurm has when they start, with snapshots.
 
 As in https://docs.pytorch.org/tutorials/beginner/ddp_series_fault_tolerance.html and
 https://github.com/pytorch/examples/blob/main/distributed/ddp-tutorial-series/slurm/sbatch_run.sh
@@ -7,6 +7,7 @@ https://github.com/pytorch/examples/blob/main/distributed/ddp-tutorial-series/sl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+SAVE_SECONDS = 5.0  # a preemption comes without a signal to the workers
+
 
 def train(job: Job, directory: str) -> None:
     dist.init_process_group("gloo")
@@ -25,28 +28,33 @@ def train(job: Job, directory: str) -> None:
     model = model_of(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9)
     snapshot = Path(directory, f"{job.name}.pt")
-    start = 0
+    start, begun = 0, 0
     if snapshot.exists():
         saved = torch.load(snapshot, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        start = saved["epoch"]
+        start, begun = saved["epoch"], saved["batch"]
     parallel = DistributedDataParallel(model)
     samples = Numbered(job.kind)
     sampler = DistributedSampler(samples)
     data = DataLoader(samples, batch_size=BATCH // size, sampler=sampler)
+    last_save = time.monotonic()
     for epoch in range(start, job.epochs):
         sampler.set_epoch(epoch)
-        for x, y, numbers in data:
+        for batch, (x, y, numbers) in enumerate(data):
+            if epoch == start and batch < begun:  # the same samples, on any number of nodes
+                continue
             pretend(len(x))
             optimizer.zero_grad()
             cross_entropy(parallel(x), y).backward()
             optimizer.step()
             record.trained(epoch, numbers)
-        if rank == 0:
-            aside = snapshot.with_suffix(".new")
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}, aside)
-            aside.replace(snapshot)
+            if rank == 0 and time.monotonic() - last_save > SAVE_SECONDS:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                aside = snapshot.with_suffix(".new")
+                torch.save({**state, "epoch": epoch, "batch": batch + 1}, aside)
+                aside.replace(snapshot)
+                last_save = time.monotonic()
     if rank == 0:
         record.finished(model)
     dist.destroy_process_group()
