@@ -107,6 +107,11 @@ PARTITIONS = (
     LoopbackPartition("main", tier=100, default=True),
     LoopbackPartition(PARTITION, preempt="requeue", grace=GRACE),
 )
+SHOWN = (  # in the table; the file has more
+    "way", "seed", "useful_per_offered", "held_per_offered", "repeated_per_held", "finished", "samples_lost",
+    "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "queue_length", "lines", "left_after_kill",
+)  # fmt: skip
+PACKAGES = ("torch", "submitit", "lightning", "torchdata", "ray")
 SETTINGS = ("nodes", "minutes", "load", "mean_run", "work", "limit")
 
 
@@ -243,24 +248,28 @@ class Results:
     ----------
     file
         The file; ``None``: in memory only.
+    versions
+        Of the other ways' packages.
     settings
-        Of the main queue and the work: a file has runs of the same settings only.
+        Of the main queue and the work: a file has runs of the same settings and versions only.
 
     Raises
     ------
     SystemExit
-        The file has other settings.
+        The file has others.
     """
 
-    def __init__(self, file: Path | None, settings: dict[str, Any]) -> None:
+    def __init__(self, file: Path | None, versions: dict[str, str], settings: dict[str, Any]) -> None:
         self._file = file
+        self.versions = versions
         self.alone: dict[str, list[float]] = {}
         self.rows: list[dict[str, Any]] = []
         self._settings = settings
         if file is not None and file.exists():
             known = json.loads(file.read_text(encoding="utf-8"))
-            if known["settings"] != settings:
-                raise SystemExit(f"{file}: measured with {known['settings']}, not {settings}; give another file")
+            for name, value in (("settings", settings), ("versions", versions)):
+                if known[name] != value:
+                    raise SystemExit(f"{file}: measured with {name} {known[name]}, not {value}; give another file")
             self.alone, self.rows = known["alone"], known["rows"]
 
     def has(self, way: str, seed: int) -> bool:
@@ -270,7 +279,7 @@ class Results:
     def save(self) -> None:
         """Write the file."""
         if self._file is not None:
-            known = {"settings": self._settings, "alone": self.alone, "rows": self.rows}
+            known = {"settings": self._settings, "versions": self.versions, "alone": self.alone, "rows": self.rows}
             write_output(self._file, json.dumps(known, indent=2) + "\n")
 
 
@@ -293,12 +302,14 @@ def main() -> int:
         parser.error(missing)
     options.logs = options.logs or Path(tempfile.mkdtemp(prefix="peers-logs-"))
     options.logs.mkdir(exist_ok=True, parents=True)
-    results = Results(options.json, {name: getattr(options, name) for name in SETTINGS})
+    results = Results(options.json, _versions(options.python), {name: getattr(options, name) for name in SETTINGS})
     for seed in options.seeds:
         for way in options.ways:
             if not results.has(way, seed):
                 _measure(way, seed, results, options)
-    report(f"ways to train in idle nodes; logs in {options.logs}", results.rows, ["freetrain-parsl", "torch"])
+    shown = [{name: row.get(name) for name in SHOWN} for row in results.rows]
+    report(f"ways to train in idle nodes; logs in {options.logs}", shown, ["freetrain-parsl", "torch"])
+    print(f"of the other ways: {', '.join(f'{name} {number}' for name, number in results.versions.items())}")
     _compare(results.rows)
     return 0
 
@@ -309,7 +320,18 @@ def _missing(options: argparse.Namespace) -> str | None:
     done = subprocess.run([options.python, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     if not done.returncode:
         return None
-    return f"{options.python}: {done.stderr.strip().splitlines()[-1]}; see above how to make its environment"
+    return f"{options.python}: {done.stderr.strip().splitlines()[-1]}; --help says how to make its environment"
+
+
+def _versions(python: str) -> dict[str, str]:
+    code = (
+        "import json, sys, importlib.metadata as m\n"
+        "known = {d.metadata['Name']: d.version for d in m.distributions()}\n"
+        "print(json.dumps({name: known[name] for name in sys.argv[1:] if name in known}))"
+    )
+    done = subprocess.run([python, "-c", code, *PACKAGES], capture_output=True, text=True, check=True)
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions
 
 
 def _measure(way: str, seed: int, results: Results, options: argparse.Namespace) -> None:
