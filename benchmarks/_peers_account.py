@@ -110,9 +110,23 @@ def shares(
         "loss_spread": max((spread for _, spread in gaps.values()), default=None),
         "batch_jobs": sum(stay.start > 0 and bool(stay.nodes) for stay in stays),
         "queue_length": at_once(stays),
+        "start_s": median(starts) if (starts := seconds_to_start(directory, stays)) else None,
         "held_node_s": sum(stay.node_seconds(begin, until) for stay in stays if stay.start),
         "trained_samples": sum(count["trained"] for count in counts),
     }
+
+
+def seconds_to_start(directory: Path, stays: Sequence[Held]) -> list[float]:
+    """Return, for each stay that trained, the seconds from its start until a training function began on its nodes."""
+    begun: dict[str, list[float]] = {}
+    for file in (directory / "seen").glob("*/*.jsonl"):
+        node, _, nanoseconds = file.stem.rsplit("-", 2)
+        begun.setdefault(node, []).append(int(nanoseconds) / 1e9)
+    found = []
+    for stay in stays:
+        times = [at for node in stay.nodes for at in begun.get(node, ()) if stay.start <= at < stay.end]
+        found += [min(times) - stay.start] if times else []
+    return found
 
 
 def _gap(loss: float, references: Sequence[float]) -> tuple[float, float]:

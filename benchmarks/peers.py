@@ -30,6 +30,8 @@ useful_per_offered
     trained again counts once, also if the first time was in vain: this favours ways that repeat;
 held_per_offered
     the share of them in which a node had a job of ours;
+start_s
+    median seconds from the start of a batch job until a training function begins on one of its nodes;
 repeated_per_held
     node-seconds of samples that were trained again, of those held;
 delay_s_max, delay_s_mean
@@ -108,8 +110,9 @@ PARTITIONS = (
     LoopbackPartition(PARTITION, preempt="requeue", grace=GRACE),
 )
 SHOWN = (  # in the table; the file has more
-    "way", "seed", "useful_per_offered", "held_per_offered", "repeated_per_held", "finished", "samples_lost",
-    "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "queue_length", "lines", "left_after_kill",
+    "way", "seed", "useful_per_offered", "held_per_offered", "start_s", "repeated_per_held", "finished",
+    "samples_lost", "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "queue_length", "lines",
+    "left_after_kill",
 )  # fmt: skip
 PACKAGES = ("torch", "submitit", "lightning", "torchdata", "ray")
 SETTINGS = ("nodes", "minutes", "load", "mean_run", "work", "limit")

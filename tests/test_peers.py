@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from _peers_account import Held, at_once, held_on_idle, read_held, shares
+from _peers_account import Held, at_once, held_on_idle, read_held, seconds_to_start, shares
 from _peers_workload import SAMPLE_SECONDS, SAMPLES, Job, jobs_of, read_records
 
 JOB = Job("digits", "digits", 2, 0.05)
@@ -29,18 +29,18 @@ def write_steps(directory, process, *steps):
 
 
 def test_a_sample_counts_once_an_epoch_and_its_repetition_is_seen(tmp_path):
-    write_steps(tmp_path, "a", (1.0, 0, range(48)), (2.0, 0, range(48, 96)))
-    write_steps(tmp_path, "b", (3.0, 0, range(48, 96)), (4.0, 0, range(96, 144)))
+    write_steps(tmp_path, "a-1-1", (1.0, 0, range(48)), (2.0, 0, range(48, 96)))
+    write_steps(tmp_path, "b-1-1", (3.0, 0, range(48, 96)), (4.0, 0, range(96, 144)))
     assert read_records(tmp_path, JOB, 9.0) == {"trained": 192, "useful": 144, "repeated": 48, "lost": 0}
 
 
 def test_a_sample_that_a_complete_epoch_lacks_is_lost(tmp_path):
-    write_steps(tmp_path, "a", (1.0, 0, range(SAMPLES - 5)), (2.0, 1, range(48)))
+    write_steps(tmp_path, "a-1-1", (1.0, 0, range(SAMPLES - 5)), (2.0, 1, range(48)))
     assert read_records(tmp_path, JOB, 9.0)["lost"] == 5
 
 
 def test_what_comes_after_the_end_does_not_count_and_is_not_missed(tmp_path):
-    write_steps(tmp_path, "a", (1.0, 0, range(SAMPLES)), (2.0, 1, range(48)), (5.0, 1, range(48, SAMPLES)))
+    write_steps(tmp_path, "a-1-1", (1.0, 0, range(SAMPLES)), (2.0, 1, range(48)), (5.0, 1, range(48, SAMPLES)))
     (tmp_path / f"{JOB.name}.finished").write_text(json.dumps({"time": 5.1, "loss": 0.1}), encoding="utf-8")
     assert read_records(tmp_path, JOB, 3.0) == {
         "trained": SAMPLES + 48,
@@ -73,6 +73,17 @@ def test_each_stay_of_a_requeued_job_is_read(tmp_path):
 def test_held_time_is_that_without_a_main_job():
     stay = Held("1", 0.0, 10.0, 30.0, ("a", "b"))
     assert held_on_idle([stay], [("a", 0.0, 20.0), ("b", 25.0, 60.0), ("c", 0.0, 60.0)]) == 15.0
+
+
+def test_a_start_lasts_until_the_first_training_function_on_a_node(tmp_path):
+    for name in ("a-1-7000000000", "b-2-5000000000", "b-3-45000000000"):
+        write_steps(tmp_path, name, (8.0, 0, range(48)))
+    stays = [
+        Held("1", 0.0, 1.0, 30.0, ("a", "b")),
+        Held("2", 0.0, 40.0, 50.0, ("b",)),
+        Held("3", 0.0, 1.0, 9.0, ("c",)),
+    ]
+    assert seconds_to_start(tmp_path, stays) == [4.0, 5.0]
 
 
 def test_the_jobs_need_the_requested_time():

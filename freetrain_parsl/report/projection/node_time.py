@@ -307,8 +307,8 @@ class NodeTimeFold:
         """
         names = [name for name, node in self._nodes.items() if node.block == block]
         nodes = [self._nodes[name] for name in names]
-        gone = all(node.phase is NodePhase.LEAVING for node in nodes) and not any(self._training[name] for name in names)
-        if held is None or not gone:
+        gone = all(node.phase is NodePhase.LEAVING for node in nodes)
+        if held is None or not gone or any(self._training[name] for name in names):
             return self._now
         return min(self._now, max([held, *(node.entered for node in nodes)]))
 
