@@ -10,7 +10,7 @@ from datetime import datetime
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from _peers_workload import SAMPLE_SECONDS, read_finished, read_records, undisturbed_losses
+from _peers_workload import SAMPLE_SECONDS, read_finished, read_records, read_steps, undisturbed_losses
 
 from freetrain_parsl.windows.hostlist import expand_hosts
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from _peers_workload import Job
 
+_LATE = 3.0  # seconds by which Slurm's record, of whole seconds, may end before the last step
 _NEVER = ("Unknown", "None")
 
 
@@ -70,6 +71,8 @@ def shares(
     stays: Sequence[Held],
     idle: Sequence[tuple[str, float, float]],
     until: float,
+    *,
+    saves: bool = True,
 ) -> dict[str, Any]:
     """Summarize a way.
 
@@ -85,8 +88,13 @@ def shares(
         Periods in which a node had no main job: node, from, until; seconds since the epoch.
     until
         End of the measurement.
+    saves
+        Whether its jobs save their state.
     """
-    counts = [read_records(directory, job, until) for job in jobs]
+    counts = [
+        read_records(directory, job, until, () if saves else ended_in_vain(directory, job, stays, until))
+        for job in jobs
+    ]
     gaps = {}
     for job in jobs:
         loss = read_finished(directory, job, until)
@@ -108,6 +116,7 @@ def shares(
         "samples_lost": sum(count["lost"] for count in counts),
         "loss_gap": max((gap for gap, _ in gaps.values()), default=None),
         "loss_spread": max((spread for _, spread in gaps.values()), default=None),
+        "samples_outside": trained_outside(directory, stays, until),
         "batch_jobs": sum(stay.start > 0 and bool(stay.nodes) for stay in stays),
         "queue_length": at_once(stays),
         "start_s": median(starts) if (starts := seconds_to_start(directory, stays)) else None,
@@ -116,12 +125,43 @@ def shares(
     }
 
 
+def trained_outside(directory: Path, stays: Sequence[Held], until: float) -> int:
+    """Return how many samples were trained on a node that the way did not hold: by processes that it left there."""
+    outside = 0
+    for file in (directory / "seen").glob("*/*.jsonl"):
+        node, _ = _process_of(file)
+        times = [(stay.start, stay.end + _LATE) for stay in stays if node in stay.nodes]
+        for at, samples in read_steps(file):
+            if at <= until and not any(start <= at <= end for start, end in times):
+                outside += len(samples)
+    return outside
+
+
+def ended_in_vain(directory: Path, job: Job, stays: Sequence[Held], until: float) -> list[str]:
+    """Return the names of the records of a job's processes that ended before it was finished."""
+    files = sorted((directory / "seen" / job.name).glob("*.jsonl"), key=lambda file: _process_of(file)[1])
+    if read_finished(directory, job, until) is not None:
+        return [file.stem for file in files[:-1]]
+    lost = []
+    for file in files:
+        node, at = _process_of(file)
+        if any(node in stay.nodes and stay.start <= at < stay.end <= until for stay in stays):
+            lost.append(file.stem)
+    return lost
+
+
+def _process_of(file: Path) -> tuple[str, float]:
+    """Return the node of a process that wrote records, and when it began."""
+    node, _, nanoseconds = file.stem.rsplit("-", 2)
+    return node, int(nanoseconds) / 1e9
+
+
 def seconds_to_start(directory: Path, stays: Sequence[Held]) -> list[float]:
     """Return, for each stay that trained, the seconds from its start until a training function began on its nodes."""
     begun: dict[str, list[float]] = {}
     for file in (directory / "seen").glob("*/*.jsonl"):
-        node, _, nanoseconds = file.stem.rsplit("-", 2)
-        begun.setdefault(node, []).append(int(nanoseconds) / 1e9)
+        node, at = _process_of(file)
+        begun.setdefault(node, []).append(at)
     found = []
     for stay in stays:
         times = [at for node in stay.nodes for at in begun.get(node, ()) if stay.start <= at < stay.end]

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
 SAMPLE_SECONDS = 0.05  # node-seconds that a sample costs
 BATCH = 48
@@ -192,26 +192,43 @@ def read_finished(directory: Path, job: Job, until: float) -> float | None:
     return float(told["loss"]) if told["time"] <= until else None
 
 
-def read_records(directory: Path, job: Job, until: float) -> dict[str, int]:
+def read_steps(file: Path) -> Iterator[tuple[float, set[tuple[int, int]]]]:
+    """Yield the steps of a process: time, and samples as (epoch, number)."""
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):  # otherwise its process was killed while it wrote
+            step = json.loads(line)
+            yield step["time"], {(step["epoch"], number) for number in step["samples"]}
+
+
+def read_records(directory: Path, job: Job, until: float, in_vain: Collection[str] = ()) -> dict[str, int]:
     """Count what a job has trained until a time.
+
+    Parameters
+    ----------
+    directory
+        Of the way.
+    job
+        The job.
+    until
+        The time, seconds since the epoch.
+    in_vain
+        Names of the records, without suffix, of processes that ended without having saved anything.
 
     Returns
     -------
     dict
         ``trained``: samples of all steps; ``useful``: different samples of different epochs; ``repeated``: samples that
-        were trained again; ``lost``: samples of complete epochs (a later one has begun, or the job is finished) that
-        were never trained.
+        were trained again, or in vain; ``lost``: samples of complete epochs (a later one has begun, or the job is
+        finished) that were never trained.
     """
     seen: set[tuple[int, int]] = set()
     trained = 0
     for file in (directory / "seen" / job.name).glob("*.jsonl"):
-        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n"):
-                continue  # its process was killed while it wrote
-            step = json.loads(line)
-            if step["time"] <= until:
-                trained += len(step["samples"])
-                seen |= {(step["epoch"], number) for number in step["samples"]}
+        for at, samples in read_steps(file):
+            if at <= until:
+                trained += len(samples)
+                if file.stem not in in_vain:
+                    seen |= samples
     finished = read_finished(directory, job, until) is not None
     begun = job.epochs if finished else max((epoch for epoch, _ in seen), default=0)
     complete = sum(epoch < begun for epoch, _ in seen)

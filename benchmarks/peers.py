@@ -27,13 +27,14 @@ jobs record their nodes and times; slurmctld records each stay of a batch job on
 
 useful_per_offered
     node-seconds of different samples that were trained, of those in which a node had no main job. A sample that was
-    trained again counts once, also if the first time was in vain: this favours ways that repeat;
+    trained again counts once, also if a process lost the first time with what it had not saved: this favours ways that
+    repeat. Nothing counts that ended without a saved state (``array``) and before its training job was finished;
 held_per_offered
     the share of them in which a node had a job of ours;
 start_s
     median seconds from the start of a batch job until a training function begins on one of its nodes;
 repeated_per_held
-    node-seconds of samples that were trained again, of those held;
+    node-seconds of samples that were trained again or in vain, of those held;
 delay_s_max, delay_s_mean
     of the main jobs' starts, relative to a run without any training job. Slurm's passes fall differently in each run:
     the way ``none``, which trains nothing, shows how much of this is chance;
@@ -41,6 +42,9 @@ requests_per_minute
     served by slurmctld and not caused by main jobs or nodes;
 queue_length
     our batch jobs in the queue at the same time, at most;
+samples_outside
+    samples that were trained on nodes that the way did not hold, by processes that outlived their batch job: such a
+    run does not count;
 loss_gap, loss_spread
     worst final loss of a finished job less the median of undisturbed runs with five orders of the data, and the spread
     of those;
@@ -210,7 +214,7 @@ def live_through(
         ]
         stays = read_held(batch_jobs, PARTITION)
         figures = {
-            **shares(home, jobs, stays, idle, queue.begin + horizon),
+            **shares(home, jobs, stays, idle, queue.begin + horizon, saves=way != "array"),
             "requests_per_minute": rpcs["rpcs_ours"] / lasted * 60,
             "lines": _lines(HERE / "peers" / f"with_{way}.py"),
             "left_after_kill": left,
@@ -348,9 +352,11 @@ def _measure(way: str, seed: int, results: Results, options: argparse.Namespace)
     ran, figures = live_through(None if way == "none" else way, main_jobs, seed, options)
     delays = [job.start - start for job, start in zip(ran, results.alone[str(seed)], strict=True)]
     row = {"way": way, "seed": seed, **figures, "delay_s_max": max(delays), "delay_s_mean": mean(delays)}
+    print(row, file=sys.stderr, flush=True)
+    if figures.get("samples_outside"):
+        raise SystemExit(f"{way}, seed {seed}: processes outlived their batch jobs; logs in {options.logs}")
     results.rows.append(row)
     results.save()
-    print(row, file=sys.stderr, flush=True)
 
 
 def _compare(rows: Sequence[dict[str, Any]]) -> None:

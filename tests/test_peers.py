@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from _peers_account import Held, at_once, held_on_idle, read_held, seconds_to_start, shares
+from _peers_account import Held, at_once, held_on_idle, read_held, seconds_to_start, shares, trained_outside
 from _peers_workload import SAMPLE_SECONDS, SAMPLES, Job, jobs_of, read_records
 
 JOB = Job("digits", "digits", 2, 0.05)
@@ -54,6 +54,17 @@ def test_what_comes_after_the_end_does_not_count_and_is_not_missed(tmp_path):
     assert after["useful_per_offered"] == pytest.approx(2 * SAMPLES * SAMPLE_SECONDS / 100.0)
 
 
+def test_what_ended_unsaved_counts_only_if_it_finished_its_job(tmp_path):
+    idle, stays = [("a", 0.0, 100.0)], [Held("1", 0.0, 1.0, 20.0, ("a",)), Held("1", 0.0, 30.0, 90.0, ("a",))]
+    write_steps(tmp_path, "a-1-5000000000", (9.0, 0, range(SAMPLES)))
+    write_steps(tmp_path, "a-2-35000000000", (40.0, 0, range(48)))
+    found = shares(tmp_path, [JOB], stays, idle, 50.0, saves=False)
+    assert (found["useful_per_offered"], found["samples_repeated"]) == (48 * SAMPLE_SECONDS / 100.0, SAMPLES)
+    assert shares(tmp_path, [JOB], stays, idle, 95.0, saves=False)["useful_per_offered"] == 0.0
+    (tmp_path / f"{JOB.name}.finished").write_text(json.dumps({"time": 80.0, "loss": 0.1}), encoding="utf-8")
+    assert shares(tmp_path, [JOB], stays, idle, 95.0, saves=False)["useful_per_offered"] == found["useful_per_offered"]
+
+
 def test_each_stay_of_a_requeued_job_is_read(tmp_path):
     file = tmp_path / "jobs.txt"
     first = RECORD.format(job=1, partition="preemptible", submit="00", start="05", end="15", nodes="node[01-02]")
@@ -84,6 +95,12 @@ def test_a_start_lasts_until_the_first_training_function_on_a_node(tmp_path):
         Held("3", 0.0, 1.0, 9.0, ("c",)),
     ]
     assert seconds_to_start(tmp_path, stays) == [4.0, 5.0]
+
+
+def test_steps_on_a_node_that_is_not_held_are_seen(tmp_path):
+    write_steps(tmp_path, "a-1-1000000000", (5.0, 0, range(48)), (25.0, 0, range(48, 60)), (45.0, 0, range(60, 70)))
+    stays = [Held("1", 0.0, 1.0, 9.0, ("a",)), Held("1", 0.0, 40.0, 50.0, ("a",)), Held("2", 0.0, 9.0, 40.0, ("b",))]
+    assert trained_outside(tmp_path, stays, 60.0) == 12
 
 
 def test_the_jobs_need_the_requested_time():

@@ -81,7 +81,7 @@ def submit(request: Request) -> None:
         script = f"""#!/bin/bash
 #SBATCH --partition={request.partition} --requeue --nodes=1 --exclusive --open-mode=append
 #SBATCH --time={request.minutes} --output=worker-{number}.out --signal=B:USR1@15
-trap 'scontrol requeue $SLURM_JOB_ID; exit' USR1
+trap 'kill $!; wait $!; scontrol requeue $SLURM_JOB_ID; exit' USR1
 for attempt in 1 2 3; do  # a busy head may not answer in time
     {program} start --address={address} --num-cpus=1 --block {" ".join(common)} &
     wait
