@@ -21,6 +21,11 @@ RECORD = (
 )
 
 
+@pytest.fixture(autouse=True)
+def no_reference_runs(monkeypatch):
+    monkeypatch.setattr("_peers_account.undisturbed_losses", lambda job: [0.1, 0.2, 0.3])
+
+
 def write_steps(directory, process, *steps):
     folder = directory / "seen" / JOB.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,6 +56,7 @@ def test_what_comes_after_the_end_does_not_count_and_is_not_missed(tmp_path):
     assert shares(tmp_path, [JOB], [], [("a", 0.0, 100.0)], 3.0)["finished"] == 0
     after = shares(tmp_path, [JOB], [], [("a", 0.0, 100.0)], 6.0)
     assert after["finished"] == 1
+    assert (after["loss_gap"], after["loss_spread"]) == (pytest.approx(-0.1), pytest.approx(0.2))
     assert after["useful_per_offered"] == pytest.approx(2 * SAMPLES * SAMPLE_SECONDS / 100.0)
 
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 PORT = 6399
 WORKERS = 8  # as many as the cluster has nodes
 SAVE_BATCHES = 4
+AT_ONCE = 4  # training jobs: each has a process of its own on the submitting host, and up to four workers
 
 
 def train(config) -> None:
@@ -89,7 +90,7 @@ done
 """
         subprocess.run(["sbatch"], input=script, text=True, check=True)
     ray.init(address=address)
-    with ThreadPoolExecutor(len(request.jobs)) as threads:
+    with ThreadPoolExecutor(AT_ONCE) as threads:
         done = [threads.submit(fit, job, request.directory) for job in request.jobs]
     for one in done:
         one.result()
