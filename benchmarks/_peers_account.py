@@ -33,6 +33,7 @@ class Held:
     start: float
     end: float
     nodes: tuple[str, ...]
+    state: str = ""
 
     def node_seconds(self, since: float, until: float) -> float:
         """Return the node-seconds between two times."""
@@ -47,7 +48,7 @@ def read_held(file: Path, partition: str) -> list[Held]:
         if fields.get("Partition") == partition:
             times = (_time_of(fields[name]) for name in ("SubmitTime", "StartTime", "EndTime"))
             nodes = () if fields["NodeList"] in ("", "(null)") else tuple(expand_hosts(fields["NodeList"]))
-            stays.append(Held(fields["JobId"], *times, nodes))
+            stays.append(Held(fields["JobId"], *times, nodes, fields["JobState"]))
     return stays
 
 
@@ -118,6 +119,7 @@ def shares(
         "loss_spread": max((spread for _, spread in gaps.values()), default=None),
         "samples_outside": trained_outside(directory, stays, until),
         "batch_jobs": sum(stay.start > 0 and bool(stay.nodes) for stay in stays),
+        "batch_jobs_failed": sum(stay.state == "FAILED" for stay in stays),
         "queue_length": at_once(stays),
         "start_s": median(starts) if (starts := seconds_to_start(directory, stays)) else None,
         "held_node_s": sum(stay.node_seconds(begin, until) for stay in stays if stay.start),

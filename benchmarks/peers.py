@@ -40,6 +40,8 @@ delay_s_max, delay_s_mean
     the way ``none``, which trains nothing, shows how much of this is chance;
 requests_per_minute
     served by slurmctld and not caused by main jobs or nodes;
+batch_jobs_failed
+    batch jobs that ended with an error, and are not requeued: a signal before Python handles it ends a job;
 queue_length
     our batch jobs in the queue at the same time, at most;
 samples_outside
@@ -115,8 +117,8 @@ PARTITIONS = (
 )
 SHOWN = (  # in the table; the file has more
     "way", "seed", "useful_per_offered", "held_per_offered", "start_s", "repeated_per_held", "finished",
-    "samples_lost", "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "queue_length", "lines",
-    "left_after_kill",
+    "samples_lost", "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "batch_jobs_failed", "queue_length",
+    "lines", "left_after_kill",
 )  # fmt: skip
 PACKAGES = ("torch", "submitit", "lightning", "torchdata", "ray")
 SETTINGS = ("nodes", "minutes", "load", "mean_run", "work", "limit")

@@ -84,6 +84,7 @@ def test_each_stay_of_a_requeued_job_is_read(tmp_path):
         ("1", 10.0, ("node03",)),
         ("3", 0.0, ()),
     ]
+    assert {stay.state for stay in stays} == {"PENDING"}
     assert at_once(stays) == 2  # a requeued job is one job
 
 

@@ -61,15 +61,18 @@ def train(job: Job, directory: str) -> None:
 
 
 def submit(request: Request) -> None:
+    torchrun = f"{os.path.dirname(sys.executable)}/torchrun"
     for number, _ in enumerate(request.jobs):
+        endpoint = f"{request.address}:{29500 + number}"  # all nodes have this address here, elsewhere the first node's
         script = f"""#!/bin/bash
 #SBATCH --partition={request.partition} --requeue --nodes=1-4 --exclusive --open-mode=append
-#SBATCH --ntasks-per-node=1 --time={request.minutes} --output={number}.out --signal=B:USR1@15
+#SBATCH --time={request.minutes} --output={number}.out --signal=B:USR1@15
 trap 'scontrol requeue $SLURM_JOB_ID' USR1
-head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
-srun {os.path.dirname(sys.executable)}/torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=1000 \\
+# Not --ntasks-per-node above: with it, Slurm gives the fewest nodes.
+srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 \\
+    {torchrun} --nnodes=1:$SLURM_JOB_NUM_NODES --nproc-per-node=1 --max-restarts=1000 \\
     --rdzv-id=$SLURM_JOB_ID-$SLURM_RESTART_COUNT --rdzv-backend=c10d --rdzv-conf=last_call_timeout=5 \\
-    --rdzv-endpoint={request.address}:{29500 + number} {__file__} --train {number} {request.file} &
+    --rdzv-endpoint={endpoint} {__file__} --train {number} {request.file} &
 wait
 """
         subprocess.run(["sbatch"], input=script, text=True, check=True)
