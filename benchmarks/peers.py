@@ -117,8 +117,8 @@ PARTITIONS = (
 )
 SHOWN = (  # in the table; the file has more
     "way", "seed", "useful_per_offered", "held_per_offered", "start_s", "repeated_per_held", "finished",
-    "samples_lost", "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "batch_jobs_failed", "queue_length",
-    "lines", "left_after_kill",
+    "samples_lost", "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "batch_jobs_failed",
+    "queue_length", "lines", "left_after_kill",
 )  # fmt: skip
 PACKAGES = ("torch", "submitit", "lightning", "torchdata", "ray")
 SETTINGS = ("nodes", "minutes", "load", "mean_run", "work", "limit")
