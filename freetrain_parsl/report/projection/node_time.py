@@ -290,8 +290,8 @@ class NodeTimeFold:
         if block not in self._ends:  # it never started
             return
         self._account.endings[reason] += 1
-        nodes = sum(node.block == block for node in self._nodes.values()) / self._account.shared_slots
         until = self._held_until(block, held)
+        nodes = sum(node.block == block for node in self._nodes.values()) / self._account.shared_slots
         left = nodes * max(0.0, self._ends[block] - until)
         if given_back:
             self._account.returned += left
@@ -300,17 +300,14 @@ class NodeTimeFold:
         self._close(block, until)
 
     def _held_until(self, block: str, held: float | None) -> float:
-        """Return until when a block held its nodes, at least: a survey shows its end up to a poll interval late.
+        """Return until when a block held its nodes: a survey shows its end up to a poll interval late.
 
-        A job ends with its last process: if all its nodes have left, then soon after the last of them, unless a later
-        survey showed it nevertheless, at `held`.
+        It ends with its last process: if all its nodes have left, then with the last, unless one showed it at `held`.
         """
-        names = [name for name, node in self._nodes.items() if node.block == block]
-        nodes = [self._nodes[name] for name in names]
-        gone = all(node.phase is NodePhase.LEAVING for node in nodes)
-        if held is None or not gone or any(self._training[name] for name in names):
-            return self._now
-        return min(self._now, max([held, *(node.entered for node in nodes)]))
+        nodes = {name: node for name, node in self._nodes.items() if node.block == block}
+        gone = all(node.phase is NodePhase.LEAVING and not self._training[name] for name, node in nodes.items())
+        last = max((node.entered for node in nodes.values()), default=0.0)
+        return self._now if held is None or not gone else min(self._now, max(held, last))
 
     def _close(self, block: str, until: float | None = None) -> None:
         del self._ends[block]
@@ -325,8 +322,7 @@ class NodeTimeFold:
     def _enter(self, name: str, phase: NodePhase) -> None:
         self._settle(name)
         if name in self._nodes:
-            self._nodes[name].phase = phase
-            self._nodes[name].entered = self._now
+            self._nodes[name].phase, self._nodes[name].entered = phase, self._now
 
     def _count(self, nodes: Iterable[str], change: int) -> None:
         for name in nodes:
