@@ -204,10 +204,11 @@ class StartsFailed(Record):
 
 @dataclass(frozen=True)
 class BlockEnded(Record):
-    """The block has ended."""
+    """The block has ended; `held`: until when a survey has shown that it held its nodes, ``None``: none has."""
 
     nodes: list[str]
     reason: str
+    held: float | None = None
 
 
 # ── nodes and slots ───────────────────────────────────────────────────────────────────────────────

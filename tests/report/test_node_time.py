@@ -106,6 +106,24 @@ def test_nodes_are_held_since_their_job_started_and_not_since_this_was_seen():
     assert found.held == 2 * (30 - 4)
 
 
+def test_nodes_are_held_until_they_left_and_not_until_this_was_seen():
+    """Slurm is asked every 15 s: a preempted block of two nodes counted for up to half a minute more than it held."""
+    late = (60.0, record.BlockEnded("b1", ["n1", "n2"], "preempted", held=40.0))
+    found = account(*BLOCK[:-1], late)
+    assert found.phases[NodePhase.LEAVING] == 1
+    assert (found.held, found.cut_short) == (2 * (48 - 10), 2 * (110 - 48))
+
+
+def test_a_block_that_a_survey_has_shown_after_its_nodes_left_was_held():
+    late = (60.0, record.BlockEnded("b1", ["n1", "n2"], "preempted", held=55.0))
+    assert account(*BLOCK[:-1], late).held == 2 * (55 - 10)
+
+
+def test_a_block_with_a_node_that_has_not_left_is_held_until_its_end_is_seen():
+    late = (60.0, record.BlockEnded("b1", ["n1", "n2"], "node failure", held=40.0))
+    assert account(*BLOCK[:-2], late).held == 2 * (60 - 10)
+
+
 def test_a_node_is_not_held_twice_at_a_time():
     """A job can have started before its request was recorded, and before the end of the block before it was seen."""
     found = account(

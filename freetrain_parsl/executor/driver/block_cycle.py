@@ -71,7 +71,7 @@ class BlockCycle:
         for block in list(self._registry.blocks.values()):
             if (status := survey.blocks.get(block.name)) is None:
                 continue
-            self._follow(block, status)
+            self._follow(block, status, survey.time)
             if block.started and survey.wanted.keys() & set(block.nodes):
                 wanted = min(survey.wanted[node] for node in block.nodes if node in survey.wanted)
                 self.make_way(block, wanted, "yielded to another user's job")
@@ -111,13 +111,13 @@ class BlockCycle:
         if block is None:
             return
         logger.info("block %s (%s) %s", name, ", ".join(block.nodes), reason)
-        self._write(record.BlockEnded(name, list(block.nodes), reason))
+        self._write(record.BlockEnded(name, list(block.nodes), reason, block.held))
         self._submitter.forget(block.name)
         for slot in self._registry.of_block(name):
             self._lose(slot, f"its block {reason}")
         self._emit(ev.BlockEnded(self._clock(), name))
 
-    def _follow(self, block: Block, status: BlockStatus) -> None:
+    def _follow(self, block: Block, status: BlockStatus, seen: float) -> None:
         state = status.state
         if block.warned and state in (BlockState.COMPLETED, BlockState.FAILED):
             state = BlockState.PREEMPTED  # it ended in the grace period, so preemption is not reported
@@ -130,6 +130,8 @@ class BlockCycle:
             self._submitter.reject(block.name, said)
         elif status.nodes and not block.started:
             self._start(block, status.nodes, status.ends)
+        elif status.nodes:
+            block.held = seen
 
     def _start(self, block: Block, nodes: tuple[str, ...], ends: float | None) -> None:
         now = self._clock()

@@ -79,6 +79,8 @@ class Block:
     started: float | None = None
     ends: float | None = None
     """Time at which it loses its nodes, once it has started; ``None`` if unknown."""
+    held: float | None = None
+    """Time of the last survey that showed it on its nodes."""
     yields: float | None = None
     """Time at which it releases its nodes early."""
     yields_because: str = ""
@@ -97,7 +99,7 @@ class Block:
 
         It cannot last longer than its walltime from now; a later end is due to a stepped clock.
         """
-        self.started, self.nodes = now, nodes
+        self.started, self.held, self.nodes = now, now, nodes
         ends = None if ends is None else min(ends, now + self.seconds)
         times = [time for time in (ends, self.closes) if time is not None]
         self.ends = min(times, default=None)

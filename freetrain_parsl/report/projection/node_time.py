@@ -139,6 +139,8 @@ class _Node:
     """Time up to which it is accounted for."""
     phase: NodePhase = NodePhase.STARTING
     """Its phase while no training job runs on it."""
+    entered: float = 0.0
+    """When it came into this phase."""
 
 
 class NodeTimeFold:
@@ -181,7 +183,7 @@ class NodeTimeFold:
             case record.BlockStarted(subject=block):
                 self._start(block, entry.nodes, entry.ends, entry.since)
             case record.BlockEnded(subject=block):
-                self._end(block, entry.reason)
+                self._end(block, entry.reason, entry.held)
             case record.BlockReleased(subject=block):
                 if entry.reason != BlockState.PREEMPTED.value:
                     self._released.add(block)
@@ -280,7 +282,7 @@ class NodeTimeFold:
             start = min(self._now, max(begin, self._freed.get(name, begin)))
             self._nodes[name] = _Node(block, start, start)
 
-    def _end(self, block: str, reason: str) -> None:
+    def _end(self, block: str, reason: str, held: float | None = None) -> None:
         self._requests.pop(block, None)
         self._requested.pop(block, None)
         given_back = block in self._released or reason.startswith(_ENDED_BY_ITSELF)
@@ -288,28 +290,39 @@ class NodeTimeFold:
         if block not in self._ends:  # it never started
             return
         self._account.endings[reason] += 1
+        until = self._held_until(block, held)
         nodes = sum(node.block == block for node in self._nodes.values()) / self._account.shared_slots
-        left = nodes * max(0.0, self._ends[block] - self._now)
+        left = nodes * max(0.0, self._ends[block] - until)
         if given_back:
             self._account.returned += left
         else:
             self._account.cut_short += left
-        self._close(block)
+        self._close(block, until)
 
-    def _close(self, block: str) -> None:
+    def _held_until(self, block: str, held: float | None) -> float:
+        """Return until when a block held its nodes: a survey shows its end up to a poll interval late.
+
+        It ends with its last process: if all its nodes have left, then with the last, unless one showed it at `held`.
+        """
+        nodes = {name: node for name, node in self._nodes.items() if node.block == block}
+        gone = all(node.phase is NodePhase.LEAVING and not self._training[name] for name, node in nodes.items())
+        last = max((node.entered for node in nodes.values()), default=0.0)
+        return self._now if held is None or not gone else min(self._now, max(held, last))
+
+    def _close(self, block: str, until: float | None = None) -> None:
         del self._ends[block]
         for name in [name for name, node in self._nodes.items() if node.block == block]:
-            self._leave(name)
+            self._leave(name, until)
 
-    def _leave(self, name: str) -> None:
-        self._settle(name)
+    def _leave(self, name: str, until: float | None = None) -> None:
+        self._settle(name, until)
         del self._nodes[name]
-        self._freed[name] = self._now
+        self._freed[name] = self._now if until is None else until
 
     def _enter(self, name: str, phase: NodePhase) -> None:
         self._settle(name)
         if name in self._nodes:
-            self._nodes[name].phase = phase
+            self._nodes[name].phase, self._nodes[name].entered = phase, self._now
 
     def _count(self, nodes: Iterable[str], change: int) -> None:
         for name in nodes:
@@ -319,11 +332,12 @@ class NodeTimeFold:
     def _fragment_ends(self, training: str, generation: int) -> None:
         self._count(self._fragments.pop((training, generation), ()), -1)
 
-    def _settle(self, name: str) -> None:
-        """Account for a node's time up to now."""
+    def _settle(self, name: str, until: float | None = None) -> None:
+        """Account for a node's time up to now, or until an earlier time: what was counted after it is taken back."""
         if name in self._nodes:
-            self._count_time(self._account, name, self._now)
-            self._nodes[name].since = self._now
+            until = self._now if until is None else until
+            self._count_time(self._account, name, until)
+            self._nodes[name].since = until
 
     def _count_time(self, account: NodeTime, name: str, until: float) -> None:
         node = self._nodes[name]

@@ -152,6 +152,17 @@ def test_the_journal_says_since_when_a_block_has_its_nodes(tmp_path: Path, ago: 
         assert future.result(60) == "done"
 
 
+def test_the_journal_says_until_when_a_block_was_seen_on_its_nodes(tmp_path: Path) -> None:
+    with DriverBench(tmp_path) as bench:
+        bench.train("one")
+        started = bench.entry("block_started").time
+        wait_for(lambda: any((block.held or 0.0) > started for block in bench.blocks()), "a later survey")
+        (job,) = bench.source.jobs
+        bench.source.jobs[job] = replace(bench.source.jobs[job], state=BlockState.PREEMPTED)
+        ended = bench.entry("block_ended")
+        assert started < ended.detail["held"] < ended.time
+
+
 class _LateServer:
     """A control channel that yields one batch of messages per call, and lets time pass when there is none."""
 
