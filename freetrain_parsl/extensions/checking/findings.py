@@ -165,6 +165,16 @@ class Judge:
     def refused(self, size: int, count: CountRefused) -> None:
         """Note a number of processes on which the model cannot be: jobs have others."""
         self._row(f"{size} processes", f"not allowed: {count.reason}", holds=None)
+        if size == 2:
+            self._row("a process that joins", "not compared: that would be two processes", holds=None)
+
+    def compared_none(self, sizes: Sequence[int]) -> None:
+        """Say that the model can be on none of these numbers of processes."""
+        tried = ", ".join(map(str, sizes))
+        self._report.notes.append(
+            f"No group of processes was compared, as the model can be on none of {tried}. Check it with other sizes of "
+            "its layers, which these numbers divide."
+        )
 
     def members(
         self, size: int, group: Sequence[ProcessRecord], reference: ProcessRecord, steady: Sequence[ProcessRecord]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MARK = "# the cause"
 STEPS = 0
@@ -538,16 +535,24 @@ def sharded(session: Any) -> Any:
             it += 1  # the cause
 
 
-def sharded_evenly(session: Any) -> Any:
+def sharded_evenly(session: Any, width: int = 32) -> None:
     """Shard columns, whose number the processes must divide."""
     from torch.distributed.tensor import Shard
 
-    sharded_mended(session, lambda parameter: Shard(1) if len(parameter) == 3 and parameter.dim() == 2 else None)
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.shape == (3, width) else None
+
+    sharded_mended(session, width=width, shard_placement_fn=placement)
 
 
-def sharded_mended(session: Any, placement: Callable[[nn.Parameter], Any] | None = None) -> Any:
+def sharded_in_pairs(session: Any) -> None:
+    """Shard for groups of two."""
+    sharded_mended(session, reshard_after_forward=2)
+
+
+def sharded_mended(session: Any, *, width: int = 32, **options: Any) -> Any:
     """Keep the counter in the session."""
-    net = _sharded_net(session, placement)
+    net = _sharded_net(session, width, **options)
     optimizer = session.prepare(net, torch.optim.Adam(net.parameters(), lr=0.01))[1]
     loader, state = session.loader(data(), batch_size=16), session.state(it=0)
     for _ in session.epochs(4):
@@ -557,11 +562,11 @@ def sharded_mended(session: Any, placement: Callable[[nn.Parameter], Any] | None
             state.it += 1
 
 
-def _sharded_net(session: Any, placement: Callable[[nn.Parameter], Any] | None = None) -> nn.Module:
+def _sharded_net(session: Any, width: int = 32, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    net = nn.Sequential(nn.Linear(6, 32), Float32Norm(), nn.Linear(32, 3))
-    return fully_shard(net, mesh=session.mesh, shard_placement_fn=placement)
+    net = nn.Sequential(nn.Linear(6, width), Float32Norm(), nn.Linear(width, 3))
+    return fully_shard(net, mesh=session.mesh, **options)
 
 
 class Float32Norm(nn.Module):

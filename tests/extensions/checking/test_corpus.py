@@ -135,6 +135,23 @@ def test_processes_on_which_a_model_cannot_be_are_replaced_by_others() -> None:
     assert text.startswith("not allowed: 2.weight of a Sequential, of shape (3, 32), is sharded over its dimension 1")
 
 
+def test_a_check_without_a_group_says_so() -> None:
+    report = checked("sharded_evenly", width=11)
+    assert [row.name for row in report.rows if row.holds is None] == [
+        "2 processes",
+        "a process that joins",
+        "3 processes",
+    ]
+    assert any(
+        "No group of processes was compared, as the model can be on none of 2, 3." in note for note in report.notes
+    )
+    report = checked("sharded_in_pairs")
+    assert report.failure == (
+        "All is compared with one process, on which its model cannot be: reshard_after_forward=2 needs a multiple of 2 "
+        "(otherwise leave it out)."
+    )
+
+
 def test_a_model_that_computes_partly_in_float32_and_is_sharded_is_compared_in_the_first_step() -> None:
     report = checked("sharded_mended")
     assert [row.holds for row in report.rows] == [True] * 4

@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from freetrain_parsl.errors import CannotFuse
-from freetrain_parsl.extensions.fusion.forward.differences import compare
 from tests.extensions.fusion.sweep_trainings import alone, distance, together
 
 if TYPE_CHECKING:
@@ -43,10 +42,15 @@ class Net(nn.Module):
         self.head = nn.Linear(12, 4) if head else None
         self.temperature = 1.0
         self.with_head = False
+        self.doubled = nn.Identity()
+        self.more = nn.ModuleList()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.norm(self.dropout(self.first(x))))
         out = self.last(hidden) / self.temperature
+        for layer in self.more:
+            out = layer(out)
+        out = 2 * out if hasattr(self, "doubled") else out
         return out + self.head(hidden) if self.head is not None and self.with_head else out
 
 
@@ -91,6 +95,40 @@ def changes_the_temperature(model: Any, _steps: Any, *, lr: float, epoch: int, *
 def replaces_a_layer(model: Any, _steps: Any, *, epoch: int, **_: Any) -> None:
     if epoch == 3:
         model.norm = nn.Identity()
+
+
+def replaces_and_changes_a_layer(model: Any, _steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    if epoch == 2:
+        model.dropout = nn.Dropout(0.3)
+    model.dropout.p = 0.3 if epoch < 4 else 5 * lr
+
+
+def deletes_an_attribute(model: Any, _steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    if epoch == 3 and lr > 0.03:
+        del model.doubled
+
+
+def appends_a_layer(model: Any, _steps: Any, *, epoch: int, **_: Any) -> None:
+    if epoch == 3:
+        model.more.append(nn.Linear(4, 4, dtype=torch.float64).requires_grad_(requires_grad=False))
+        nn.init.eye_(model.more[-1].weight)
+        nn.init.zeros_(model.more[-1].bias)
+
+
+def exchanges_a_hook(model: Any, _steps: Any, *, lr: float, epoch: int, kept: dict[str, Any], **_: Any) -> None:
+    if epoch == 2:
+        kept["hook"] = model.last.register_forward_hook(halves)
+    if epoch == 4 and lr > 0.03:
+        kept["hook"].remove()
+        kept["hook"] = model.last.register_forward_hook(negates)
+
+
+def halves(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2
+
+
+def negates(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    return -output
 
 
 def assigns_data(model: Any, _steps: Any, **_: Any) -> None:
@@ -190,6 +228,8 @@ def slow(change: Callable[..., None], *optimizers: str) -> Any:
     [
         *((change, "SGD") for change in (unfreezes, evaluates_the_norm, changes_dropout, changes_the_temperature)),
         *((change, "SGD") for change in (replaces_a_layer, assigns_data, turns_momentum_off)),
+        *((change, "SGD") for change in (replaces_and_changes_a_layer, deletes_an_attribute)),
+        *((change, "SGD") for change in (appends_a_layer, exchanges_a_hook)),
         *((change, "Adam") for change in (rewinds, resets_the_optimizer, scales_the_states, joins_a_head)),
         *((change, "Adam") for change in (assigns_in_a_list, assigns_each_batch)),
         (assigns_each_batch, "RMSprop"),
@@ -371,19 +411,3 @@ def test_what_an_array_finds_too_late_ends_its_members(
     for end in outcome.ends.values():
         assert isinstance(end, CannotFuse)
         assert reason in str(end)
-
-
-def test_members_that_validate_after_each_epoch_are_compared_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``model.eval()`` and then ``model.train()`` leave the models what they were."""
-    compared = []
-
-    def counted(models: Any, *args: Any) -> Any:
-        compared.append(len(models))
-        return compare(models, *args)
-
-    monkeypatch.setattr("freetrain_parsl.extensions.fusion.engine.engine.compare", counted)
-    outcome = together(tmp_path, [{"lr": rate, "epochs": 4} for rate in RATES])
-    assert outcome.engine.fused_steps >= 4 * 3
-    assert compared == [len(RATES)]

@@ -48,6 +48,9 @@ def test_members_that_take_turns_stay_in_arrays_of_which_none_is_faster_than_one
     world.crash(min(slot for slot, process in world.processes.items() if process.is_array))
     world.settle(12)
     assert arrays(world) == [3, 3]
+    world.end_over_share(min(slot for slot, process in world.processes.items() if process.is_array))
+    world.settle(12)
+    assert {process.turns for process in world.processes.values()} == {world.turns}, "in arrays of half the size, too"
     assert not records(world, record.TrainsAlone)
     world.settle(200)
     assert [future.result(0) for future in world.futures.values()] == [f"t{number}" for number in range(6)]

@@ -241,6 +241,21 @@ def test_traits_tell_models_apart_that_cannot_be_one_array():
     assert " at 0x" not in repr(plain)
 
 
+def test_a_class_that_uses_a_list_of_its_training_job_is_refused() -> None:
+    def model():
+        calls = []
+
+        class Counting(nn.Module):
+            def forward(self, x):
+                calls.append(len(x))
+                return x
+
+        return Counting()
+
+    with pytest.raises(CannotFuse, match="class of the model cannot be compared: a function that uses a list"):
+        compare([model(), model()])
+
+
 def test_each_model_is_walked_through_as_often_whatever_its_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     def walks(layers: int) -> int:
         models, count = [nn.Sequential(*(Block() for _ in range(layers))) for _ in range(2)], 0

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_forward_hook
 
-from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, intercept, original_forward
+from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
 from tests.extensions.fusion.sweep_trainings import alone, data, distance, together
 
 if TYPE_CHECKING:
@@ -45,34 +45,6 @@ def test_only_the_object_itself_is_intercepted_and_it_stays_what_it_is() -> None
     release()
     assert one(x) == 2
     assert Doubling.forward is forward
-
-
-def test_attributes_that_are_the_same_again_have_not_changed() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    dropout = model[1]
-    watch = AttributeWatch()
-    watch.watch([model])
-    with watch.active():
-        model.eval()
-        assert watch.changed
-        model.train()
-        assert not watch.changed
-        dropout.p = 0.25
-        watch.accept()
-        assert not watch.changed
-        dropout.p = 0.5  # what it was before it was accepted
-        assert watch.changed
-        dropout.p = 0.25
-        assert not watch.changed
-        with watch.paused():
-            dropout.p = 0.5
-        assert not watch.changed
-        dropout.inplace = 0  # equal to what it was, but of another type
-        assert watch.changed
-        watch.accept()
-        model[0] = nn.Linear(2, 2)
-        model.train(mode=True)
-        assert watch.changed
 
 
 def test_a_forward_that_was_assigned_to_a_model_is_intercepted() -> None:

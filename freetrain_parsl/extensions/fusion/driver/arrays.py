@@ -71,8 +71,8 @@ class CohortArrays:
 
     def limit_to(self, size: int) -> None:
         """Let no array have more members than this, whatever size others find best."""
-        self._limit = size
-        self.decide(size)
+        self._limit = min(size, self._limit or size)
+        self.decide(size, self.turns)
 
     def decide(self, size: int, turns: str = "") -> None:
         """Note the best size of an array, and why its members step in turns."""

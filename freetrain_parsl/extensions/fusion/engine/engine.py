@@ -319,7 +319,8 @@ class FusionEngine:
     def _still_fits(self) -> bool:
         """Take what user code has changed in the members' models; return false if they must be stacked anew."""
         assert self._array is not None
-        self._attributes.look_for_hooks([model for member in self._members for model in member.models])
+        models = [model for member in self._members for model in member.models]
+        self._attributes.look_for_hooks(models)
         if self._attributes.changed:
             try:
                 differing = [compare(models) for models in zip(*(m.models for m in self._members), strict=True)]
@@ -329,7 +330,7 @@ class FusionEngine:
             if _values(differing) != _values(self._differing) or not self._array.has_all_parameters():
                 self._calls.clear()
                 return False
-            self._attributes.accept()
+            self._attributes.watch(models)  # with modules that they have got since
         with torch.no_grad():
             return self._array.take_assigned_parameters(any_layout=False)
 

@@ -27,6 +27,7 @@ _originals: dict[type, Any] = {}
 _PLAIN = (bool, int, float, str, type(None))
 _MISSING = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CHANGES = ("__delattr__", "add_module", "register_buffer", "register_parameter")  # beside assignments
 
 
 def intercept(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Callable[[], None]:
@@ -113,53 +114,51 @@ def _intercepted(original: Any) -> Any:
 
 
 class AttributeWatch:
-    """Notes assignments to attributes of the watched modules, submodules and train or eval mode included.
+    """Notes changes of attributes of the watched modules, submodules and train or eval mode included.
 
-    A number or text that is the same again is no change: loops may call ``model.train()`` in each step, and
-    ``model.eval()`` before it.
+    Assignments of an equal number or text are no change: loops may call ``model.train()`` in each step.
     """
 
     def __init__(self) -> None:
+        self.changed = False
+        """Whether an attribute has changed since this was set to False."""
         self._modules: set[int] = set()
-        self._changed = False
-        self._plain: dict[tuple[int, str], object] = {}  # (module, name) -> former value, of changed numbers and texts
         # Number of hooks that were ever registered, when it was last looked for them; none after one was removed.
         self._hooks: int | None = None
-        self._hooks_of_modules: list[int] = []
+        self._hooks_of_modules: list[tuple[int, ...]] = []
         self._pauses = 0
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Watch these modules and their submodules from now on, and no others."""
         self._modules = {id(part) for module in modules for part in module.modules()}
-        self.accept()
-        self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
-
-    @property
-    def changed(self) -> bool:
-        """Whether an attribute is not what it was when the watch began, or when `accept` was called."""
-        return self._changed or bool(self._plain)
-
-    def accept(self) -> None:
-        """Take all attributes as they are now: they are no change."""
-        self._changed = False
-        self._plain.clear()
+        self.changed = False
+        self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _numbers_of_hooks(modules)
 
     def look_for_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Note if the watched modules, which are given, or their parameters have got or lost hooks."""
         if RemovableHandle.next_id != self._hooks:  # else no hook of any kind was registered or removed
             before = self._hooks_of_modules
-            self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _count_hooks(modules)
-            self._changed = self._changed or before != self._hooks_of_modules
+            self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _numbers_of_hooks(modules)
+            self.changed = self.changed or before != self._hooks_of_modules
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Watch in this context; it replaces ``nn.Module.__setattr__`` and ``RemovableHandle.remove``."""
+        """Watch in this context; it replaces methods of ``nn.Module``, and ``RemovableHandle.remove``."""
         original, remove_hook = nn.Module.__setattr__, RemovableHandle.remove
+        changes = {name: vars(nn.Module)[name] for name in _CHANGES}
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            if id(module) in self._modules and not self._pauses:
-                self._note(module, name, value)
+            if self._watches(module) and _differs(vars(module).get(name, _MISSING), value):
+                self.changed = True
             original(module, name, value)
+
+        def noted(method: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(method)
+            def change(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+                self.changed = self.changed or self._watches(module)
+                method(module, *args, **kwargs)
+
+            return change
 
         def remove(handle: RemovableHandle) -> None:
             self._hooks = None
@@ -167,20 +166,18 @@ class AttributeWatch:
 
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
         RemovableHandle.remove = remove  # type: ignore[method-assign, assignment]
+        for name, method in changes.items():
+            setattr(nn.Module, name, noted(method))
         try:
             yield
         finally:
+            for name, method in changes.items():
+                setattr(nn.Module, name, method)
             nn.Module.__setattr__ = original  # type: ignore[method-assign]
             RemovableHandle.remove = remove_hook  # type: ignore[method-assign]
 
-    def _note(self, module: nn.Module, name: str, value: object) -> None:
-        before = vars(module).get(name, _MISSING)
-        if not _differs(before, value):
-            return
-        if not (isinstance(before, _PLAIN) and isinstance(value, _PLAIN)):
-            self._changed = True
-        elif not _differs(self._plain.setdefault((id(module), name), before), value):
-            del self._plain[id(module), name]
+    def _watches(self, module: nn.Module) -> bool:
+        return id(module) in self._modules and not self._pauses
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -196,12 +193,10 @@ def _differs(one: object, other: object) -> bool:
     return one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
 
 
-def _count_hooks(modules: Sequence[nn.Module]) -> list[int]:
-    counts = [int(bool(_has_any_global_hook()))]  # type: ignore[no-untyped-call]  # torch's own
+def _numbers_of_hooks(modules: Sequence[nn.Module]) -> list[tuple[int, ...]]:
+    numbers: list[tuple[int, ...]] = [(int(bool(_has_any_global_hook())),)]  # type: ignore[no-untyped-call]  # torch's own
     for module in modules:
-        counts += [len(vars(part)[name]) for part in module.modules() for name in _HOOKS]
-        counts += [
-            len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
-            for parameter in module.parameters()
-        ]
-    return counts
+        numbers += [tuple(vars(part)[name]) for part in module.modules() for name in _HOOKS]
+        for parameter in module.parameters():
+            numbers += [tuple(parameter._backward_hooks or ()), tuple(parameter._post_accumulate_grad_hooks or ())]
+    return numbers

@@ -83,7 +83,11 @@ def compare(models: Sequence[nn.Module], ignored: Collection[str] = ()) -> Diffe
         if isinstance(module, torch.jit.ScriptModule):
             raise CannotFuse(f"{path or 'the model'} is compiled by torch.jit")
         kinds = [type(each[path]) for each in parts]
-        if not all(comparison.equal(kinds[0], kind) for comparison, kind in zip(comparisons, kinds, strict=True)):
+        try:
+            same = all(comparison.equal(kinds[0], kind) for comparison, kind in zip(comparisons, kinds, strict=True))
+        except _Incomparable as error:
+            raise CannotFuse(f"the class of {path or 'the model'} cannot be compared: {error}") from None
+        if not same:
             names = ", ".join(kind.__name__ for kind in kinds)
             raise CannotFuse(f"{path or 'the model'} is of a different class in each of the training jobs: {names}")
     _compare_tensors(models)
