@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,10 +45,12 @@ class Net(nn.Module):
         self.with_head = False
         self.doubled = nn.Identity()
         self.more = nn.ModuleList()
+        self.scales = [1.0]
+        self.options = SimpleNamespace(scale={"of all": 1.0})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.norm(self.dropout(self.first(x))))
-        out = self.last(hidden) / self.temperature
+        out = self.last(hidden) / self.temperature / self.scales[0] / self.options.scale["of all"]
         for layer in self.more:
             out = layer(out)
         out = 2 * out if hasattr(self, "doubled") else out
@@ -106,6 +109,14 @@ def replaces_and_changes_a_layer(model: Any, _steps: Any, *, lr: float, epoch: i
 def deletes_an_attribute(model: Any, _steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
     if epoch == 3 and lr > 0.03:
         del model.doubled
+
+
+def changes_a_list(model: Any, _steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    model.scales[0] = 1 + lr * epoch
+
+
+def changes_a_configuration(model: Any, _steps: Any, *, lr: float, epoch: int, **_: Any) -> None:
+    model.options.scale["of all"] = 1 + lr * epoch
 
 
 def appends_a_layer(model: Any, _steps: Any, *, epoch: int, **_: Any) -> None:
@@ -229,7 +240,7 @@ def slow(change: Callable[..., None], *optimizers: str) -> Any:
         *((change, "SGD") for change in (unfreezes, evaluates_the_norm, changes_dropout, changes_the_temperature)),
         *((change, "SGD") for change in (replaces_a_layer, assigns_data, turns_momentum_off)),
         *((change, "SGD") for change in (replaces_and_changes_a_layer, deletes_an_attribute)),
-        *((change, "SGD") for change in (appends_a_layer, exchanges_a_hook)),
+        *((change, "SGD") for change in (appends_a_layer, exchanges_a_hook, changes_a_list, changes_a_configuration)),
         *((change, "Adam") for change in (rewinds, resets_the_optimizer, scales_the_states, joins_a_head)),
         *((change, "Adam") for change in (assigns_in_a_list, assigns_each_batch)),
         (assigns_each_batch, "RMSprop"),

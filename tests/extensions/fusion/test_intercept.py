@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_forward_hook
 
-from freetrain_parsl.extensions.fusion.engine.intercept import intercept, original_forward
+from freetrain_parsl.extensions.fusion.engine.intercept import AttributeWatch, intercept, original_forward
 from tests.extensions.fusion.sweep_trainings import alone, data, distance, together
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ class Doubling(nn.Module):
 
 class Derived(Doubling):
     pass
+
+
+def with_attribute(value: Any) -> nn.Module:
+    module = Doubling()
+    module.kept = value
+    return module
 
 
 def test_only_the_object_itself_is_intercepted_and_it_stays_what_it_is() -> None:
@@ -45,6 +51,24 @@ def test_only_the_object_itself_is_intercepted_and_it_stays_what_it_is() -> None
     release()
     assert one(x) == 2
     assert Doubling.forward is forward
+
+
+@pytest.mark.parametrize(
+    ("module", "noted"),
+    [
+        (nn.Sequential(nn.Conv2d(1, 1, 3), nn.LSTM(2, 2), nn.LayerNorm(2), nn.GELU(), nn.Dropout(0.1)), False),
+        (nn.TransformerEncoderLayer(4, 2, 8), False),
+        (with_attribute((1, torch.relu, nn.functional.relu, None)), False),
+        (with_attribute([1]), True),
+        (with_attribute(types.SimpleNamespace(a=1)), True),
+        (with_attribute((1, {})), True),
+    ],
+)
+def test_what_modules_keep_may_have_changed_in_the_next_epoch(module: nn.Module, noted: bool) -> None:
+    watch = AttributeWatch()
+    watch.watch([module, copy.deepcopy(module)])
+    watch.begin_epoch()
+    assert watch.changed is noted
 
 
 def test_a_forward_that_was_assigned_to_a_model_is_intercepted() -> None:

@@ -241,6 +241,10 @@ class FusionEngine:
                 "one of the training jobs changes its batch in place, after others have got the same batch"
             )
 
+    def begin_epoch(self) -> None:
+        """Look for changes within what the models keep, before the next fused call."""
+        self._attributes.begin_epoch()
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Watch, in this context, what the members' functions do to their models."""

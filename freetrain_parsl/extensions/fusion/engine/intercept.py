@@ -7,7 +7,9 @@ array was compared before.
 
 from __future__ import annotations
 
+import enum
 import functools
+import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,6 +27,11 @@ __all__ = ["AttributeWatch", "intercept", "original_forward"]
 _handlers: WeakKeyDictionary[nn.Module, Callable[..., Any]] = WeakKeyDictionary()
 _originals: dict[type, Any] = {}
 _PLAIN = (bool, int, float, str, type(None))
+_UNCHANGING = (
+    *(*_PLAIN, complex, bytes, range, slice, type(Ellipsis), enum.Enum, torch.dtype, torch.device, torch.layout, type),
+    *(torch.Tensor, nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, RemovableHandle),
+)
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CHANGES = ("__delattr__", "add_module", "register_buffer", "register_parameter")  # beside assignments
@@ -127,12 +134,18 @@ class AttributeWatch:
         self._hooks: int | None = None
         self._hooks_of_modules: list[tuple[int, ...]] = []
         self._pauses = 0
+        self._keeps_objects = False  # lists and the like, which can change without an assignment to a module
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Watch these modules and their submodules from now on, and no others."""
         self._modules = {id(part) for module in modules for part in module.modules()}
         self.changed = False
         self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _numbers_of_hooks(modules)
+        self._keeps_objects = any(_keeps_objects(part) for part in modules[0].modules())  # all are alike
+
+    def begin_epoch(self) -> None:
+        """Note a change if the watched modules keep lists or other objects: many loops change such between epochs."""
+        self.changed = self.changed or self._keeps_objects
 
     def look_for_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Note if the watched modules, which are given, or their parameters have got or lost hooks."""
@@ -191,6 +204,21 @@ class AttributeWatch:
 
 def _differs(one: object, other: object) -> bool:
     return one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+
+
+def _keeps_objects(module: nn.Module) -> bool:
+    """Return whether a module has an attribute that can change without an assignment to the module."""
+    of_torch = type(module).__module__.startswith("torch.nn.")  # whose private lists do not change
+    return any(
+        name not in _OF_EACH_MODULE and not (of_torch and name.startswith("_")) and _is_object(value)
+        for name, value in vars(module).items()
+    )
+
+
+def _is_object(value: object) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(_is_object, value))
+    return not isinstance(value, _UNCHANGING)
 
 
 def _numbers_of_hooks(modules: Sequence[nn.Module]) -> list[tuple[int, ...]]:

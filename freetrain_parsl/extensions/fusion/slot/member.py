@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
+    from freetrain_parsl.training.data.cursor import Cursor
     from freetrain_parsl.training.extension import DataSource
     from freetrain_parsl.training.group.regrouping import GroupMember
 
@@ -50,6 +51,8 @@ class MemberExtension(SessionExtension):
         self._structure = self._not_fused = ""
         self._participant: MemberObjects | None = None
         self._joined = False
+        self._cursor: Cursor | None = None  # of the session
+        self._epoch = -1  # of the last boundary
         self._number_of: dict[int, int] = {}  # id of an optimizer -> its place
         self._loss: torch.Tensor | None = None  # of the step that follows
         self._releases: list[Callable[[], None]] = []
@@ -96,6 +99,7 @@ class MemberExtension(SessionExtension):
         optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
         self._number_of = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
         self._participant = MemberObjects(models, optimizers)
+        self._cursor = state.cursor
         for number, each in enumerate(models):
             self._releases.append(intercept(each, partial(self._forward, in_batch, number, each)))
         if state.order is not None:
@@ -109,6 +113,10 @@ class MemberExtension(SessionExtension):
             self._joined = True
             _share(self._participant.models)  # again: a checkpoint that was loaded has memory of its own
             self._engine.join(self._participant)
+        assert self._cursor is not None, "it computes"
+        if self._cursor.epoch != self._epoch:
+            self._epoch = self._cursor.epoch
+            self._engine.begin_epoch()
         self._engine.end_batch(self._participant)
         self.trainings = max(1, self._engine.participants)
 
