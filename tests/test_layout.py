@@ -40,7 +40,7 @@ BUDGET: Final = {
     "extensions/checking": 3_210,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
-    "extensions/fusion": 9_540,  # members in turns, kept for later runs; sparse arguments; missing memory; noticed changes
+    "extensions/fusion": 9_540,  # members in turns, kept for later runs; sparse arguments; memory; changes
     "extensions/globus": 8_460,
     "extensions/goodput": 1_310,
     "extensions/integrations": 1_900,
