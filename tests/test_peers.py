@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests have modules of equal names
 
 from _peers_account import Held, at_once, held_on_idle, read_held, seconds_to_start, shares, trained_outside
 from _peers_workload import SAMPLE_SECONDS, SAMPLES, Job, jobs_of, read_records
