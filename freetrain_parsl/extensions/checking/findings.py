@@ -163,17 +163,17 @@ class Judge:
     # ── members ───────────────────────────────────────────────────────────────────────────────────
 
     def refused(self, size: int, count: CountRefused) -> None:
-        """Note a number of processes on which the model cannot be: jobs have others."""
+        """Note a number of processes that the model does not allow: a job has others."""
         self._row(f"{size} processes", f"not allowed: {count.reason}", holds=None)
         if size == 2:
-            self._row("a process that joins", "not compared: that would be two processes", holds=None)
+            self._row("a process that joins", "not compared: the model does not allow two processes", holds=None)
 
-    def compared_none(self, sizes: Sequence[int]) -> None:
-        """Say that the model can be on none of these numbers of processes."""
+    def without_groups(self, sizes: Sequence[int]) -> None:
+        """Note that the model allows none of these numbers of processes."""
         tried = ", ".join(map(str, sizes))
         self._report.notes.append(
-            f"No group of processes was compared, as the model can be on none of {tried}. Check it with other sizes of "
-            "its layers, which these numbers divide."
+            f"No group of processes was compared: the model allows none of {tried} processes. Check it with other "
+            "sizes of its layers, which these numbers divide."
         )
 
     def members(

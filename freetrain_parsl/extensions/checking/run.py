@@ -129,7 +129,7 @@ class Checker:
         plain = self._run_plain()
         if plain.count is not None:
             self.report.failure = (
-                f"All is compared with one process, on which its model cannot be: {plain.count.reason}."
+                f"The check compares with one process, which the model does not allow: {plain.count.reason}."
             )
             return
         if plain.error:
@@ -204,7 +204,7 @@ class Checker:
             if judge.hangs:
                 return None
         if not compared:
-            judge.compared_none(sizes)
+            judge.without_groups(sizes)
         return two
 
     def _check_failure(self, judge: Judge, plain: ProcessRecord, at: int) -> None:

@@ -302,7 +302,7 @@ class NodeTimeFold:
     def _held_until(self, block: str, held: float | None) -> float:
         """Return until when a block held its nodes: a survey shows its end up to a poll interval late.
 
-        It ends with its last process: if all its nodes have left, then with the last, unless one showed it at `held`.
+        If all its nodes have left, until the last one did, or until `held`, when a survey still showed it, if later.
         """
         nodes = {name: node for name, node in self._nodes.items() if node.block == block}
         gone = all(node.phase is NodePhase.LEAVING and not self._training[name] for name, node in nodes.items())

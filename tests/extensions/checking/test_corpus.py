@@ -143,12 +143,12 @@ def test_a_check_without_a_group_says_so() -> None:
         "3 processes",
     ]
     assert any(
-        "No group of processes was compared, as the model can be on none of 2, 3." in note for note in report.notes
+        "No group of processes was compared: the model allows none of 2, 3 processes." in note for note in report.notes
     )
     report = checked("sharded_in_pairs")
     assert report.failure == (
-        "All is compared with one process, on which its model cannot be: reshard_after_forward=2 needs a multiple of 2 "
-        "(otherwise leave it out)."
+        "The check compares with one process, which the model does not allow: reshard_after_forward=2 needs a multiple "
+        "of 2 (otherwise leave it out)."
     )
 
 

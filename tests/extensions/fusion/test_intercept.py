@@ -66,7 +66,7 @@ def test_only_the_object_itself_is_intercepted_and_it_stays_what_it_is() -> None
 )
 def test_what_modules_keep_may_have_changed_in_the_next_epoch(module: nn.Module, noted: bool) -> None:
     watch = AttributeWatch()
-    watch.watch([module, copy.deepcopy(module)])
+    watch.watch([Doubling(), module] * 2)  # two members, each with two models
     watch.begin_epoch()
     assert watch.changed is noted
 

@@ -134,18 +134,18 @@ class AttributeWatch:
         self._hooks: int | None = None
         self._hooks_of_modules: list[tuple[int, ...]] = []
         self._pauses = 0
-        self._keeps_objects = False  # lists and the like, which can change without an assignment to a module
+        self._has_mutable = False  # whether a module keeps lists and the like, which can change without an assignment
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Watch these modules and their submodules from now on, and no others."""
         self._modules = {id(part) for module in modules for part in module.modules()}
         self.changed = False
         self._hooks, self._hooks_of_modules = RemovableHandle.next_id, _numbers_of_hooks(modules)
-        self._keeps_objects = any(_keeps_objects(part) for part in modules[0].modules())  # all are alike
+        self._has_mutable = any(_has_mutable_attributes(part) for module in modules for part in module.modules())
 
     def begin_epoch(self) -> None:
-        """Note a change if the watched modules keep lists or other objects: many loops change such between epochs."""
-        self.changed = self.changed or self._keeps_objects
+        """Note a change if the watched modules have mutable attributes: loops may change them between epochs."""
+        self.changed = self.changed or self._has_mutable
 
     def look_for_hooks(self, modules: Sequence[nn.Module]) -> None:
         """Note if the watched modules, which are given, or their parameters have got or lost hooks."""
@@ -206,18 +206,18 @@ def _differs(one: object, other: object) -> bool:
     return one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
 
 
-def _keeps_objects(module: nn.Module) -> bool:
+def _has_mutable_attributes(module: nn.Module) -> bool:
     """Return whether a module has an attribute that can change without an assignment to the module."""
     of_torch = type(module).__module__.startswith("torch.nn.")  # whose private lists do not change
     return any(
-        name not in _OF_EACH_MODULE and not (of_torch and name.startswith("_")) and _is_object(value)
+        name not in _OF_EACH_MODULE and not (of_torch and name.startswith("_")) and _is_mutable(value)
         for name, value in vars(module).items()
     )
 
 
-def _is_object(value: object) -> bool:
+def _is_mutable(value: object) -> bool:
     if isinstance(value, (tuple, frozenset)):
-        return any(map(_is_object, value))
+        return any(map(_is_mutable, value))
     return not isinstance(value, _UNCHANGING)
 
 
