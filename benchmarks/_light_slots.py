@@ -486,6 +486,7 @@ def main() -> None:
     if (hosts := os.environ.get("SLURM_JOB_NODELIST")) is not None:
         nodes = expand_hosts(hosts)
     block = Block(pool.block_id, list(nodes), pool)
+    os.nice(10)  # nodes do not take the login node's processors from the driver
     stop: Callable[..., None] = lambda *_: block.stop()  # noqa: E731
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR1, stop)

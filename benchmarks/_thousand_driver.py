@@ -15,6 +15,7 @@ import shlex
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -284,6 +285,8 @@ def profile_loop(file: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Serve one run; the first argument contains the settings as JSON."""
     options = json.loads(arguments[0])
+    with suppress(PermissionError):  # the daemons of the nodes do not share the processors of a login node
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
     if options.get("profile"):
         profile_loop(options["profile"])
     executor = make_executor(options)

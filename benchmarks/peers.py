@@ -178,9 +178,12 @@ class Way:
 
 
 def live_through(
-    way: str | None, main_jobs: Sequence[MainJob], seed: int, options: argparse.Namespace
+    way: str | None, main_jobs: Sequence[MainJob], work: float, seed: int, options: argparse.Namespace
 ) -> tuple[list[Ran], dict[str, Any]]:
-    """Run the main queue once, alone or with the training jobs of one way; return its jobs, and the way's figures."""
+    """Run the main queue once, alone or with training jobs of one way that need `work` node-seconds.
+
+    Return its jobs, and the way's figures; without a way, the node-seconds offered.
+    """
     home = Path(tempfile.mkdtemp(prefix=f"peers-{way or 'none'}-"))
     batch_jobs = home / "jobs.txt"
     recorded = ["JobCompType=jobcomp/filetxt", f"JobCompLoc={batch_jobs}"]
@@ -190,8 +193,9 @@ def live_through(
             queue = MainQueue(cluster, main_jobs, None)
             cluster.run("sdiag", "--reset")
             if way is None:
-                return queue.run(), {}
-            jobs = jobs_of(options.work * (1 - options.load) * options.nodes * options.minutes * 60)
+                ran = queue.run()
+                return ran, {"offered_node_s": sum(b - a for _, a, b in _offered(ran, cluster.node_names, options))}
+            jobs = jobs_of(work)
             longest = max(options.limit, 2 * int(options.minutes))
             request = Request(str(home), PARTITION, options.limit, longest, "127.0.0.1", jobs)
             request.write()
@@ -209,11 +213,7 @@ def live_through(
             cluster.clear(180.0)
             nodes = cluster.node_names
         horizon = options.minutes * 60
-        idle = [
-            (node, queue.begin + max(a, SETTLED), queue.begin + min(b, horizon))
-            for node, a, b in idle_intervals(ran, nodes, horizon)
-            if min(b, horizon) > max(a, SETTLED)
-        ]
+        idle = [(node, queue.begin + a, queue.begin + b) for node, a, b in _offered(ran, nodes, options)]
         stays = read_held(batch_jobs, PARTITION)
         figures = {
             **shares(home, jobs, stays, idle, queue.begin + horizon, saves=way != "array"),
@@ -228,6 +228,13 @@ def live_through(
         if way is not None:
             shutil.copytree(home, logs, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sockets", "*.sock"))
         shutil.rmtree(home, ignore_errors=True)
+
+
+def _offered(ran: Sequence[Ran], nodes: Sequence[str], options: argparse.Namespace) -> list[tuple[str, float, float]]:
+    """Return where and when a node had no main job: node, begin and end, seconds since the queue's begin."""
+    horizon = options.minutes * 60
+    spans = [(node, max(a, SETTLED), min(b, horizon)) for node, a, b in idle_intervals(ran, nodes, horizon)]
+    return [span for span in spans if span[2] > span[1]]
 
 
 def _compare_journal(
@@ -272,6 +279,7 @@ class Results:
         self._file = file
         self.versions = versions
         self.alone: dict[str, list[float]] = {}
+        self.offered: dict[str, float] = {}
         self.rows: list[dict[str, Any]] = []
         self._settings = settings
         if file is not None and file.exists():
@@ -279,7 +287,7 @@ class Results:
             for name, value in (("settings", settings), ("versions", versions)):
                 if known[name] != value:
                     raise SystemExit(f"{file}: measured with {name} {known[name]}, not {value}; give another file")
-            self.alone, self.rows = known["alone"], known["rows"]
+            self.alone, self.offered, self.rows = known["alone"], known["offered"], known["rows"]
 
     def has(self, way: str, seed: int) -> bool:
         """Return whether a run is known."""
@@ -288,7 +296,13 @@ class Results:
     def save(self) -> None:
         """Write the file."""
         if self._file is not None:
-            known = {"settings": self._settings, "versions": self.versions, "alone": self.alone, "rows": self.rows}
+            known = {
+                "settings": self._settings,
+                "versions": self.versions,
+                "alone": self.alone,
+                "offered": self.offered,
+                "rows": self.rows,
+            }
             write_output(self._file, json.dumps(known, indent=2) + "\n")
 
 
@@ -301,7 +315,9 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=8, help="nodes of the cluster (default 8)")
     parser.add_argument("--load", type=float, default=0.65, help="load of the main queue (default 0.65)")
     parser.add_argument("--mean-run", type=float, default=60.0, help="mean run time of main jobs, seconds (default 60)")
-    parser.add_argument("--work", type=float, default=1.0, help="work of the training jobs per idle time (default 1)")
+    parser.add_argument(
+        "--work", type=float, default=1.0, help="work of the training jobs per offered time (default 1)"
+    )
     parser.add_argument("--limit", type=int, default=20, help="time limit of batch jobs, minutes (default 20)")
     parser.add_argument("--python", default=sys.executable, help="Python of the environment of the other ways")
     parser.add_argument("--logs", type=Path, default=None, help="directory of logs (default: a temporary one)")
@@ -348,10 +364,12 @@ def _measure(way: str, seed: int, results: Results, options: argparse.Namespace)
         nodes=options.nodes, minutes=options.minutes, load=options.load, mean_run=options.mean_run, seed=seed
     )
     if str(seed) not in results.alone:
-        ran, _ = live_through(None, main_jobs, seed, options)
+        ran, figures = live_through(None, main_jobs, 0.0, seed, options)
         results.alone[str(seed)] = [job.start for job in ran]
+        results.offered[str(seed)] = figures["offered_node_s"]
         results.save()
-    ran, figures = live_through(None if way == "none" else way, main_jobs, seed, options)
+    work = options.work * results.offered[str(seed)]
+    ran, figures = live_through(None if way == "none" else way, main_jobs, work, seed, options)
     delays = [job.start - start for job, start in zip(ran, results.alone[str(seed)], strict=True)]
     row = {"way": way, "seed": seed, **figures, "delay_s_max": max(delays), "delay_s_mean": mean(delays)}
     print(row, file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@
     │   ├── TrainingInterrupted the run ended before the training job, for an external reason (resuming helps)
     │   ├── TrainingCancelled   it was cancelled; its checkpoint is kept
     │   ├── PeerFailed          another member of the process group has failed          (retry helps)
+    │   │   ├── OutOfSync       … and the others are at different calls in the loop     (retry helps)
     │   │   └── StateLost       … which alone held its part of a sharded state          (retry helps)
     │   ├── NonFiniteLoss       the loss is NaN or infinite
     │   ├── ReplicasDiffer      the processes no longer have the same parameters, buffers or hyperparameters
@@ -63,6 +64,7 @@ __all__ = [
     "InvalidInput",
     "InvalidSettings",
     "NonFiniteLoss",
+    "OutOfSync",
     "PeerFailed",
     "PlanningError",
     "RemoteError",
@@ -223,6 +225,13 @@ class PeerFailed(TrainingError):
 
 class StateLost(PeerFailed):
     """The members of a new group do not hold every part of a sharded state: it has to resume from its checkpoint."""
+
+
+class OutOfSync(PeerFailed):
+    """The members of a new group are at different collective calls of their loop, which they cannot make together.
+
+    One that is new has missed a call, or they have different pieces of a batch.
+    """
 
 
 class NonFiniteLoss(TrainingError):

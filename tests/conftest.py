@@ -31,6 +31,21 @@ MARKS = {
     "slow": ("slow", "browser"),
 }
 
+# Files with tests of a minute or more on two busy cores: they begin first, or a part ends with one of them alone.
+LONG = {
+    "test_calls.py",
+    "test_chaos_episodes.py",
+    "test_docs.py",
+    "test_docs_code.py",
+    "test_end_to_end.py",
+    "test_gallery.py",
+    "test_live_sites.py",
+    "test_llm.py",
+    "test_scripts.py",
+    "test_two_users.py",
+    "test_window_end.py",
+}
+
 _MARKS_OF_ALL = re.compile(r"^pytestmark = (?:\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)  # of the tests of a file
 
 REQUIRED = "FREETRAIN_TESTS_REQUIRE"  # comma-separated requirements whose absence is a failure instead of a skip
@@ -47,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that select tests by their marks, in addition to `-m` and `-k`."""
     parser.addoption("--part", choices=PARTS, help="run only the tests of this part (see tests/__main__.py)")
     parser.addoption("--smoke", action="store_true", help="of tests that are not quick, run those marked smoke only")
+    parser.addoption("--few", action="store_true", help="of each test with parameters, run the first and last instance")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -112,8 +128,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         part in (None, own) and (not smoke or own in ("gpu", "quick") or item.get_closest_marker("smoke") is not None)
         for own, item in zip(parts, items, strict=True)
     ]
-    config.hook.pytest_deselected(items=[item for item, mine in zip(items, chosen, strict=True) if not mine])
-    items[:] = [item for item, mine in zip(items, chosen, strict=True) if mine]
+    left = [item for item, mine in zip(items, chosen, strict=True) if mine]
+    left = first_and_last(left) if config.getoption("--few") else left
+    kept = {id(item) for item in left}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = sorted(left, key=lambda item: item.path.name not in LONG)
+
+
+def first_and_last(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return, of the instances of each test, the first and the last one; the order stays."""
+    instances: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        instances.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(item) for group in instances.values() for item in (group[0], group[-1])}
+    return [item for item in items if id(item) in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)

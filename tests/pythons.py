@@ -2,8 +2,9 @@
 
 The source distribution is built once, and the wheel from it. Then, for each version that is found on PATH or among
 pyenv's: a new environment with the wheel, in which the demo runs from an empty directory; and, with the checkout
-installed in place of the wheel, ``pip check`` and the quick part of the test suite. The last environment has the lowest
-versions of all dependencies, on the oldest Python: the demo with the oldest Parsl of pyproject.toml, which some sites
+installed in place of the wheel, ``pip check`` and the quick part of the test suite, of each test with parameters the
+first and the last instance: what is tried is Python. The last environment has the lowest versions of all dependencies,
+on the oldest Python, and runs all instances: the demo with the oldest Parsl of pyproject.toml, which some sites
 require; the tools of the tests need a newer one.
 """
 
@@ -25,7 +26,8 @@ from tests.__main__ import arguments_of
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 LOWEST = "lowest"
-QUICK = ("--quiet", "--hypothesis-profile=ci")  # fixed examples: what is tried here is Python
+QUICK = ("--quiet", "--hypothesis-profile=ci")  # fixed examples
+FEW = "--few"
 
 # A name on PATH may be a shim that does not run, and an interpreter may lack what `venv` needs.
 PROBE = "import ensurepip, ssl, sys, venv; print('.'.join(map(str, sys.version_info[:2])))"
@@ -61,6 +63,8 @@ class Trial:
             "pip check": ([python, "-m", "pip", "check"], ROOT),
             "quick tests": ([python, "-m", "pytest", *QUICK, *arguments_of("quick", cores)], ROOT),
         }
+        if self.name != LOWEST:
+            steps["quick tests"][0].append(FEW)
         if not self.parsl:
             del steps["Parsl"]
         for step, (command, where) in steps.items():

@@ -94,7 +94,7 @@ def run(arguments: list[str], directory: Path) -> str:
 
 
 # What trains longer than shows anything trains less in the tests.
-SHORTER = {"digits.py": ("epochs=100", "epochs=25")}
+SHORTER = {"digits.py": ("epochs=100", "epochs=25"), "study.py": ("n_trials=20", "n_trials=8")}
 
 
 def write_page(page: Path, directory: Path) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.__main__ import FAILED, NOTHING, PARTS, main, verdict
-from tests.conftest import may_have, part_of, pytest_collection_modifyitems
+from tests.conftest import first_and_last, may_have, part_of, pytest_collection_modifyitems
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,14 @@ def test_the_smaller_set_has_all_quick_tests_and_of_the_others_those_marked(tmp_
 
     hook = SimpleNamespace(pytest_deselected=pytest_deselected)
     unwanted = items[1:2] if smoke else []
-    options = {"--part": None, "--smoke": smoke}
+    options = {"--part": None, "--smoke": smoke, "--few": False}
     config = SimpleNamespace(getoption=options.get, hook=hook)
     left = list(items)
     pytest_collection_modifyitems(config, left)
     assert (left, deselected) == ([item for item in items if item not in unwanted], unwanted)
+
+
+def test_few_instances_are_the_first_and_the_last_one_of_each_test_of_each_class():
+    ids = ["a.py::t[1]", "a.py::t[x[2]]", "a.py::t[3]", "a.py::u", "a.py::C::t[1]", "a.py::D::t[1]", "a.py::D::t[2]"]
+    left = first_and_last([SimpleNamespace(nodeid=one) for one in ids])
+    assert [item.nodeid for item in left] == [one for one in ids if one != "a.py::t[x[2]]"]

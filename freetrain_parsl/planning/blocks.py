@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Holdings", "block_size", "block_walltime", "format_span", "least_walltime", "why_not"]
 
-_MOST_DOUBLINGS = 5  # of the pause after a block that did not start
+_PARTS = 4  # into which the nodes of a request are divided where blocks are preempted
+_MOST_DOUBLINGS = 5  # of the pause after blocks that did not start
 
 
-def block_walltime(window: Window, settings: SettingsInSeconds, terms: BlockTerms, now: float) -> float:
-    """Return the walltime of a block that ends before the window closes even if it starts late, s; zero for none."""
+def block_walltime(window: Window | None, settings: SettingsInSeconds, terms: BlockTerms, now: float) -> float:
+    """Return the walltime of a block that ends before the window closes even if it starts late, s; zero for none.
+
+    Without a window, it is that of a block that waits in the queue.
+    """
     most = settings.hidden_jobs_walltime if terms.hides_waiting else settings.max_walltime
-    longest = min(most, settings.max_walltime, terms.max_walltime, window.remaining(now) - terms.start_delay)
+    left = math.inf if window is None else window.remaining(now) - terms.start_delay
+    longest = min(most, settings.max_walltime, terms.max_walltime, left)
     return max(0.0, math.floor(longest / terms.walltime_step) * terms.walltime_step)
 
 
@@ -72,7 +77,7 @@ def format_span(seconds: float) -> str:
 
 @dataclass
 class _Block:
-    """A block between its request and its end."""
+    """A block between its request and its end; without nodes, it waits in the queue for any one."""
 
     nodes: tuple[str, ...]
     ends: float | None
@@ -86,11 +91,17 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Shunned:
-    """A node on which our blocks did not start, `times` in a row: it is not requested before `until`."""
+class _Pause:
+    """Blocks did not start, `times` in a row: such blocks are not requested before `until`."""
 
     until: float
     times: int
+
+    @classmethod
+    def after(cls, last: _Pause | None, seconds: float, now: float) -> _Pause:
+        """Return the pause after the last one: from twice the `seconds` on, it doubles each time."""
+        times = 1 if last is None else last.times + 1
+        return cls(now + seconds * 2 ** min(times, _MOST_DOUBLINGS), times)
 
 
 class Holdings:
@@ -102,7 +113,10 @@ class Holdings:
         self.terms = BlockTerms()
         self._terms_by_kind: Mapping[str, BlockTerms] = {}
         self._blocks: dict[str, _Block] = {}
-        self._shunned: dict[str, _Shunned] = {}
+        self._shunned: dict[str, _Pause] = {}
+        """Node -> until when it is not requested."""
+        self._refused: dict[str, _Pause] = {}
+        """Kind of node -> until when no block is queued for it: the batch system has refused one."""
         self._doubtful = False
         self._seen_at = -math.inf
         self._count = 0
@@ -132,6 +146,14 @@ class Holdings:
         return max(map(self.startup_on, self._terms_by_kind), default=self.startup_on(""))
 
     @property
+    def kinds_that_may_wait(self) -> frozenset[str]:
+        """The kinds of nodes for which blocks may wait in the queue."""
+        if not self.settings.standby_blocks:
+            return frozenset()
+        terms = self._terms_by_kind or {"": self.terms}
+        return frozenset(kind for kind, each in terms.items() if each.may_wait)
+
+    @property
     def may_be_requested(self) -> int:
         """Number of further blocks that may be pending or starting."""
         return max(0, self.settings.max_pending_blocks - sum(not block.started for block in self._blocks.values()))
@@ -143,8 +165,8 @@ class Holdings:
                 yield block.unwanted_since + self.settings.idle_timeout
             for since in block.missing_since.values():
                 yield since + self.settings.join_timeout
-        for shunned in self._shunned.values():
-            yield shunned.until
+        for pause in (*self._shunned.values(), *self._refused.values()):
+            yield pause.until
 
     # Events.
 
@@ -164,7 +186,8 @@ class Holdings:
     def start(self, started: ev.BlockStarted, joined: Collection[str]) -> None:
         """Record that a block holds nodes now; those that have not `joined` are missing."""
         if (block := self._blocks.get(started.block)) is not None:
-            block.nodes, block.ends, block.started = started.nodes, started.ends, True
+            self._start(block, started.nodes)
+            block.nodes, block.ends = started.nodes, started.ends
             block.missing_since = {name: started.time for name in started.nodes if name not in joined}
             for name in started.nodes:
                 self._shunned.pop(name, None)
@@ -172,7 +195,7 @@ class Holdings:
     def join(self, block: str, node: str) -> None:
         """Record that a node's slots are ready: its block has started, even if not reported by the batch system yet."""
         if block in self._blocks:
-            self._blocks[block].started = True
+            self._start(self._blocks[block], (node,))
             self._blocks[block].missing_since.pop(node, None)
 
     def lack(self, block: str, node: str, now: float) -> None:
@@ -180,9 +203,18 @@ class Holdings:
         if block in self._blocks:
             self._blocks[block].missing_since[node] = now
 
-    def end(self, block: str) -> None:
-        """Record that a block has ended."""
-        self._blocks.pop(block, None)
+    def _start(self, block: _Block, nodes: tuple[str, ...]) -> None:
+        if not block.nodes:
+            block.nodes = nodes
+            self._refused.pop(block.node_kind, None)
+        block.started = True
+
+    def end(self, block: str, now: float, *, refused: bool) -> None:
+        """Record that a block has ended, or was refused."""
+        known = self._blocks.pop(block, None)
+        if refused and known is not None and not known.nodes:
+            kind = known.node_kind
+            self._refused[kind] = _Pause.after(self._refused.get(kind), self.startup_on(kind), now)
 
     def is_over(self, block: str, now: float) -> bool:
         """Return whether a block's walltime is over, up to the margin with which blocks are left."""
@@ -221,17 +253,25 @@ class Holdings:
     def request(
         self, chosen: frozenset[str], more: int, offers: Iterable[tuple[Window, list[str]]], now: float
     ) -> ev.Actions:
-        """Request the chosen nodes and `more` others, longest windows first; one block per window, split if large."""
+        """Request the chosen nodes and `more` others, longest windows first.
+
+        One block per window, split if large. Where blocks are preempted, split into parts of all nodes that are
+        requested, because the batch system takes all nodes of a block even if a job needs one of them.
+        """
         actions: ev.Actions = []
         left = self.may_be_requested
+        wanted_in: list[tuple[Window, list[str]]] = []
         for window, names in sorted(offers, key=lambda item: (-item[0].remaining(now), item[0].nodes)):
-            wanted = [name for name in names if name in chosen]
             others = [name for name in names if name not in chosen][:more]
             more -= len(others)
-            wanted += others
+            wanted_in.append((window, [name for name in names if name in chosen] + others))
+        part = -(-sum(len(names) for _, names in wanted_in) // max(1, min(_PARTS, left))) or 1
+        for window, wanted in wanted_in:
             terms = self.terms_on(window.node_kind)
             shortest = min(other.remaining(now) for other in self.windows if other.node_kind == window.node_kind)
             size = block_size(self.settings, terms) or len(wanted) or 1
+            if terms.may_wait:
+                size = min(size, part)
             for first in range(0, len(wanted), size):
                 nodes = tuple(wanted[first : first + size])
                 if not left or len(nodes) < terms.min_nodes:
@@ -246,6 +286,54 @@ class Holdings:
                 left -= 1
         return actions
 
+    def waiting(self, node_kind: str) -> list[str]:
+        """List the blocks that wait in the queue for any node of a kind."""
+        blocks = self._blocks.items()
+        return [name for name, block in blocks if block.node_kind == node_kind and not block.nodes]
+
+    def left_to_waiting(self, chosen: frozenset[str], offers: Iterable[tuple[Window, list[str]]]) -> dict[str, str]:
+        """Return which of the chosen nodes blocks that wait in the queue will have, and their kinds.
+
+        The batch system starts these where nothing else is planned.
+        """
+        kinds = {name: window.node_kind for window, names in offers if window.closes is None for name in names}
+        free = Counter({kind: len(self.waiting(kind)) for kind in set(kinds.values())})
+        found: dict[str, str] = {}
+        for name in sorted(chosen & kinds.keys()):
+            if free[kinds[name]]:
+                free[kinds[name]] -= 1
+                found[name] = kinds[name]
+        return found
+
+    def may_be_queued(self, node_kind: str, count: int, now: float) -> int:
+        """Return how many more blocks may be queued for any node of a kind, so that `count` wait or as many as may."""
+        if node_kind in self._refused and now < self._refused[node_kind].until:
+            return 0
+        count = min(count, self.settings.standby_blocks) - len(self.waiting(node_kind))
+        return max(0, min(count, self.may_be_requested))
+
+    def await_nodes(self, node_kind: str, count: int, now: float) -> ev.Actions:
+        """Let `count` blocks, or as many as may, wait in the queue for any node of a kind.
+
+        Others that wait are withdrawn after `idle_timeout`.
+        """
+        waiting, terms = self.waiting(node_kind), self.terms_on(node_kind)
+        actions: ev.Actions = []
+        for _ in range(self.may_be_queued(node_kind, count, now)):
+            seconds = block_walltime(None, self.settings, terms, now)
+            name = str(self._count)
+            self._count += 1
+            self._blocks[name] = _Block((), None, now, pinned=False, node_kind=node_kind)
+            actions.append(ev.QueueBlock(name, seconds, node_kind))
+        most = min(count, self.settings.standby_blocks)
+        for name in waiting[:most]:
+            self._blocks[name].unwanted_since = None
+        for name in waiting[most:]:
+            if self._is_unwanted_for_long(self._blocks[name], now):
+                del self._blocks[name]
+                actions.append(ev.ReleaseBlock(name))
+        return actions
+
     def withdraw(self, now: float) -> ev.Actions:
         """Withdraw pending blocks that will not start.
 
@@ -258,7 +346,7 @@ class Holdings:
         actions: ev.Actions = []
         # First those whose own nodes are still free: they would be requested again at once.
         for name, block in sorted(self._blocks.items(), key=lambda item: not free.keys() >= set(item[1].nodes)):
-            if block.started:
+            if block.started or not block.nodes:
                 continue
             kind = block.node_kind
             patience = 2 * self.terms_on(kind).start_delay + self.settings.startup
@@ -271,8 +359,7 @@ class Holdings:
             del self._blocks[name]
             actions.append(ev.ReleaseBlock(name))
             for node in block.nodes if in_vain and not gone else ():
-                times = self._shunned[node].times + 1 if node in self._shunned else 1
-                self._shunned[node] = _Shunned(now + patience * 2 ** min(times, _MOST_DOUBLINGS), times)
+                self._shunned[node] = _Pause.after(self._shunned.get(node), patience, now)
         return actions
 
     def give_up(self, now: float) -> ev.Actions:
@@ -299,19 +386,22 @@ class Holdings:
         """
         actions: ev.Actions = []
         nodes: list[str] = []
-        mine = ((name, block) for name, block in self._blocks.items() if block.node_kind == node_kind)
+        mine = (item for item in self._blocks.items() if item[1].node_kind == node_kind and item[1].nodes)
         for name, block in sorted(mine, key=lambda item: (item[1].ends or math.inf, item[0])):
             if used & set(block.nodes) or len(block.nodes) > surplus:
                 block.unwanted_since = None
                 continue
             surplus -= len(block.nodes)
-            if block.unwanted_since is None:
-                block.unwanted_since = now
-            if now - block.unwanted_since >= self.settings.idle_timeout:
+            if self._is_unwanted_for_long(block, now):
                 actions.append(ev.ReleaseBlock(name))
                 nodes += block.nodes
                 del self._blocks[name]
         return actions, nodes
+
+    def _is_unwanted_for_long(self, block: _Block, now: float) -> bool:
+        if block.unwanted_since is None:
+            block.unwanted_since = now
+        return now - block.unwanted_since >= self.settings.idle_timeout
 
     def _given_up(self, block: _Block, node: str, now: float) -> bool:
         return now - block.missing_since.get(node, math.inf) >= self.settings.join_timeout

@@ -26,6 +26,7 @@ __all__ = [
     "NodesForecast",
     "NodesJoined",
     "NodesLeft",
+    "QueueBlock",
     "Reassign",
     "ReleaseBlock",
     "RequestBlock",
@@ -95,9 +96,10 @@ class BlockStarted(Event):
 
 @dataclass(frozen=True)
 class BlockEnded(Event):
-    """A block no longer holds nodes, or was rejected; its nodes that had joined leave with it."""
+    """A block no longer holds nodes, or was `refused`; its nodes that had joined leave with it."""
 
     block: str
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,15 @@ class RequestBlock(Action):
     seconds: float
     window: Window
     pinned: bool
+
+
+@dataclass(frozen=True)
+class QueueBlock(Action):
+    """Submit a block of one node that waits in the queue until any node becomes idle, and then lasts `seconds`."""
+
+    block: str
+    seconds: float
+    node_kind: str
 
 
 @dataclass(frozen=True)

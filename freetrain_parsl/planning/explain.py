@@ -91,7 +91,7 @@ def preview(
         if purpose == "demand":
             decisions.append(decision)
 
-    planner = Planner(policy, settings, note, slots_per_node)
+    planner = Planner(policy, replace(settings, standby_blocks=0), note, slots_per_node)
     submitted = [ev.TrainerSubmitted(now, trainer) for trainer in trainers]
     actions = planner.advance(*submitted, ev.WindowsSeen(now, tuple(windows), terms, terms_by_kind))
     requests = tuple(action for action in actions if isinstance(action, ev.RequestBlock))

@@ -86,6 +86,8 @@ class BlockTerms:
         Limits of one block; ``None`` means no limit on nodes.
     hides_waiting
         Blocks are not preempted, and other users' jobs that wait for their nodes are hidden.
+    may_wait
+        Blocks may wait in the queue for any node to become idle: others preempt them when they need it.
     """
 
     start_delay: float = 0.0
@@ -94,6 +96,7 @@ class BlockTerms:
     min_nodes: int = 1
     max_nodes: int | None = None
     hides_waiting: bool = False
+    may_wait: bool = False
 
 
 @dataclass(frozen=True)

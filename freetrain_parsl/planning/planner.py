@@ -122,6 +122,8 @@ class Planner:
         self._assigned: dict[str, frozenset[str]] = {}
         self._lent: frozenset[str] = frozenset()
         self._tasks = ev.TasksWaiting(0.0, 0)
+        self._sought: tuple[float, frozenset[str], frozenset[str]] = -math.inf, frozenset(), frozenset()
+        """Until when, and for which trainers, nodes of which kinds are known to be of use beyond all others."""
         self._settle_until: float | None = None
         self._vacated: frozenset[str] = frozenset()
         """Machines that close too soon for those that were on them; they stay empty then."""
@@ -231,7 +233,7 @@ class Planner:
             case ev.BlockEnded():
                 gone = [name for name, member in self._members.items() if member.block == event.block]
                 self._drop(gone, event.time)
-                self._holdings.end(event.block)
+                self._holdings.end(event.block, event.time, refused=event.refused)
             case ev.NodesJoined():
                 new = dict.fromkeys(node.machine for node in event.nodes if node.machine not in self._machines)
                 self._vacated = frozenset(machine for machine in self._vacated if machine in self._machines)
@@ -435,7 +437,8 @@ class Planner:
     def _adjust_blocks(self, pool: Pool, now: float) -> ev.Actions:
         """Request the nodes wanted beyond those held or awaited; release those not needed."""
         holdings = self._holdings
-        if not (len(holdings) or holdings.windows or self._tasks.nodes_wanted):
+        may_wait = holdings.kinds_that_may_wait
+        if not (len(holdings) or holdings.windows or self._tasks.nodes_wanted or may_wait):
             return []  # the nodes do not come from blocks: nothing to request or release
         lost = holdings.give_up(now) + holdings.withdraw(now)
         machines = self._machines
@@ -464,7 +467,12 @@ class Planner:
         growing = holdings.kinds if missing else {node.node_kind for node in offered if node.machine in chosen}
         for kind in growing:
             holdings.keep(kind)
-        actions = lost + (holdings.request(chosen, missing, offers, now) if chosen or missing else [])
+        left = holdings.left_to_waiting(chosen, offers)
+        requested = chosen - left.keys()
+        actions = lost + (holdings.request(requested, missing, offers, now) if requested or missing else [])
+        awaited_kinds = Counter(left.values()) + self._wanted_beyond(lasting, offered, wanted, now)
+        for kind in sorted(may_wait | holdings.kinds):
+            actions += holdings.await_nodes(kind, awaited_kinds[kind], now)
         may_go = spare.total() - waiting_tasks
         for kind in sorted(holdings.kinds - growing):
             released, nodes = holdings.release(kind, min(spare[kind], may_go), self._used, now)
@@ -474,6 +482,37 @@ class Planner:
             self.outlook.closed(now, nodes, given_back=True)
             actions += released
         return actions
+
+    def _wanted_beyond(
+        self, had: list[PoolNode], offered: list[PoolNode], wanted: frozenset[str], now: float
+    ) -> Counter[str]:
+        """Return how many nodes of each kind that may become idle would be used, if a single one of them would be.
+
+        Those that could be used only together might be held without use until they are complete. That one would be used
+        holds for `idle_timeout`, during which no block that waits would be withdrawn either, unless another one is to
+        be queued: with what the last one got, a further node may be of no use.
+        """
+        room = sum(trainer.max_nodes for trainer in self._trainers.values()) - len(wanted)
+        unknown = [
+            unit
+            for kind in self._holdings.kinds_that_may_wait
+            for unit in self._units_of(
+                PoolNode(f"(any {kind})", startup=self._holdings.startup_on(kind), node_kind=kind)
+            )
+        ]
+        if not unknown or room <= 0:
+            return Counter()
+        nodes = -(-room // self.slots_per_node)
+        until, trainers, sought = self._sought
+        to_queue = any(self._holdings.may_be_queued(kind, nodes, now) for kind in sought)
+        if now >= until or trainers != self._trainers.keys() or to_queue:
+            kinds = {node.name: node.node_kind for node in chain(had, offered, unknown)}
+            more = Counter(kinds[name] for name in self._wanted(had, [*offered, *unknown], now))
+            more.subtract(kinds[name] for name in wanted)
+            sought = frozenset(kind for kind, count in more.items() if count > 0)
+            until = now + self.settings.idle_timeout if sought else -math.inf
+            self._sought = until, frozenset(self._trainers), sought
+        return Counter(dict.fromkeys(sought & {unit.node_kind for unit in unknown}, nodes))
 
     @property
     def _used(self) -> frozenset[str]:

@@ -74,6 +74,9 @@ class PlannerSettings:
         Time to wait for further nodes after one has joined, so that trainers grow once for all of them.
     max_pending_blocks
         Maximum number of blocks that may be pending or starting.
+    standby_blocks
+        Maximum number of these that wait in the queue of a preemptible partition for nodes to become idle; if there are
+        several kinds of nodes, for each kind.
     max_nodes_per_block
         Larger blocks are split; a preempted block takes all its nodes with it.
 
@@ -93,6 +96,7 @@ class PlannerSettings:
     replan_interval: timedelta = timedelta(seconds=30)
     settle: timedelta = timedelta(seconds=2)
     max_pending_blocks: int = 8
+    standby_blocks: int = 2
     max_nodes_per_block: int | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +105,7 @@ class PlannerSettings:
             if item.type == "timedelta":
                 check_duration(setting, value, least=timedelta(seconds=1 if item.name == "max_walltime" else 0))
             elif value is not None or item.type == "int":
-                check_count(setting, value)
+                check_count(setting, value, least=0 if item.name == "standby_blocks" else 1)
 
     def in_seconds(self) -> SettingsInSeconds:
         """Return the same settings as the planner computes with them."""
@@ -127,3 +131,4 @@ class SettingsInSeconds:
     settle: float
     max_pending_blocks: int
     max_nodes_per_block: int | None
+    standby_blocks: int = 0  # as in recordings of versions that had none

@@ -434,5 +434,5 @@ def _brief(value: Any, length: int = 80) -> str:
 
 
 _PLANNERS: Mapping[str, Any] = by_type(
-    *ev.Event.__subclasses__(), *ev.Reassign.__subclasses__(), ev.Lend, ev.RequestBlock, ev.ReleaseBlock
+    *ev.Event.__subclasses__(), *ev.Reassign.__subclasses__(), ev.Lend, ev.RequestBlock, ev.QueueBlock, ev.ReleaseBlock
 )

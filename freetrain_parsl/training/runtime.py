@@ -21,7 +21,6 @@ from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
 from freetrain_parsl.training.data.batch_norm import divisible_for
 from freetrain_parsl.training.exchange.shared_calls import SharedCalls
-from freetrain_parsl.training.exchange.shared_results import first_value
 from freetrain_parsl.training.extension import SessionExtension, check_extension, extension_for, recalled
 from freetrain_parsl.training.group.changes import GroupChanges
 from freetrain_parsl.training.group.decisions import Decisions
@@ -123,6 +122,7 @@ class Runtime:
         self._changes = GroupChanges(self)
         self.steps = Steps(self, self._changes)
         self.together = SharedCalls(self, self._changes).make
+        self.join_attempt = self._changes.join_attempt
         self._memory = memory
         restored = None if members.is_newcomer else self._restore()
         self._restored = None if restored is None else Restoration(restored)
@@ -303,12 +303,12 @@ class Runtime:
             self.recorder.boundary(self)
         if self.reporter.count_step():
             self.mailbox.underway.set()
-        if not self._changes.is_new:  # otherwise the group has just been formed in this boundary
+        if self._changes.reach_boundary():
             try:
                 self._decide()
             except PeerFailed as error:
                 self._changes.recover(error)
-        self._changes.is_new = False
+        self._changes.pass_boundary()
         self.reporter.send()
         self.state.aim(self.members.group.size)
         if seed:
@@ -369,12 +369,13 @@ class Runtime:
         assert self.batch_runner is not None, "checked by start"
         cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
         self._bypass.end_epoch(cursor.epoch, trained=metrics.has_steps)
+        self.batch_runner.leave_batch()
         metrics.close_epoch(cursor.epoch)
         if best.followed:  # the first member's values count, since the others' may differ by rounding
             values = best.values_in(metrics.metrics["history"][-1])
-            values = self.together(lambda group: first_value(group, values), name=KEEP, of_parts=False)
+            values = self.together(lambda group: group.agree_on(values), name=KEEP, of_parts=False)
             best.judge(cursor.epoch, values, self.state.objects["model"].state_dict)
-        self.batch_runner.leave_batch()
+        self.batch_runner.is_left = False
         cursor.next_epoch()
         if best.stops_early:
             self.reporter.total_epochs = cursor.epoch

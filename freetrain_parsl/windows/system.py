@@ -33,7 +33,7 @@ class BlockSpec:
     block
         Parsl's block id.
     nodes
-        Names of the nodes that it is meant for.
+        Names of the nodes that it is meant for; empty for any one node.
     seconds
         Its walltime.
     least_seconds
@@ -53,6 +53,11 @@ class BlockSpec:
     pinned: bool = True
     node_kind: str = ""
     avoided: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Its number of nodes."""
+        return len(self.nodes) or 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Each test here is run on every batch system."""
+"""Each test here is run on every batch system; that of false Slurm commands only where there is no real Slurm."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import pytest
 from freetrain_parsl.cluster.client import EmbeddedCluster
 from tests.batch_systems.backends import Embedded, FakePbs, FakeSlurm, Slurm
 from tests.batch_systems.driving import loaded_drivers
+from tests.support.slurm.loopback import LoopbackSlurm
 
 
 @pytest.fixture(
     params=[
         pytest.param(Embedded, id="embedded", marks=pytest.mark.cluster),
-        pytest.param(FakeSlurm, id="fake-slurm", marks=pytest.mark.cluster),
+        *(
+            [pytest.param(FakeSlurm, id="fake-slurm", marks=pytest.mark.cluster)]
+            if LoopbackSlurm.missing() is not None
+            else []
+        ),
         pytest.param(FakePbs, id="fake-pbs", marks=pytest.mark.cluster),
         pytest.param(Slurm, id="slurm", marks=pytest.mark.slurm),
     ]

@@ -14,8 +14,7 @@ import pytest
     [
         pytest.param("bare", "1-2", 2, marks=pytest.mark.smoke),
         ("bare", "3-6", 4),
-        ("bare", "7-10", 4),
-        ("shared", "1-3", 3),
+        ("shared", "1-2", 2),
     ],
 )
 def test_trainings_under_seeded_faults_lose_and_repeat_no_sample(kind, seeds, episodes, tmp_path):

@@ -286,7 +286,7 @@ class CrewRun:
                 self._lose(member)  # processes messages itself: the others may no longer be ready
                 return
             if what == "ended":
-                failed = content.error and not content.error.startswith("PeerFailed")
+                failed = content.error and not content.error.startswith(("PeerFailed", "OutOfSync"))
                 if failed or isinstance(content.end, Finished):
                     self._tell_all("end")
 

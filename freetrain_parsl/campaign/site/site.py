@@ -209,10 +209,12 @@ def find_site_file(path: Path) -> Path:
 def _read_settings(top: Section) -> tuple[PlannerSettings, dict[str, Any]]:
     """Read the sections planner, rate_limits and training jobs: the arguments of planner and executor."""
     planner, rate_limits, trainings = top.section("planner"), top.section("rate_limits"), top.section("trainings")
-    pending = given_values(max_pending_blocks=rate_limits.count("max_pending_blocks"))
-    settings = planner.checked(
-        PlannerSettings, **planner.fields_of(PlannerSettings, without=("max_pending_blocks",)), **pending
+    pending = given_values(
+        max_pending_blocks=rate_limits.count("max_pending_blocks"),
+        standby_blocks=rate_limits.count("standby_blocks", least=0),
     )
+    limits = ("max_pending_blocks", "standby_blocks")
+    settings = planner.checked(PlannerSettings, **planner.fields_of(PlannerSettings, without=limits), **pending)
     own = trainings.fields_of(TrainingSettings, positive=True, zero=("max_restarts",))
     if (bind_cores := trainings.flag("bind_cores")) is not None:
         own["bind_cores"] = bind_cores

@@ -100,7 +100,7 @@ def draft_site(machine: Machine, queue: Queue, host: LoginHost, account: str | N
         *_planner_lines(queue),
         "rate_limits:",
         _line("  poll_interval", "30 s", "interval of queries; it increases automatically if the scheduler is slow"),
-        _line("  submissions_per_minute", "6", "ask your site what is acceptable"),
+        _line("  submissions_per_minute", "12", "ask your site what is acceptable"),
         _line("  max_pending_blocks", "4"),
         "",
     ]

@@ -112,7 +112,7 @@ def _without_frames(lines: Iterable[str]) -> Iterator[str]:
 def provider_for(provider: Any, spec: BlockSpec) -> Any:
     """Copy a provider so that it submits this block."""
     changed: Any = copy.copy(provider)
-    changed.nodes_per_block = len(spec.nodes)
+    changed.nodes_per_block = spec.size
     changed.walltime = _hours_minutes_seconds(spec.seconds)
     if hasattr(provider, "worker_init"):
         named = f"export {NODE_KIND}={spec.node_kind}\n" if spec.node_kind else ""

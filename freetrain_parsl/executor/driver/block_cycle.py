@@ -57,14 +57,21 @@ class BlockCycle:
         self._clock = clock
 
     def request(self, request: ev.RequestBlock) -> None:
-        """Request a block from the job submitter."""
-        name, nodes, seconds, closes = request.block, request.nodes, request.seconds, request.window.closes
-        kind = request.window.node_kind
-        self._registry.blocks[name] = Block(name, nodes, seconds, closes, kind)
+        """Request a block in a window from the job submitter."""
+        block = Block(request.block, request.nodes, request.seconds, request.window.closes, request.window.node_kind)
+        self._submit(block, pinned=request.pinned)
+
+    def queue(self, request: ev.QueueBlock) -> None:
+        """Request a block that waits for any node from the job submitter."""
+        self._submit(Block(request.block, (), request.seconds, None, request.node_kind), pinned=False)
+
+    def _submit(self, block: Block, *, pinned: bool) -> None:
+        name, nodes, seconds, kind = block.name, block.nodes, block.seconds, block.node_kind
+        self._registry.blocks[name] = block
         least = min(seconds, least_walltime(self._settings))
         avoided = tuple(sorted(self._registry.avoided.difference(nodes)))
-        self._submitter.request(BlockSpec(name, nodes, seconds, least, request.pinned, kind, avoided))
-        self._write(record.BlockRequested(name, list(nodes), seconds, closes, kind))
+        self._submitter.request(BlockSpec(name, nodes, seconds, least, pinned, kind, avoided))
+        self._write(record.BlockRequested(name, list(nodes), seconds, block.closes, kind))
 
     def on_survey(self, survey: Survey) -> None:
         """Handle a survey: the states of our blocks, and other users' jobs that could start on their nodes."""
@@ -105,7 +112,7 @@ class BlockCycle:
             self._check_if_in_vain(block, self._settings.join_timeout)
             self._give_back(block, "was released" if block.started else "never started and was withdrawn")
 
-    def end(self, name: str, reason: str) -> None:
+    def end(self, name: str, reason: str, *, refused: bool = False) -> None:
         """Remove a block that has ended or will never start, and drop its slots."""
         block = self._registry.drop_block(name)
         if block is None:
@@ -115,7 +122,7 @@ class BlockCycle:
         self._submitter.forget(block.name)
         for slot in self._registry.of_block(name):
             self._lose(slot, f"its block {reason}")
-        self._emit(ev.BlockEnded(self._clock(), name))
+        self._emit(ev.BlockEnded(self._clock(), name, refused))
 
     def _follow(self, block: Block, status: BlockStatus, seen: float) -> None:
         state = status.state
@@ -132,6 +139,8 @@ class BlockCycle:
             self._start(block, status.nodes, status.ends)
         elif status.nodes:
             block.held = seen
+        elif not block.started:
+            block.waited = seen
 
     def _start(self, block: Block, nodes: tuple[str, ...], ends: float | None) -> None:
         now = self._clock()
@@ -139,8 +148,9 @@ class BlockCycle:
         self._emit(ev.BlockStarted(now, block.name, block.nodes, block.ends))
         if block.ends is not None:
             self._emit(ev.NodesClosing(now, block.nodes, block.ends))
-        # Its nodes are held since then, and not since the survey that shows it, up to a poll interval later.
-        since = None if ends is None else min(now, ends - block.seconds)
+        # Its nodes are held since then, and not since the survey that shows it, up to a poll interval later. The end of
+        # one that is being preempted is earlier than its walltime.
+        since = None if ends is None else min(now, max(ends - block.seconds, block.waited))
         self._write(record.BlockStarted(block.name, list(block.nodes), block.ends, since))
 
     def look(self) -> None:

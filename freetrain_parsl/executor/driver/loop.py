@@ -214,6 +214,7 @@ class ControlLoop:
         )
         self._notes: tuple[str, ...] = ()
         self._turn_seconds = 0.0
+        self._urgent = False  # whether a message has arrived that may require a decision
 
     # For other threads.
 
@@ -271,7 +272,8 @@ class ControlLoop:
         self._check_driver()
         self._record_step()
         self._record_requests()
-        self._listen(min(self._PASS, self._planner.wake_at(now) - now))
+        self._listen(0.0 if self._urgent else min(self._PASS, self._planner.wake_at(now) - now))
+        self._urgent = False
         begun = self._clock()
         while not self._posted.empty():
             self._on_post(self._posted.get())
@@ -286,6 +288,7 @@ class ControlLoop:
         self._events.append(self._tasks.demand(self._clock()))
         events, self._events[:] = list(self._events), []  # acting produces new events
         self._act(self._planner.advance(*events))
+        self._receive(0.0)  # with a thousand slots, the planner and the training jobs take a tenth of a second each
         self._manager.advance()
         self._tasks.serve()
         self._blocks.leave_in_time()
@@ -323,6 +326,7 @@ class ControlLoop:
             self._check_driver()  # the process may have been suspended while it waited
             self._take(slot, message)
             received, routine = True, routine and _is_routine(message)
+        self._urgent = self._urgent or not routine
         return received and routine
 
     def _record_step(self) -> None:
@@ -356,7 +360,7 @@ class ControlLoop:
             case record.BlockSubmitted():
                 self._write(item)
             case BlockRefused():
-                self._blocks.end(item.block, f"was refused: {item.reason}")
+                self._blocks.end(item.block, f"was refused: {item.reason}", refused=True)
             case StartsFailed():
                 next_attempt = self._clock() + item.pause if math.isfinite(item.pause) else None
                 self._write(record.StartsFailed("", item.count, item.most, next_attempt, item.reason))
@@ -476,6 +480,9 @@ class ControlLoop:
             match action:
                 case ev.RequestBlock():
                     self._blocks.request(action)
+                    self._slots.request_missing()
+                case ev.QueueBlock():
+                    self._blocks.queue(action)
                     self._slots.request_missing()
                 case ev.ReleaseBlock():
                     self._blocks.release(action.block)

@@ -276,6 +276,7 @@ class SlotCycle:
         self._registry.slots[name] = slot
         if block.joined is None:
             block.joined = self._clock()
+        block.nodes = block.nodes or (node,)
         closes = block.loses_nodes_at(self._clock())
         self._server.send(name, Welcome(closes - self._clock()))
         self._write(record.SlotJoined(name, slot.node, block.name, message.pid))

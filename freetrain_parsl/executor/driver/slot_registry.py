@@ -71,6 +71,7 @@ class Block:
 
     name: str
     nodes: tuple[str, ...]
+    """The nodes that it has, or is meant for; empty while it waits for any one."""
     seconds: float
     """Its walltime."""
     closes: float | None
@@ -79,6 +80,8 @@ class Block:
     started: float | None = None
     ends: float | None = None
     """Time at which it loses its nodes, once it has started; ``None`` if unknown."""
+    waited: float = 0.0
+    """Time of the last survey that showed it in the queue."""
     held: float | None = None
     """Time of the last survey that showed it on its nodes."""
     yields: float | None = None
@@ -366,7 +369,7 @@ class SlotRegistry:
         """Return the number of slots that a block lacks, apart from nodes on which none can start at present."""
         held_back = self._aside.keys() & self.start_errors.keys() & set(block.nodes)
         connected = sum(slot.node not in held_back for slot in self.of_block(block.name))
-        return max(0, (len(block.nodes) - len(held_back)) * self.kinds[block.node_kind].per_node - connected)
+        return max(0, ((len(block.nodes) or 1) - len(held_back)) * self.kinds[block.node_kind].per_node - connected)
 
     def _is_short(self, slot: Slot) -> bool:
         """Return whether slots of a slot's unit are missing, or it is surplus on a node that has all its units."""

@@ -169,9 +169,9 @@ class PlannedHtex(HighThroughputExecutor):
         command = self._commands[spec.node_kind].format(block_id=spec.block)  # as HTEX's own scaling does
         provider = self._kinds[spec.node_kind].provider
         ready = provider_for(provider, spec)
-        if (start := self.node_start) is not None and (words := start.words(len(spec.nodes))):
+        if (start := self.node_start) is not None and (words := start.words(spec.size)):
             command = command.replace(f"{EXEC} ", f"{EXEC} {' '.join(words)} ", 1)
-            if preparation := start.preparation(len(spec.nodes), str(getattr(provider, "label", ""))):
+            if preparation := start.preparation(spec.size, str(getattr(provider, "label", ""))):
                 ready.worker_init = f"{ready.worker_init}\n{preparation}"
         job = ready.submit(command, 1, f"{self.job_prefix}block-{spec.block}")
         if not job:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 
+from freetrain_parsl.executor.htex.deferred_compiler import defer_compiler
 from freetrain_parsl.executor.htex.worker_pool import WARM, import_lean_parsl
 from freetrain_parsl.executor.slot.loaded_files import waiting_counted
 
@@ -22,6 +23,7 @@ def _import_all() -> None:
         import_lean_parsl()
         for module in WARM:
             importlib.import_module(module)
+        defer_compiler()
         gc.freeze()
     finally:
         if collects:

@@ -25,13 +25,12 @@ __all__ = ["WARM", "WARM_IMPORTS", "import_lean_parsl", "run_steadily"]
 WARM_IMPORTS: Final = "freetrain_parsl.executor.htex.warm_imports"
 _POOL: Final = "parsl.executors.high_throughput.process_worker_pool"
 
-# The imports of a slot, after Parsl, until its first step; `torch.optim` imports the compiler front end with the first
-# optimizer. None of them may touch an accelerator: a forked process cannot use one that its parent has initialized.
+# The imports of a slot, after Parsl, until its first step, but for torch's compiler (`deferred_compiler`). None of them
+# may touch an accelerator: a forked process cannot use one that its parent has initialized.
 WARM: Final = (
     _POOL,
     "freetrain_parsl.executor.slot.slot",
     "freetrain_parsl.training.fragment",
-    "torch._dynamo",
 )
 
 _OPTIONAL: Final = ("globus_compute_sdk", "sqlalchemy")

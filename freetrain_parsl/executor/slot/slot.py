@@ -170,11 +170,8 @@ def run_slot(settings: SlotSettings, token: str) -> None:
         A process cannot be started here, or has failed outside the user's function.
     """
     try:
-        import torch
-
         import freetrain_parsl.training.fragment  # noqa: F401 - already imported by `executor.htex.worker_pool`
 
-        torch.optim.SGD([torch.zeros(1)], lr=0.0)  # the first optimizer of a process spends a second on imports
         for name in _SECRETS:
             os.environ.pop(name, None)
         number_visible_devices(os.environ)

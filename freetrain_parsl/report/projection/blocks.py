@@ -66,7 +66,7 @@ class BlockFold:
         match entry:
             case record.BlockRequested():
                 self.requested += 1
-                block = BlockHistory(name, len(entry.nodes), entry.seconds, time, time + entry.seconds)
+                block = BlockHistory(name, len(entry.nodes) or 1, entry.seconds, time, time + entry.seconds)
                 self._open[name] = block
             case record.BlockEnded():
                 self.endings.append(entry.reason)

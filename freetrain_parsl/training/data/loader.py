@@ -138,13 +138,17 @@ class SessionLoader:
         """Advance past a batch that has been trained on, and whose loop was left: ``next(iter(data))``, ``break``."""
         batch_runner, cursor = self._runtime.batch_runner, self._cursor
         assert batch_runner is not None, "the loop has begun"
-        if self._current is None or not batch_runner.has_stepped:
+        if self._current is None or not (batch_runner.has_stepped or batch_runner.cut_off):
             return
         epoch, position, samples = self._current
         self._current = None
-        if (cursor.epoch, cursor.position) == (epoch, position):
+        is_repeated = batch_runner.cut_off
+        if is_repeated or (cursor.epoch, cursor.position) == (epoch, position):
             batch_runner.take_back()
-            cursor.pass_by(samples)
+            if is_repeated:
+                batch_runner.leave_batch()
+            else:
+                cursor.pass_by(samples)
             self._runtime.boundary()
 
     def _positions(self, epoch: int) -> Positions:
@@ -171,6 +175,7 @@ class SessionLoader:
         batch_runner.open_batch(group, batch, device, done=cursor.steps)
         loop = self._runtime.state.loop
         loop.open_batch(group)
+        self._runtime.join_attempt()
         self._current = cursor.epoch, cursor.position, batch.samples
         for piece in batch.pieces:
             data = next(pieces)
@@ -178,6 +183,9 @@ class SessionLoader:
             seed_all(self.order.seed, cursor.epoch, cursor.position, piece.shard)
             try:
                 yield data if recorder is None else recorder.batch(data)
+            except GeneratorExit:
+                batch_runner.is_left = True
+                raise
             finally:
                 batch_runner.release()
                 loop.release()  # what user code has done in a batch that was interrupted; it may also have left it

@@ -11,7 +11,6 @@ from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.exchange.shared_results import (
     Link,
     check_plain,
-    first_value,
     own_part,
     rows_of_all,
     stand_in,
@@ -137,5 +136,5 @@ class ExchangeVerbs:
             It contains something else, or the call is where a process that joins later would be alone with it.
         """
         check_plain(value)
-        result = self._runtime.together(lambda group: first_value(group, value), name="broadcast", of_parts=False)
+        result = self._runtime.together(lambda group: group.agree_on(value), name="broadcast", of_parts=False)
         return copy.deepcopy(result)  # type: ignore[no-any-return]

@@ -55,6 +55,8 @@ class SharedCalls:
             except PeerFailed as error:  # noqa: PERF203 - the loop is this handler's
                 if of_parts and (not batch_runner.has_piece or batch_runner.has_stepped):
                     raise
+                if batch_runner.has_piece and batch_runner.is_left:  # what follows the loop would be undone
+                    raise
                 self._changes.in_call = True
                 if batch_runner.has_piece:
                     self._changes.interrupt(error)
@@ -77,7 +79,7 @@ class SharedCalls:
                 "loop's body runs more often in some processes than in others; call it after this loop"
             )
         over = epochs is not None and cursor.epoch >= epochs
-        if not (batch_runner.has_piece or cursor.pass_ended or over):
+        if not (batch_runner.has_piece or batch_runner.is_left or cursor.pass_ended or over):
             raise UsageError(
                 f"session.{name} was called before the batches of an epoch, where a process that joins later would "
                 "call it alone; call it in the loop over the batches or after it"

@@ -13,7 +13,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from freetrain_parsl.errors import PeerFailed, UsageError
-from freetrain_parsl.training.group.state_transfer import pass_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,6 @@ __all__ = [
     "Shared",
     "SharedResults",
     "check_plain",
-    "first_value",
     "own_part",
     "rows_of_all",
     "stand_in",
@@ -67,12 +65,6 @@ def total(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over the members, on its own device, in new memory."""
     values = tensor.detach().to("cpu", copy=True)
     return group.sum(values).to(tensor.device)
-
-
-def first_value(group: Group, value: Any) -> Any:
-    """Return the value of the first member."""
-    received = pass_on(group, [0], list(range(1, group.size)), {"value": value} if group.is_first else None)
-    return value if group.is_first else received["value"]
 
 
 def check_plain(value: Any) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from freetrain_parsl.errors import PeerFailed
+from freetrain_parsl.errors import OutOfSync, PeerFailed
 from freetrain_parsl.protocol.reports import PauseReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from freetrain_parsl.training.group.regrouping import GroupMember
     from freetrain_parsl.training.parts import TrainingParts
+    from freetrain_parsl.training.replicas.check import Standing
 
 __all__ = ["GroupChanges"]
 
@@ -26,8 +27,12 @@ class GroupChanges:
 
     def __init__(self, training: TrainingParts) -> None:
         self._training = training
-        self.is_new = False
-        """Whether the group has changed since the last boundary."""
+        self._turn = 0  # number of boundaries passed
+        self._at_boundary = True  # whether this member is at the next one, or before the first
+        self._calls = 0  # number of collective operations of user code up to the last boundary
+        self._furthest = 0  # in a new group: number of boundaries passed by those that have passed most
+        self._settled = 0  # number of boundaries that need no decision, as some members have changed the group in them
+        self._is_behind = False  # whether others have the next batch in an interrupted attempt
         self.in_call = False
         """Whether it changes in a collective operation of user code."""
         self.received: dict[str, Any] | None = None
@@ -40,10 +45,12 @@ class GroupChanges:
     def begin(self) -> None:
         """Come to the same position as the other members, before the loop; a newcomer waits here to join the group."""
         training, members = self._training, self._members
+        self._calls = training.state.results.number
         extension = members.parts = training.extension
         members.state = lambda: extension.sent(training.state.whole())
         members.adopt = self._adopt
         members.meet_replicas = training.replicas.meet
+        members.align = self._align
         if members.is_newcomer:
             self._move(members.await_command, began=None)
             return
@@ -51,6 +58,15 @@ class GroupChanges:
             members.exchange(self._place)
         except PeerFailed as error:
             self.recover(error)
+
+    def reach_boundary(self) -> bool:
+        """Note that this member is at a boundary; return whether the members decide there."""
+        self._at_boundary = True
+        return self._turn >= self._settled
+
+    def pass_boundary(self) -> None:
+        """Note that this member leaves a boundary."""
+        self._turn, self._at_boundary, self._calls = self._turn + 1, False, self._training.state.results.number
 
     def carry_out_command(self) -> None:
         """Carry out the command that all members have."""
@@ -91,21 +107,59 @@ class GroupChanges:
         """
         state, batch_runner = self._training.state, self._training.batch_runner
         assert batch_runner is not None, "there is a batch"
-        place = state.cursor.place
         if not state.loop.can_be_undone(has_stepped=batch_runner.has_stepped):
             raise error
+        self._interrupt(lambda: self.recover(error))
+
+    def join_attempt(self) -> None:
+        """Take part, at the beginning of a batch, in the attempt at it that has been interrupted in other members.
+
+        The code that follows in the loop's body may call collective operations, in those members as in this one.
+        """
+        if self._is_behind:
+            self._is_behind = False
+            self._interrupt(lambda: None)
+
+    def _interrupt(self, change: Callable[[], None]) -> None:
+        """Interrupt the current batch, and change the group."""
+        state, batch_runner = self._training.state, self._training.batch_runner
+        assert batch_runner is not None, "there is a batch"
+        place = state.cursor.place
         batch_runner.cut()
         state.loop.cut()
-        self.recover(error)
+        change()
         state.loop.hold(repeats=state.cursor.place == place)
         batch_runner.hold()
+
+    def _align(self, standings: Sequence[Standing], ahead: Sequence[int]) -> None:
+        """Compare with the members that are ahead in the data which boundaries have been passed.
+
+        A boundary ends when all members have come to it, so none is further than at the next. If a failure reaches a
+        member at a boundary, others may have passed it, and have the next batch.
+
+        Raises
+        ------
+        OutOfSync
+            This member is new, and the others are between two collective operations of user code; or members have
+            different pieces of a batch, with each of which user code calls such operations.
+        """
+        furthest = max((standings[rank] for rank in ahead), key=lambda each: (each.turn, each.at_boundary, each.piece))
+        pieces = {each.piece for each in standings if each.turn == furthest.turn and each.piece}
+        if len(pieces) > 1 and any(each.calls for each in standings):
+            raise OutOfSync("the processes have different pieces of a batch: it resumes from its checkpoint")
+        if self._members.is_newcomer:
+            if furthest.calls and not furthest.at_boundary:
+                raise OutOfSync("the others are in the middle of their loop's body: it joins them later")
+            self._turn = furthest.turn - (not furthest.at_boundary)  # of the boundary that opens its first epoch
+        self._furthest = furthest.turn
+        self._is_behind = furthest.piece > 0 and self._turn < furthest.turn
 
     def _move(self, first_command: Callable[[], Any], began: float | None) -> None:
         """Leave the group and continue in the one given by a command, which may change while the group forms."""
         training, members = self._training, self._members
         if members.move(first_command, self._place):
             training.unwind(PauseReason.LEFT)
-        self.is_new = True
+        self._settled = self._furthest + 1
         training.replicas.have_met()
         training.checkpoint_manager.rejoin()
         paused = 0.0 if began is None else training.clock() - began
@@ -118,7 +172,13 @@ class GroupChanges:
         state = self._training.state
         changes = 0 if state.batch is None else state.batch.changes
         place = (int(value) for value in state.cursor.place)
-        standing = self._training.replicas.standing()
+        batch_runner = self._training.batch_runner
+        standing = self._training.replicas.standing(
+            self._turn,
+            at_boundary=self._at_boundary,
+            piece=batch_runner.pieces_begun if batch_runner is not None and batch_runner.has_piece else 0,
+            calls=state.results.number - self._calls,
+        )
         return (int(not self._members.is_newcomer), *place, changes, state.results.number, *standing)
 
     def _adopt(self, sent: dict[str, Any]) -> None:

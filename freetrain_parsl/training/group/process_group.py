@@ -82,10 +82,11 @@ class Group(JoinedGroups):
         return parts
 
     def agree_on(self, value: T) -> T:
-        """Return the first member's value, an object that can be pickled, on all members."""
+        """Return the first member's value, an object that can be pickled, once all members have called this."""
         if self.size == 1:
             return value
-        return self.gather_objects(value if self.is_first else None)[0]  # type: ignore[return-value]
+        self.sum(torch.zeros(1, dtype=torch.int64))  # else the first member could be ahead by several calls
+        return self.broadcast(value if self.is_first else None, 0)
 
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all members, objects that can be pickled, by rank."""

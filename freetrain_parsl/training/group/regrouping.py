@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freetrain_parsl.errors import PeerFailed, StateLost
+from freetrain_parsl.errors import OutOfSync, PeerFailed, StateLost
 from freetrain_parsl.protocol.reports import GroupFailed, Joined, Noted, Ready, Report
 from freetrain_parsl.training.group.process_group import Group, join
 from freetrain_parsl.training.group.spread_state import SpreadState
@@ -66,6 +66,8 @@ class GroupMember:
         """Set by the runtime: loads a whole state."""
         self.meet_replicas: Callable[[Group, Sequence[Standing], Sequence[int]], None] = lambda *_: None
         """Set by the runtime: compares the replicas in a new group, see `ReplicaCheck.meet`."""
+        self.align: Callable[[Sequence[Standing], Sequence[int]], None] = lambda *_: None
+        """Set by the runtime: gets the standings of all members, and the ranks of those that are ahead in the data."""
         self._transferred = 0.0
         self._generation = 0  # of the group, or of the one being formed
         if membership is not None:
@@ -185,7 +187,7 @@ class GroupMember:
                 self._follow(self._agree_on_state(place()), moved=True)
                 self._transferred = handed_over + time.monotonic() - began
             except PeerFailed as error:  # noqa: PERF203 - a round is a whole group
-                if isinstance(error, StateLost):
+                if isinstance(error, (OutOfSync, StateLost)):
                     raise
                 command = self.strand(str(error), error.unreachable)
                 together = False
@@ -238,6 +240,7 @@ class GroupMember:
         turn = min(standings[rank].turn for rank in ahead)
         peers = [rank for rank in ahead if standings[rank].turn == turn]
         self.meet_replicas(self.group, standings, peers if foremost[_BEGUN] else [])
+        self.align(standings, ahead)
         # On processors of different kinds the replicas of peers may have other bits; here they become equal again.
         fingerprint = standings[peers[0]].fingerprint
         sources = [rank for rank in peers if standings[rank].fingerprint == fingerprint]

@@ -42,6 +42,12 @@ class Standing(NamedTuple):
     turn
         How many boundaries this member has passed. Members at one position in the data may have different turns: the
         code between this boundary and the next step, which may change the model, has run in some of them only.
+    at_boundary
+        Whether it is at the next boundary already.
+    piece
+        Which piece of a batch user code has, from 1; zero: none.
+    calls
+        How many collective operations of user code have ended since this member has passed a boundary.
     kind
         A hash of the kind of its processors.
     fingerprint
@@ -49,6 +55,9 @@ class Standing(NamedTuple):
     """
 
     turn: int
+    at_boundary: int
+    piece: int
+    calls: int
     kind: int
     fingerprint: int
 
@@ -77,8 +86,6 @@ class ReplicaCheck:
     def __init__(self, job: str, state: SessionState, note: Callable[[str], None]) -> None:
         self.loop: Callable[[], Iterable[tuple[str, object]]] = state.loop.shared
         """Returns the names and values of the loop's state."""
-        self.turn = 0
-        """See `Standing`."""
         self._job = job
         self._state = state
         self._note = note
@@ -138,7 +145,6 @@ class ReplicaCheck:
         """
         if not all_equal(group.size, total, squares):
             self._accuse(group, range(group.size))
-        self.turn += 1
         covered = self._covered
         self._equal_plain = self._state.training_metrics.step
         if covered.whole and self._by_bits:
@@ -154,11 +160,11 @@ class ReplicaCheck:
 
     # ── in a new group ────────────────────────────────────────────────────────────────────────────
 
-    def standing(self) -> Standing:
+    def standing(self, turn: int, *, at_boundary: bool, piece: int, calls: int) -> Standing:
         """Return what the other members of a new group need to know."""
         self._refresh()
         fingerprint = mix(*self._contents.checksum()) & _WORD
-        return Standing(self.turn, _kind_of_processors(), fingerprint)
+        return Standing(turn, at_boundary, piece, calls, _kind_of_processors(), fingerprint)
 
     def meet(self, group: Group, standings: Sequence[Standing], peers: Sequence[int]) -> None:
         """Compare the members that have passed the same boundaries; all members of a new group call this.
@@ -186,7 +192,6 @@ class ReplicaCheck:
         self._by_bits, self._whole_due, self._queued = alike, True, None
         if alike and len({standings[rank].fingerprint for rank in peers}) > 1:
             self._accuse(group, peers)
-        self.turn = 1 + max(each.turn for each in standings)
 
     def have_met(self) -> None:
         """Note, once members that were behind have received a state, that all have the same."""

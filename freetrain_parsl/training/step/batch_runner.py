@@ -57,6 +57,8 @@ class BatchRunner:
         self.tally: Tally
         self.cut_off = False
         """Whether a member failed during the current batch."""
+        self.is_left = False
+        """Whether user code has left the loop over the batches in this one, so that what follows is not repeated."""
         self.one_step = False
         """Whether a batch may be divided into pieces, so that it can have only one step."""
         self.in_closure = False
@@ -79,6 +81,8 @@ class BatchRunner:
         self._group: Group
         self.piece: Piece | None = None
         """The piece that the user's code trains on."""
+        self.pieces_begun = 0
+        """How many pieces of the current batch it has got."""
         self._has_gradients = False
         self._complete = False
         self._calls = 0
@@ -166,7 +170,8 @@ class BatchRunner:
         self._group, self.batch = group, batch
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
-        self.cut_off = self._complete = False
+        self.cut_off = self.is_left = self._complete = False
+        self.pieces_begun = 0
         self._sum.sends_early = True
         self._parts = BatchParts()
         self._calls, self._done = 0, done
@@ -178,6 +183,7 @@ class BatchRunner:
     def hand_out(self, piece: Piece) -> None:
         """Note the piece that the user's code trains on next."""
         self.piece, self._has_gradients = piece, False
+        self.pieces_begun += 1
         self._statistics.open_piece(piece)
         self._bypass.begin_batch()
 

@@ -120,6 +120,7 @@ class SlurmWindowSource(WindowSource):
                 min_nodes=partition.min_nodes,
                 max_nodes=partition.max_nodes,
                 hides_waiting=state.hides_jobs and not partition.preemptible,
+                may_wait=partition.preemptible and partition.min_nodes == 1,
             ),
             wanted=staircase.wanted,
             notes=(*self._notes(), *staircase.notes),

@@ -88,7 +88,7 @@ block:
   command_timeout: 90 s
 node: {cores: 64, gpus: 4, memory: 256 GB, exclusive: false}
 planner: {startup: 40 s, max_walltime: "02:00:00", max_nodes_per_block: 8}
-rate_limits: {poll_interval: 20 s, submissions_per_minute: 3, max_pending_blocks: 2, max_refusals: 4}
+rate_limits: {poll_interval: 20 s, submissions_per_minute: 3, max_pending_blocks: 2, standby_blocks: 0, max_refusals: 4}
 trainings:
   {policy: window, threads_per_slot: 2, grace: 10 s, heartbeat_timeout: 20 s, peer_timeout: 15 s, max_restarts: 0,
    rescale_costs: {up: 3 s, start: 5 s}}
@@ -116,7 +116,7 @@ def test_every_key_reaches_what_it_is_for(no_commands: list[str]) -> None:
     )
     planner = read.planner_settings.in_seconds()
     assert (planner.startup, planner.max_walltime, planner.max_nodes_per_block) == (40, 7200, 8)
-    assert (planner.max_pending_blocks, planner.min_useful) == (2, 60)
+    assert (planner.max_pending_blocks, planner.standby_blocks, planner.min_useful) == (2, 0, 60)
     assert (read.node.slots, read.node.accelerators) == (4, 4)
     assert read.checkpoint_dir == Path("/scratch/me")
     assert read.least_free == 2 * 10**9
@@ -206,6 +206,7 @@ def test_accelerators_may_have_names(no_commands: list[str]) -> None:
             "planner: PlannerSettings: max_walltime must be at least 1 s, got 0 s",
         ),
         ("system: slurm\nplanner: {max_pending_blocks: 1}", "unknown key 'planner.max_pending_blocks'"),
+        ("system: slurm\nrate_limits: {standby_blocks: -1}", "must be a whole number of at least 0"),
         ("system: slurm\nrate_limits: {poll_interval: 0 s}", "rate_limits.poll_interval: must be longer than zero"),
         ("system: slurm\nrate_limits: {max_pending_blocks: 0}", "must be a whole number of at least 1"),
         (

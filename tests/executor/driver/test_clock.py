@@ -243,9 +243,23 @@ def test_heartbeats_are_no_reason_to_decide_again_and_the_end_of_a_node_is(stopp
     driver._turn()
     assert not server.batches
     assert hands.steady - begun == pytest.approx(driver._PASS, abs=0.05)
-    server.batches += [[("a", SlotHeartbeat())], [("b", Closing(30.0, gone=False))], [("a", SlotHeartbeat())]]
+    beat = [("a", SlotHeartbeat())]
+    server.batches += [beat, [("b", Closing(30.0, gone=False))], beat, beat]
     driver._turn()
-    assert len(server.batches) == 1
+    assert len(server.batches) == 1, "one batch of messages is handled between the planner and the training jobs"
+
+
+def test_what_arrives_while_the_planner_decides_does_not_wait_for_the_next_iteration(stopped) -> None:
+    driver, server, hands = stopped
+    server.batches += [[("b", Closing(30.0, gone=False))], [("a", Closing(30.0, gone=False))]]
+    driver._turn_seconds = 0.0  # else it listens for as long as the last iteration took
+    driver._turn()
+    assert not server.batches
+    begun = hands.steady
+    driver._turn()
+    assert hands.steady == pytest.approx(begun, abs=0.05), "a message has arrived that may require a decision"
+    driver._turn()
+    assert hands.steady - begun == pytest.approx(driver._PASS, abs=0.05)
 
 
 def test_slots_that_were_cut_off_together_are_lost_together(stopped) -> None:
@@ -259,3 +273,26 @@ def test_slots_that_were_cut_off_together_are_lost_together(stopped) -> None:
     while "a" in driver._registry.slots:
         driver._turn()
     assert not driver._registry.slots
+
+
+def test_a_block_whose_end_is_near_when_it_is_first_seen_has_not_started_before_it_was_seen_to_wait(
+    tmp_path: Path,
+) -> None:
+    """The batch system preempts it, so its end tells nothing about its start; it had waited in the queue."""
+    with DriverBench(tmp_path) as bench:
+        start = bench.source.launch
+
+        def waiting(spec: BlockSpec) -> str:
+            job = start(spec)
+            bench.source.jobs[job] = BlockStatus(BlockState.PENDING)
+            return job
+
+        bench.submitter._launch = waiting
+        bench.train("one")
+        block = wait_for(bench.blocks, "a block")[0]
+        wait_for(lambda: block.waited, "a survey that shows it in the queue")
+        (job,) = bench.source.jobs
+        seen = block.waited
+        bench.source.jobs[job] = BlockStatus(BlockState.RUNNING, block.nodes, bench.source.clock() + 5.0)
+        entry = bench.entry("block_started")
+        assert seen <= entry.detail["since"] <= entry.time

@@ -383,4 +383,4 @@ TestOneNodeWalk.settings = settings(max_examples=15, stateful_step_count=25)
 @pytest.mark.parametrize("walk", [Walk, SharedWalk, OneNodeWalk])
 def test_many_walks(walk: type[Walk]) -> None:
     """Walk further, and more often."""
-    run_state_machine_as_test(walk, settings=settings(max_examples=50, stateful_step_count=40))
+    run_state_machine_as_test(walk, settings=settings(max_examples=20, stateful_step_count=40))

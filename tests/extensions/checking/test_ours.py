@@ -27,9 +27,9 @@ HABITS = (ROOT / "docs" / "howto" / "pytorch-habits.md").read_text(encoding="utf
 BLOCKS = dict(re.findall(r"<!-- habit: (\w+) -->\n```python\n(.*?)^```$", HABITS, re.DOTALL | re.MULTILINE))
 COMMON = BLOCKS.pop("common")
 SMALL = {
-    "digits": {"epochs": 3, "width": 8},
-    "char_lm": {"epochs": 3, "width": 16, "characters": 10_000},
-    "hf_style": {"epochs": 3},
+    "digits": {"epochs": 1, "width": 8},
+    "char_lm": {"epochs": 2, "width": 16, "characters": 10_000},
+    "hf_style": {"epochs": 2, "samples": 400},
     "llm": {"epochs": 1, "windows": 20, "batch_size": 8, "micro_batch": 2, "width": 16, "layers": 1, "context": 16},
     "lora": {"epochs": 1, "samples": 20, "width": 16, "layers": 1},
 }

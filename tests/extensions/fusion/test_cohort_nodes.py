@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from freetrain_parsl.protocol import journal as record
 from tests.extensions.fusion.cohorts import arrays, paused, records, released, spread, submit
 
@@ -32,6 +34,21 @@ def test_members_that_change_to_a_new_array_train_on_until_it_takes_them(make) -
     assert list(world.processes["s1"].members) == ["t0", "t1", "t2"]
     world.settle(3)
     assert (list(world.processes["s1"].members), list(world.processes["s2"].members)) == (["t0", "t1"], ["t3", "t2"])
+
+
+@pytest.mark.parametrize("best", [1000, 2], ids=["unknown", "known"])
+def test_no_slot_stays_idle_while_others_have_members_to_give(make, best: int) -> None:
+    """Of three arrays of two, two give a member to nodes that join: five nodes are better than three."""
+    world = make(nodes=5)
+    world.best_size, world.steps = best, 200
+    submit(world, 6)
+    world.advance(1.0)
+    world.assign("cohort-1", frozenset({"n0", "n1", "n2"}))
+    world.settle(3)
+    assert arrays(world) == [2, 2, 2]
+    world.assign_all()
+    world.settle(6)
+    assert arrays(world) == [1, 1, 1, 1, 2]
 
 
 def test_a_node_that_is_taken_gives_its_members_back(make) -> None:

@@ -86,9 +86,12 @@ def test_a_forward_that_was_assigned_to_a_model_is_intercepted() -> None:
 
 
 @pytest.mark.slow  # the compiler's imports
-def test_what_is_called_instead_is_not_compiled() -> None:
+@pytest.mark.parametrize("assigned", [False, True])
+def test_what_is_called_instead_is_not_compiled(assigned: bool) -> None:
     """Otherwise all code that runs before it returns would be, that of other members included."""
     model = Doubling()
+    if assigned:
+        model.forward = types.MethodType(Doubling.forward, model)  # type: ignore[method-assign]
     model.compile(backend="eager")
     release = intercept(model, lambda _args, _kwargs: torch.compiler.is_compiling())
     assert model(torch.ones(1)) is False

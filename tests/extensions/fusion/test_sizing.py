@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+SHORT = 1e-3  # seconds; steps of which many are timed
+
+
 def decide(
     limit: int, seconds: Callable[[int], float], *, alone: float = 1.0, shared: float = 0.0, **options: float
 ) -> ArraySizing:
@@ -23,7 +26,7 @@ def decide(
     """
     sizing = ArraySizing(limit, **options)
     for _ in range(1000):
-        step = seconds(sizing.size) if sizing.fused else alone * sizing.size
+        step = SHORT * (seconds(sizing.size) if sizing.fused else alone * sizing.size)
         if sizing.count(step, shared + 100.0 * sizing.size, shared if sizing.fused else 0.0):
             return sizing
     raise AssertionError("it never decides")
@@ -74,7 +77,7 @@ def test_a_gain_near_the_limit_is_measured_again(alone: float, fused: bool) -> N
         steps += sizing.size == 4
         one_by_one = alone if sizing.size == 4 else 1.0
         fused_step = 0.85 if sizing.size == 4 else 0.9
-        sizing.count(sizing.size * (fused_step if sizing.fused else one_by_one))
+        sizing.count(SHORT * sizing.size * (fused_step if sizing.fused else one_by_one))
     assert steps == 5 * 18
     assert sizing.fused is fused
 
@@ -83,7 +86,7 @@ def test_slow_steps_among_fast_ones_do_not_count() -> None:
     sizing = ArraySizing(2)
     for step in range(1000):
         fast = step % 9 == 0
-        if sizing.count((0.5 if fast else 5.0) if sizing.fused else (1.0 if fast else 2.0)):
+        if sizing.count(SHORT * ((0.5 if fast else 5.0) if sizing.fused else (1.0 if fast else 2.0))):
             break
     assert sizing.gain == 2.0
 
@@ -93,10 +96,30 @@ def test_a_machine_that_is_slow_for_a_while_does_not_decide() -> None:
     sizing = ArraySizing(2)
     for step in range(1000):
         busy = 3.0 if step < 36 and sizing.fused else 1.0
-        if sizing.count(busy * (1.5 if sizing.fused else 2.0)):
+        if sizing.count(SHORT * busy * (1.5 if sizing.fused else 2.0)):
             break
     assert sizing.fused
     assert sizing.gain == pytest.approx(2.0 / 1.5)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.001, 108), (0.05, 48), (0.5, 16), (5.0, 8)])
+def test_fewer_steps_are_timed_where_they_are_long(seconds: float, steps: int) -> None:
+    sizing = ArraySizing(2)
+    count = 1
+    while not sizing.count(seconds * (1.5 if sizing.fused else 2.0) / 2.0):
+        count += 1
+    assert (count, sizing.fused) == (steps, True)
+
+
+def test_the_memory_is_asked_for_at_the_last_timed_step_of_each_size() -> None:
+    sizing = ArraySizing(4)
+    asked = []
+    for step in range(1000):
+        asked += [(step, sizing.size)] if sizing.completes_size(0.3) else []
+        before = (sizing.size, sizing.fused)
+        if sizing.count(0.3):
+            break
+        assert ((sizing.size, sizing.fused) != before) is (bool(asked) and asked[-1][0] == step)
 
 
 def test_an_array_does_not_grow_beyond_the_memory() -> None:

@@ -77,6 +77,15 @@ def adapted(model: Any, **options: Any) -> Any:
     return get_peft_model(model, lora(**options), autocast_adapter_dtype=False).to(dtype)
 
 
+def digests_of_kinds() -> list[Any]:
+    """Return the digests of adapters of which the first two, and the next two, can be in one array."""
+    from freetrain_parsl.extensions.fusion.engine.array import MemberObjects
+
+    of_ranks: tuple[dict[str, Any], ...] = {}, {"rank": 2, "alpha": 3.0, "use_rslora": True}
+    points = *of_ranks, {"dropout": 0.1}, {"dropout": 0.2, "rank": 8}, {"use_dora": True}
+    return [MemberObjects([adapted(llama(), **point)], []).structure(4) for point in points]
+
+
 def trained(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
 

@@ -278,6 +278,7 @@ def test_pruned_trials_leave_their_nodes_at_once(start, fuse) -> None:
     names = [trial.user_attrs["freetrain:training"] for trial in study.trials]
     states = ["cancelled", "cancelled", "finished", "finished"]
     site.until(lambda run: [run.trainings[name].state for name in names] == states, 20)
+    site.until(lambda run: all(fragment.end is not None for fragment in run.fragments), 20)
     entries = [entry for _, entry in read_journal(site.executor.journal_path)]
     for name in names[:2]:
         asked = next(entry.time for entry in entries if entry.kind == "training_cancelled" and entry.subject == name)

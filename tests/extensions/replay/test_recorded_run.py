@@ -79,6 +79,8 @@ class _Site:
         for action in actions:
             if isinstance(action, ev.RequestBlock):
                 self.requested[action.block] = action.nodes
+            elif isinstance(action, ev.QueueBlock):
+                self.requested[action.block] = (self.random.choice(NODES),)  # which the planner does not know yet
             elif isinstance(action, ev.ReleaseBlock):
                 self.requested.pop(action.block, None)
                 self.running.pop(action.block, None)
@@ -86,7 +88,8 @@ class _Site:
     def survey(self) -> ev.Event:
         free = [node for node in NODES if self.random.random() < 0.7]
         half = self.random.randint(0, len(free))
-        terms = BlockTerms(start_delay=self.random.choice((0.0, 5.0)), hides_waiting=self.random.random() < 0.1)
+        hides, waits = self.random.random() < 0.1, self.random.random() < 0.8
+        terms = BlockTerms(start_delay=self.random.choice((0.0, 5.0)), hides_waiting=hides, may_wait=waits)
         found = [
             Window(tuple(nodes), self.now, closes and self.now + closes, self.random.choice(list(WindowKind)))
             for nodes, closes in ((free[:half], None), (free[half:], self.random.choice((60.0, 300.0, 900.0))))
@@ -290,6 +293,7 @@ EVERYTHING: tuple[ev.Event | ev.Action, ...] = (
     ev.TrainerHolds(14.5, "t", frozenset({"n0"})),
     ev.TasksWaiting(15.0, 2, frozenset({"a"})),
     ev.RequestBlock("1", ("a",), 60.0, Window(("a",), 0.0, 90.0), pinned=False),
+    ev.QueueBlock("2", 60.0, "gpu"),
     ev.ReleaseBlock("1"),
     ev.Assign("t", frozenset("ab")),
     ev.Grow("t", frozenset("abc")),

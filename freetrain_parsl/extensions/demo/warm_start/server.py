@@ -48,7 +48,8 @@ def main(descriptor: int) -> None:
     own = _plain(circumstances())  # before the imports
     with socket.socket(fileno=descriptor) as listener:
         before = dict(os.environ)
-        importlib.import_module(WARM_IMPORTS)  # nodes that connect meanwhile wait
+        for module in ("torch._dynamo", WARM_IMPORTS):  # nodes that connect meanwhile wait; all share the compiler
+            importlib.import_module(module)
         set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
         program = _serve(listener, own, set_by_imports)
         if program is None:

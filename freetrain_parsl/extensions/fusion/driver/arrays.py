@@ -114,7 +114,7 @@ class CohortArrays:
             self._release_beyond(array, array.size)
         self._vacate(others, arrays, slots, max(sizes), leaving)
         if not others:
-            self._divide(arrays, slots, max(sizes))
+            self._divide(arrays, slots, sizes)
         for array in sorted(arrays, key=lambda each: each.staying):
             for member in self._next(min(array.size, max(sizes)) - array.staying):
                 self._add(array, member)
@@ -162,16 +162,20 @@ class CohortArrays:
             for name in list(reversed(array.members))[: max(0, places)]:
                 places -= self.release(array, name)
 
-    def _divide(self, arrays: Sequence[RunningArray], slots: int, most: int) -> None:
+    def _divide(self, arrays: Sequence[RunningArray], slots: int, sizes: Sequence[int]) -> None:
         """Let members of large arrays change to slots for which there is no member in the queue."""
-        if all(array.staying <= min(array.size, most) for array in arrays):
+        most = max(sizes)
+        by_size = sorted(arrays, key=lambda each: each.staying, reverse=True)
+        padded = (*sizes, *[most] * len(by_size))  # there may be fewer sizes than arrays
+        shares = [min(array.size, share) for array, share in zip(by_size, padded, strict=False)]
+        if all(array.staying <= share for array, share in zip(by_size, shares, strict=True)):
             for array in arrays:
                 array.filling = False
             return
         takers = [array for array in arrays if array.filling and array.takes_members(most)]
         places = slots + len(takers) - len(self.queue) - self._in_transit()
-        for array in sorted(arrays, key=lambda each: each.staying, reverse=True):
-            places -= self._release_beyond(array, min(array.size, most), places)
+        for array, share in zip(by_size, shares, strict=True):
+            places -= self._release_beyond(array, share, places)
 
     def _in_transit(self) -> int:
         """Return the number of members that were commanded to leave an array, and continue in another."""

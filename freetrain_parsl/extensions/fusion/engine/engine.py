@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +42,7 @@ from freetrain_parsl.extensions.fusion.optimizers.optimizers import (
     row_optimizer,
 )
 from freetrain_parsl.extensions.fusion.slot.shared_batches import SharedBatches, can_be_shared, same_source
+from freetrain_parsl.extensions.fusion.slot.sizing import StepTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from freetrain_parsl.extensions.fusion.engine.per_member import Differing
     from freetrain_parsl.extensions.fusion.slot.sizing import ArraySizing
     from freetrain_parsl.training.extension import DataSource
-    from freetrain_parsl.training.mailbox import Clock
 
 __all__ = ["UNFUSED", "FusionEngine"]
 
@@ -97,9 +96,6 @@ class FusionEngine:
         that are alike may be fused.
     shared
         Called with the bytes of the frozen base that all participants have in common, which are in memory once.
-    clock
-        Clock for the times of steps, in seconds; ``None``: on a CPU with one thread, of processor time, which does not
-        depend on what else runs there.
     """
 
     def __init__(
@@ -110,17 +106,15 @@ class FusionEngine:
         stepped: Callable[[], None] = lambda: None,
         refused: Callable[[str, bool], None] = lambda _reason, _passing: None,
         shared: Callable[[int], None] = lambda _size: None,
-        clock: Clock | None = None,
     ) -> None:
         self._sizing = sizing
         self._resized = resized
         self._stepped = stepped
         self._refused = refused
         self._shared = shared
-        self._clock = clock
         forget_peak()
         self._own_memory = used_memory()
-        self._last_step: float | None = None  # when all participants made a step
+        self._timer: StepTimer | None = None  # since all participants made a step
         self.reason = ""
         """Why the participants are not fused; empty while they are, or before the first attempt."""
         self.fused_steps = 0
@@ -166,7 +160,7 @@ class FusionEngine:
     def join(self, participant: MemberObjects) -> None:
         """Take part from the next step on; wait until all that have begun so far are ready, too."""
         self._participants.append(participant)
-        self._last_step = None
+        self._timer = None
         self.reason = ""
         if self._takes_turns and self.participants > 1:
             self._shared(self._base())
@@ -177,7 +171,7 @@ class FusionEngine:
 
     def leave(self, participant: MemberObjects) -> None:
         """Take part no longer; its models and optimizers are ordinary again, after this step of the others."""
-        self._last_step = None
+        self._timer = None
         self._open.discard(participant)
         self._apart.forget(participant)
         if participant in self._participants:
@@ -521,21 +515,18 @@ class FusionEngine:
         sizing = self._sizing
         if sizing is None or sizing.decided:
             return
-        if self._clock is None:
-            of_processor = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            self._clock = time.process_time if of_processor else time.perf_counter
-        now = self._clock()
-        if self._last_step is not None and len(self._participants) == sizing.size:
-            memory, base = (used_memory(), self._base()) if sizing.completes_size else (0.0, 0)
+        if self._timer is not None and len(self._participants) == sizing.size:
+            seconds = self._timer.seconds()
+            memory, base = (used_memory(), self._base()) if sizing.completes_size(seconds) else (0.0, 0)
             before = (sizing.size, sizing.fused, sizing.decided)
-            if sizing.count(now - self._last_step, memory, base + self._own_memory) and not sizing.fused:
+            if sizing.count(seconds, memory, base + self._own_memory) and not sizing.fused:
                 apart = self._apart.share
                 some = f", and in {apart:.0%} of the calls their arguments differ" if apart > _SMALL_SHARE else ""
                 self._take_turns(sizing, f"{sizing.verdict}{some}")
             if (sizing.size, sizing.fused, sizing.decided) != before:
                 forget_peak()  # what loading took is not what a step takes
                 self._resized()
-        self._last_step = now
+        self._timer = StepTimer()
 
     def _take_turns(self, sizing: ArraySizing, reason: str) -> None:
         """Let members that are not fused step in turns if they share most of their memory, or else train apart."""

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -54,7 +55,7 @@ def intercept(model: nn.Module, handler: Callable[[tuple[Any, ...], dict[str, An
     if owner not in _originals:
         _originals[owner] = vars(owner)["forward"]
         owner.forward = _intercepted(_originals[owner])  # type: ignore[attr-defined]  # it is in vars(owner)
-    _handlers[model] = torch.compiler.disable(handler)  # type: ignore[no-untyped-call]  # torch's own
+    _handlers[model] = handler
 
     def release() -> None:
         _handlers.pop(model, None)
@@ -81,7 +82,7 @@ class _OwnForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _handlers.get(self.model)
-        return self.original(*args, **kwargs) if handler is None else handler(args, kwargs)
+        return self.original(*args, **kwargs) if handler is None else _handled(handler, args, kwargs)
 
     def of_model(self, _model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call what was assigned, which knows its model."""
@@ -115,9 +116,14 @@ def _intercepted(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handler = _handlers.get(self)
-        return original(self, *args, **kwargs) if handler is None else handler(args, kwargs)
+        return original(self, *args, **kwargs) if handler is None else _handled(handler, args, kwargs)
 
     return forward
+
+
+@_disable_dynamo  # unlike `torch.compiler.disable`, it does not import the compiler
+def _handled(handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return handler(args, kwargs)
 
 
 class AttributeWatch:

@@ -4,7 +4,7 @@ First two training jobs are timed one by one and fused, in turns, so that both a
 does. Then their number doubles while each member-step becomes faster by a tenth; one size at which it does not may have
 been timed while something else ran, so that the next one is tried, too. If fusing is not faster than one by one by a
 tenth, the training jobs go on one by one. Near this limit both ways are timed again, with as many training jobs as are
-fused.
+fused. Where steps are long, fewer are timed: they average over what disturbs short ones.
 
 One by one means apart, each in a process of its own, unless most of what a training job keeps in memory is a frozen
 base that is in memory once for all of them: then they stay in the process, and step in turns.
@@ -13,11 +13,19 @@ base that is in memory once for all of them: then they stay in the process, and 
 from __future__ import annotations
 
 import math
+import time
+from contextlib import suppress
+from pathlib import Path
 
-__all__ = ["ArraySizing"]
+import torch
 
+__all__ = ["ArraySizing", "StepTimer"]
+
+_THREADS = Path("/proc/self/task")
 _SKIPPED, _TIMED = 3, 15  # steps of each size: without the first, which allocate memory; the fastest of the others
+_LONG, _LEAST = 0.2, 3  # seconds after which no more are skipped, and no more than these are timed
 _TURNS = 3  # of the first size, and of a size whose gain is near the limit
+_LONG_TURNS = 5.0  # seconds of timed steps after which there are no more turns
 _GAIN = 1.1
 _NEAR = 1.2  # factor between a gain and the limit
 _TRIES = 2  # sizes in a row without such a gain
@@ -56,8 +64,9 @@ class ArraySizing:
         self._memory = memory
         self._turns = 0
         self._final = False  # whether the size stays, and both ways are timed again
-        self._steps = 0
-        self._shortest = math.inf
+        self._skipped: list[float] = []  # seconds of the steps of this size that do not count
+        self._timed: list[float] = []  # and of those that do
+        self._spent = 0.0  # seconds of all that do, since the last turn began to count
         self._alone = math.inf
         self._times: dict[int, float] = {}  # size -> seconds for each member-step, fused
         self._used: dict[int, tuple[float, float]] = {}  # size -> bytes that all share, other bytes
@@ -79,10 +88,14 @@ class ArraySizing:
         """The size with this gain."""
         return min(self._times, key=lambda size: self._times[size], default=1)
 
+    def completes_size(self, seconds: float) -> bool:
+        """Return whether a step is the last of those that time a size, after which its memory is asked for."""
+        timed = len(self._timed) + 1
+        return self._skips_no_more and (timed == _TIMED or (timed >= _LEAST and sum(self._timed) + seconds >= _LONG))
+
     @property
-    def completes_size(self) -> bool:
-        """Whether the next step is the last of those that time a size, after which its memory is asked for."""
-        return self._steps == _SKIPPED + _TIMED - 1
+    def _skips_no_more(self) -> bool:
+        return len(self._skipped) == _SKIPPED or sum(self._skipped) >= _LONG
 
     def takes_turns(self, members: int, base: float, own: float) -> bool:
         """Let members that are not fused step in turns, if memory is a reason for it; return whether they do.
@@ -135,12 +148,12 @@ class ArraySizing:
         """
         if self.decided:
             return True
-        self._steps += 1
-        if self._steps > _SKIPPED:
-            self._shortest = min(self._shortest, seconds / self.size)
-        if self._steps == _SKIPPED + _TIMED:
-            self._next(self._shortest, memory, shared)
-            self._steps, self._shortest = 0, math.inf
+        completes = self.completes_size(seconds)
+        (self._timed if self._skips_no_more else self._skipped).append(seconds)
+        if completes:
+            self._spent += sum(self._timed)
+            self._next(min(self._timed) / self.size, memory, shared)
+            self._skipped, self._timed = [], []
         return self.decided
 
     def _next(self, seconds: float, memory: float, shared: float) -> None:
@@ -150,14 +163,14 @@ class ArraySizing:
         self._times[self.size] = min(seconds, self._times.get(self.size, math.inf))
         self._used[self.size] = shared, memory - shared
         self._turns += 1
-        if self._turns < _TURNS:
+        if self._turns < _TURNS and self._spent < _LONG_TURNS:
             self.fused = False
         elif self._final:
             self._decide()
         elif self._may_grow():
             self.size = min(2 * self.size, self._limit)
         elif self.gain_size == self.size > 2 and _GAIN / _NEAR < self.gain < _GAIN * _NEAR:
-            self._final, self.fused, self._turns = True, False, 1  # the turn before counts
+            self._final, self.fused, self._turns, self._spent = True, False, 1, 0.0  # the turn before counts
         else:
             self._decide()
 
@@ -182,3 +195,35 @@ class ArraySizing:
         self.decided = True
         self.fused = self.gain >= _GAIN
         self.size = self.gain_size
+
+
+class StepTimer:
+    """Times a step of this process, from its creation.
+
+    On a CPU with one thread, what counts is the time for which the step computes or waits for something, such as data,
+    and not that for which others have the processors. Else it is the time on the wall.
+    """
+
+    def __init__(self) -> None:
+        self._alone = torch.get_num_threads() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._queued = _queued() if self._alone else 0.0
+        self._processor, self._wall = time.process_time(), time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the time since this was made."""
+        wall, processor = time.perf_counter() - self._wall, time.process_time() - self._processor
+        if not self._alone:
+            return wall
+        # Threads may wait for a processor at the same time.
+        return max(processor, wall - (_queued() - self._queued))
+
+
+def _queued() -> float:
+    """Return the seconds for which threads of this process could have run, but others had the processors."""
+    return sum(map(_queued_of, _THREADS.iterdir())) / 1e9
+
+
+def _queued_of(thread: Path) -> int:
+    with suppress(OSError, IndexError, ValueError):  # it has ended, or a kernel without these statistics
+        return int((thread / "schedstat").read_bytes().split()[1])
+    return 0
