@@ -11,7 +11,8 @@ needs at its peak beyond its imports; `stacked` and `shared` are the distinct by
 members, without and with a shared base. `base` and `adapter` are those of one member. Needs transformers and peft.
 
 ``--gpu``: larger models in bfloat16 on a GPU, ``--gpu 256x1x8`` for one row (tokens, sequences, members). There the
-time is that on the clock, with all kernels done, and memory is what torch has allocated on the GPU at its peak.
+time is that on the clock, with all kernels done, and memory is what torch has allocated on the GPU at its peak; *apart*
+compares with as many processes that train at the same time, one job each, and adds up their memory.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 WORDS = 512
 STEPS = 13
 SKIPPED = 3  # steps, which allocate memory and verify
+TIME_TO_START = 120.0  # seconds until all processes of one device have begun
 MIB = 2**20
 
 
@@ -187,6 +189,35 @@ def together(shape: Shape, lap: Callable[[], None] | None = None, sizing: ArrayS
     return engine.reason
 
 
+def apart(shape: Shape) -> tuple[float, float]:
+    """Train all members at the same time, each in a process; return the seconds of a step of all, and their MiB."""
+    context = torch.multiprocessing.get_context("spawn")
+    ready, found = context.Barrier(shape.members), context.SimpleQueue()
+    processes = [context.Process(target=_one_apart, args=(shape, ready, found)) for _ in range(shape.members)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(f"{shape}: not all processes could train")
+    times, sizes = zip(*(found.get() for _ in processes), strict=True)
+    return max(times), sum(sizes)
+
+
+def _one_apart(shape: Shape, ready: Any, found: Any) -> None:
+    torch.set_num_threads(1)
+    times: list[float] = []
+
+    def lap() -> None:
+        if len(times) == SKIPPED:
+            ready.wait(TIME_TO_START)
+        seconds()
+        times.append(time.perf_counter())
+
+    alone(shape, lap)
+    found.put(((times[-1] - times[SKIPPED]) / (len(times) - 1 - SKIPPED), torch.cuda.max_memory_allocated() / MIB))
+
+
 class Decided(Exception):
     """The sizing has decided."""
 
@@ -309,13 +340,17 @@ def row_on_gpu(shape: Shape) -> dict[str, Any]:
         else:
             reason = together(shape, laps[way])
         peaks[way] = torch.cuda.max_memory_allocated() / MIB
+    torch.cuda.empty_cache()
+    step_apart, memory_apart = apart(shape)
     return {
         **shape._asdict(),
         "ms_alone": laps["alone"].shortest * 1e3,
         "ratio": laps["alone"].shortest * shape.members / laps["together"].shortest,
+        "apart": step_apart / laps["together"].shortest,
         "not_fused": reason,
         "alone_mb": peaks["alone"],
         "peak_mb": peaks["together"],
+        "apart_mb": memory_apart,
     }
 
 

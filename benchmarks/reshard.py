@@ -184,6 +184,8 @@ def cold(blocks: int) -> None:
 
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(0)  # the mesh would take one for each process
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     net = shard(make_net(blocks), init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),)))
     torch.optim.AdamW(net.parameters())

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Case, Sequence[int]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # by torch 2.11 itself
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_changes_in_place(nccl_crew: Crew, tmp_path: Path, name: str) -> None:
     case, sizes = CASES[name]
