@@ -289,7 +289,7 @@ class ControlLoop:
         events, self._events[:] = list(self._events), []  # acting produces new events
         self._act(self._planner.advance(*events))
         self._receive(0.0)  # with a thousand slots, the planner and the training jobs take a tenth of a second each
-        self._manager.advance()
+        self._manager.advance(partial(self._receive, 0.0))
         self._tasks.serve()
         self._blocks.leave_in_time()
         self._end_if_closed()

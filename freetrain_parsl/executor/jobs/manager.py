@@ -116,6 +116,7 @@ class JobManager:
     """
 
     _LOOK = 10.0  # seconds between looks at a job that waits for nodes: time only explains why it waits
+    _LOOKS = 20  # jobs that are looked at between messages: each takes up to a millisecond or two
     _LOOK_SETTLED = 1.0  # seconds between looks at a settled one, for what follows from no event: it makes no step
 
     def __init__(
@@ -251,20 +252,22 @@ class JobManager:
         """Keep the learned scaling curves: the run is over."""
         self._keeper.close()
 
-    def advance(self) -> None:
-        """Advance every job one step towards its assignment."""
+    def advance(self, receive: Callable[[], object] = lambda: None) -> None:
+        """Advance every job one step towards its assignment; `receive` handles messages, from time to time."""
         self._watch_storage()
         changed, self._seen_changes = self.registry.slots.changes != self._seen_changes, self.registry.slots.changes
         for kind, jobs in self._jobs.items():
             kind.advance()
             now = self.clock()
-            for held in [one for one in jobs if one.look_at <= now or (changed and one.settled)]:
+            for number, held in enumerate([one for one in jobs if one.look_at <= now or (changed and one.settled)], 1):
                 group = held.job.forming
                 arrived = frozenset() if group is None else self.rendezvous.arrived(self._store(held, group))
                 self._handle(held, on.TimePassed(arrived))
                 held.settled = held.job.settled
                 if held.settled or held.job.waits_for_nodes:
                     held.look_at = now + (self._LOOK_SETTLED if held.settled else self._LOOK)
+                if number % self._LOOKS == 0:
+                    receive()
             if gone := [one for one in jobs if one.look_at <= now and one.job.ended]:
                 self._forget(jobs, gone)
 
