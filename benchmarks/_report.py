@@ -26,7 +26,7 @@ def report(
     """Print rows below machine, versions and command, a table for each kind; write them as JSON if requested."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(f"[bold]{title}[/bold]")
-    console.print(f"machine   {_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    console.print(f"machine   {machine()}, load {os.getloadavg()[0]:.1f}")
     console.print(f"versions  Python {platform.python_version()}, {', '.join(map(_version, packages))}")
     console.print(f"command   {' '.join([Path(sys.executable).name, *sys.argv])}")
     for keys, alike in groupby(rows, key=tuple):
@@ -53,6 +53,11 @@ def _version(package: str) -> str:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
         return f"{package} not installed"
+
+
+def machine() -> str:
+    """Return the processor and the number of its cores."""
+    return f"{_processor()}, {os.cpu_count()} cores"
 
 
 def _processor() -> str:

@@ -56,7 +56,8 @@ left_after_kill
 FreeTrain's own account (``freetrain report``) is compared with these: ``journal_samples`` and ``journal_held`` are its
 figures divided by those from outside.
 
-A full comparison takes hours. With ``--json FILE`` it can run in pieces: runs that the file has are not repeated.
+A full comparison takes hours. With ``--json FILE`` it can run in pieces: runs that the file has are not repeated. The
+table shows medians with their ranges, the file each run.
 Steps mostly sleep (`_peers_workload`). On a machine with few cores, Python and torch start slowly on all nodes at once,
 unlike on a real cluster; this costs each way its share, and those that start most processes most.
 """
@@ -78,9 +79,10 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from _peers_account import read_held, read_report, shares
+from _peers_spread import by_way, plot, spread
 from _peers_ways import Request
 from _peers_workload import jobs_of
-from _report import report
+from _report import machine, report
 from _slurm_main_queue import MainQueue, Ran, count_rpcs, draw, idle_intervals
 
 from freetrain_parsl.report.output import write_output
@@ -115,11 +117,6 @@ PARTITIONS = (
     LoopbackPartition("main", tier=100, default=True),
     LoopbackPartition(PARTITION, preempt="requeue", grace=GRACE),
 )
-SHOWN = (  # in the table; the file has more
-    "way", "seed", "useful_per_offered", "held_per_offered", "start_s", "repeated_per_held", "finished",
-    "samples_lost", "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "batch_jobs_failed",
-    "queue_length", "lines", "left_after_kill",
-)  # fmt: skip
 PACKAGES = ("torch", "submitit", "lightning", "torchdata", "ray")
 SETTINGS = ("nodes", "minutes", "load", "mean_run", "work", "limit")
 
@@ -322,6 +319,7 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable, help="Python of the environment of the other ways")
     parser.add_argument("--logs", type=Path, default=None, help="directory of logs (default: a temporary one)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="file of the results, to be added to")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="picture of the results")
     options = parser.parse_args()
     if (missing := LoopbackSlurm.missing() or _missing(options)) is not None:
         parser.error(missing)
@@ -332,10 +330,13 @@ def main() -> int:
         for way in options.ways:
             if not results.has(way, seed):
                 _measure(way, seed, results, options)
-    shown = [{name: row.get(name) for name in SHOWN} for row in results.rows]
-    report(f"ways to train in idle nodes; logs in {options.logs}", shown, ["freetrain-parsl", "torch"])
+    seeds = len({row["seed"] for row in results.rows})
+    title = f"ways to train in idle nodes: medians and ranges of {seeds} queues; logs in {options.logs}"
+    report(title, spread(results.rows), ["freetrain-parsl", "torch"])
     print(f"of the other ways: {', '.join(f'{name} {number}' for name, number in results.versions.items())}")
     _compare(results.rows)
+    if options.plot is not None:
+        plot(results.rows, options.plot)
     return 0
 
 
@@ -372,6 +373,7 @@ def _measure(way: str, seed: int, results: Results, options: argparse.Namespace)
     ran, figures = live_through(None if way == "none" else way, main_jobs, work, seed, options)
     delays = [job.start - start for job, start in zip(ran, results.alone[str(seed)], strict=True)]
     row = {"way": way, "seed": seed, **figures, "delay_s_max": max(delays), "delay_s_mean": mean(delays)}
+    row["machine"] = machine()  # the pieces of a comparison may run on several
     print(row, file=sys.stderr, flush=True)
     if figures.get("samples_outside"):
         raise SystemExit(f"{way}, seed {seed}: processes outlived their batch jobs; logs in {options.logs}")
@@ -380,11 +382,7 @@ def _measure(way: str, seed: int, results: Results, options: argparse.Namespace)
 
 
 def _compare(rows: Sequence[dict[str, Any]]) -> None:
-    by_way: dict[str, list[float]] = {}
-    for row in rows:
-        if "useful_per_offered" in row:
-            by_way.setdefault(row["way"], []).append(row["useful_per_offered"])
-    medians = {way: median(values) for way, values in by_way.items()}
+    medians = {way: median(values) for way, values in by_way(rows, "useful_per_offered").items()}
     ours = medians.pop("freetrain", None)
     if ours is not None and medians:
         best = max(medians, key=lambda way: medians[way])
