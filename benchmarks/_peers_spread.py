@@ -56,9 +56,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     ways = sorted(useful, key=lambda way: median(useful[way]))
     figure, axis = plt.subplots(figsize=(7, 0.6 * len(ways) + 1.2), layout="constrained")
     for label, values in (("held", held), ("useful", useful)):
-        axis.barh(
-            ways, [median(values[way]) for way in ways], color=COLOURS[label], label=f"{label}, median of the seeds"
-        )
+        axis.barh(ways, [median(values[way]) for way in ways], color=COLOURS[label], label=f"{label}, median")
     seeds = [(value, way) for way in ways for value in useful[way]]
     axis.plot(*zip(*seeds, strict=True), "k.", label="useful, each seed")
     axis.set_xlim(0, 1)
