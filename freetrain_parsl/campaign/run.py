@@ -223,7 +223,7 @@ class CampaignRun:
     def drive(self, *, report: Callable[[str], None], show: Show, resuming: bool = False) -> str:
         """Run the unfinished training jobs until all are finished, or until the run is stopped.
 
-        Ctrl-C, SIGTERM, SIGHUP and a stop request end the run cleanly: training jobs save, jobs are withdrawn.
+        Ctrl-C, SIGTERM, SIGHUP and a stop request end the run cleanly: training jobs save, batch jobs are cancelled.
 
         Parameters
         ----------
@@ -317,7 +317,7 @@ class CampaignRun:
                 run = RunState(executor.journal_path)
                 how = self._watch(driver, run, caught, report, show)
                 if how != "finished":
-                    report("stopping: training jobs save their work, jobs are withdrawn")
+                    report("stopping: training jobs save their work, batch jobs are cancelled")
             ended = self._owned.ended_last()
         with self._kept(report):
             for name, future in ended.items():

@@ -168,7 +168,7 @@ class CampaignSource:
         if driver_state(self._store.last_driver()) is not DriverState.ALIVE:
             raise InvalidInput(f"no driver of {self.directory} runs; there is nothing to stop")
         RunStore(self.directory).request_stop()
-        return "The driver was asked to stop: training jobs save their state, and jobs are withdrawn."
+        return "The driver was asked to stop: training jobs save their state, and batch jobs are cancelled."
 
 
 class ScriptSource:

@@ -138,7 +138,7 @@ def driver_line(store: StoredRun, clock: float | None = None) -> str:
     driver = store.last_driver()
     state = driver_state(driver)
     if driver is None:
-        return f"no driver has run yet, perhaps one is starting; if not: freetrain resume {store.directory}"
+        return f"no driver has run yet; one may be starting. If not: freetrain resume {store.directory}"
     now = time.time() if clock is None else clock
     who = f"driver on {driver.host}, process {driver.pid},"
     if driver.ended is not None:

@@ -88,7 +88,7 @@ class LogLine:
 
     @property
     def is_mark(self) -> bool:
-        """Whether it says what became of the training job, instead of what it printed."""
+        """Whether it says how the training job ended, instead of what it printed."""
         return self.source == MARK
 
     @property

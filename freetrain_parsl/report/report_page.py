@@ -26,7 +26,7 @@ _UNUSED: Final = {
     "requested, but given back before the walltime": "returned_node_seconds",
     "requested, but preempted or lost before the walltime": "cut_short_node_seconds",
 }
-"""What became of time that was requested, but not held -> key of the figures."""
+"""Where time that was requested but not held went -> key of the figures."""
 
 _HOUR = 3600.0
 

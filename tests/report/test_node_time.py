@@ -1,4 +1,4 @@
-"""What became of the node time that a run held."""
+"""What the node time that a run held was used for."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _read_resources(section: Section, default: NodeShape, system: str) -> NodeSh
     """Read the resources requested on each node; those that are not given are the default's."""
     if not SYSTEMS[system].requests_resources:
         if section.value("slots") == _AUTO:
-            raise section.refusal(f"the batch system {system} tells no accelerators; give a number", "slots")
+            raise section.refusal(f"the batch system {system} does not report accelerators; give a number", "slots")
         return replace(default, slots=section.count("slots", most=_MOST_SLOTS) or default.slots)
     gpus = section.count("gpus", least=0, most=_MOST_SLOTS)
     accelerators: int | tuple[str, ...] = default.accelerators if gpus is None else gpus

@@ -27,14 +27,14 @@ def stop(
     run_dir: RunDirectory = None,
     timeout: float = typer.Option(120.0, metavar="SECONDS", min=0, help="How long to wait for the driver to end."),
 ) -> None:
-    """Ask the driver to save all training jobs, withdraw its jobs and end; wait until it has."""
+    """Ask the driver to save all training jobs, cancel its batch jobs and exit; wait until it has."""
     console = Screen()
     with errors_in_one_line("stop"):
         store = RunStore(find_run(run_dir).absolute())
         if driver_state(store.last_driver()) is DriverState.ALIVE:
             store.request_stop()
             end = time.monotonic() + timeout
-            with console.status("waiting for the driver: training jobs save their work, jobs are withdrawn"):
+            with console.status("waiting for the driver: training jobs save their work, batch jobs are cancelled"):
                 while driver_state(store.last_driver()) is DriverState.ALIVE:
                     if time.monotonic() > end:
                         console.say(f"the driver did not stop within {timeout:g} s")

@@ -47,11 +47,13 @@ def run(
 ) -> None:
     """Run the training jobs of a campaign on the idle nodes of a site, or of several sites."""
     if sites is not None:
-        if config is not None or assigned is not None:
-            with errors_in_one_line("run"):
+        with errors_in_one_line("run"):
+            if config is not None or assigned is not None:
                 raise UsageError(
                     "--sites: the list names the site files and assigns the training jobs; give only --sites"
                 )
+            if detach:
+                raise UsageError("--detach is not for --sites; the sites' drivers continue without this command")
         RUN_KINDS["sites"]().create(
             campaign,
             sites,

@@ -93,7 +93,7 @@ class NodeStarts:
         node, error = self._last
         return (
             f"no slot could start for {format_span(stretch)}, on {', '.join(sorted(self._nodes))}; the last error, "
-            f"on {node}: {error}; mend it there, or exclude these nodes in the site's scheduler options, and run again"
+            f"on {node}: {error}; fix it there, or exclude these nodes in the site's scheduler options, and run again"
         )
 
 

@@ -142,7 +142,7 @@ class CheckReport:
             for sentence in finding.details:
                 lines += _wrapped(sentence, "    ")
             if finding.mend:
-                lines += _wrapped(f"Mend: {finding.mend}", "    ")
+                lines += _wrapped(f"Fix: {finding.mend}", "    ")
         for note in self.notes:
             lines += ["", *_wrapped(note, "  ")]
         return "\n".join([*lines, "", f"{self.seconds:.1f} s"])

@@ -53,7 +53,7 @@ def _newest_run() -> Path:
 
 
 def _print(directory: Path, address: str) -> None:
-    say(f"the page of {directory}, until Ctrl-C:", "", f"    {address}", "")
+    say(f"serving the page of {directory}; press Ctrl-C to stop:", "", f"    {address}", "")
     port = address.removeprefix("http://127.0.0.1:").partition("/")[0]
     if port.isdecimal():
         say(f"From another machine: ssh -L {port}:127.0.0.1:{port} {platform.node()}, then open the same address.")

@@ -67,7 +67,7 @@ _CAMPAIGN = (
 def demo(
     nodes: int = typer.Option(8, help="Virtual nodes of the embedded cluster."),
     seed: int = typer.Option(2, help="Seed of the main queue."),
-    policy: str = typer.Option("milp", help="Allocation policy: milp, window or equal-share."),
+    policy: str = typer.Option("milp", help="Allocation policy: milp, window, ones, equal-share or fcfs."),
     job_log: Path | None = typer.Option(
         None,
         help="Main queue from a job log in Standard Workload Format (.swf, .swf.gz) instead of a generated one.",

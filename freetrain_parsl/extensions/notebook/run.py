@@ -101,7 +101,7 @@ class WatchedRun:
         return TextLines(tuple(shown_line(line, width) for line in lines))
 
     def explain(self) -> TextLines:
-        """Explain why training jobs wait, and what became of those that ended without a result."""
+        """Explain why training jobs wait, and why those that have no result ended."""
         return TextLines(tuple(self._source.explanation()))
 
     def wait(self, timeout: float | None = None) -> str:
@@ -170,7 +170,7 @@ class StartedRun(WatchedRun):
         self.controls = controls
 
     def stop(self, timeout: float = 120.0) -> str:
-        """Ask the driver to save all training jobs, withdraw its jobs and end; wait until it has.
+        """Ask the driver to save all training jobs, cancel its batch jobs and exit; wait until it has.
 
         Parameters
         ----------

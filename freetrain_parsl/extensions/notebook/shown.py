@@ -54,7 +54,7 @@ class ShownRun(ABC):
             return self._results()
 
     def explanation(self) -> list[str]:
-        """Return why training jobs wait, and what became of the others."""
+        """Return why training jobs wait, and why the others ended."""
         with self._lock:
             return self._explanation()
 

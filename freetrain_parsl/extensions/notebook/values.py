@@ -53,7 +53,7 @@ class Picture:
 
 
 def outcome_row(name: str, state: str, share: float | None, result: Any, error: str | None) -> dict[str, Any]:
-    """Describe what became of a training job, with the values of its result in columns of their own.
+    """Describe how a training job ended or stands, with the values of its result in columns of their own.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What each node was over time: idle, held by us or by others; and what became of the windows."""
+"""What each node was over time: idle, held by us or by others; and what the windows were used for."""
 
 from __future__ import annotations
 

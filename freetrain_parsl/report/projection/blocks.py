@@ -15,7 +15,7 @@ __all__ = ["BlockFold", "BlockHistory"]
 
 @dataclass
 class BlockHistory:
-    """What became of a block; times in seconds since the epoch.
+    """The history of a block; times in seconds since the epoch.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What became of the node time that a run held: folded from its journal."""
+"""What the node time that a run held was used for: folded from its journal."""
 
 from __future__ import annotations
 

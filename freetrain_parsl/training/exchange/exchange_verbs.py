@@ -76,7 +76,8 @@ class ExchangeVerbs:
             one, other = session.gather(model(x)), session.gather(model(augmented(x)))
             session.step(nt_xent(one, other), reduction="batch")
 
-        All processes call it, where they may call `sum`. Not in a loss with ``micro_batch`` or ``deterministic=True``.
+        All processes call it, where they may call `all_reduce`, but not in a loss with ``micro_batch`` or
+        ``deterministic=True``.
 
         Parameters
         ----------
@@ -92,7 +93,7 @@ class ExchangeVerbs:
         Raises
         ------
         UsageError
-            It is no tensor or has no dimension, or see `sum`.
+            It is no tensor or has no dimension, or see `all_reduce`.
         """
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"session.gather needs a tensor of shape (samples, …), got {type(tensor).__name__}")

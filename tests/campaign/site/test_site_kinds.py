@@ -324,7 +324,7 @@ def test_slots_are_the_gpus_that_the_batch_system_tells(
 
 
 def test_a_system_that_cannot_be_asked_for_slots_says_so():
-    with pytest.raises(InvalidInput, match=r"node.slots: the batch system local tells no accelerators; give a number"):
+    with pytest.raises(InvalidInput, match=r"node.slots: the batch system local does not report accelerators; give"):
         site("system: local\nnode: {slots: auto}\n")
 
 

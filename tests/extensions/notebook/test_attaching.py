@@ -52,7 +52,7 @@ def train_app(monkeypatch, factor):
 
 
 def test_the_same_campaign_attaches(run_dir, capsys):
-    """It says what became of the run, and starts nothing."""
+    """It says how the run ended, and starts nothing."""
     run = Campaign("sweep.yaml").start()
     out = capsys.readouterr().out
     assert "attached to freetrain-run-sweep: it is over (stopped); to continue it: run.resume()" in out

@@ -77,7 +77,7 @@ def test_a_sweep_needs_a_number_and_a_list_with_work(spec, problem):
 
 @pytest.mark.parametrize("spec", ["hpo", "imagenet:3", "trainers.txt"])
 def test_an_unknown_set_is_refused(spec):
-    with pytest.raises(InvalidSettings, match="give hpo:N, mixed:N, sweep:NxLIST, or the path"):
+    with pytest.raises(InvalidSettings, match="give hpo:N, mixed:N, single:N, sweep:NxLIST, or the path"):
         trainer_set(spec)
 
 

@@ -311,7 +311,7 @@ class RemoteCampaign:
         return self._ask("fetching results", lambda: field_of(self._call(self._request("results")), "trainings", list))
 
     def stop(self) -> Future[RunStatus]:
-        """Ask the driver to save all training jobs, withdraw its jobs and end."""
+        """Ask the driver to save all training jobs, cancel its batch jobs and exit."""
         return self._ask("stopping", lambda: self._status_of(self._request("stop", wait=_STOP_WAIT)))
 
     def resume(

@@ -128,7 +128,7 @@ def results(run: RunArgument = None, endpoint: EndpointOption = None, json: Json
 
 @remote.command()
 def stop(run: RunArgument = None, endpoint: EndpointOption = None, json: JsonOption = False) -> None:
-    """Ask the driver to save all training jobs, withdraw its jobs and end."""
+    """Ask the driver to save all training jobs, cancel its batch jobs and exit."""
     with _errors("stop"):
         _show(_answer(RemoteCampaign.attach(run, endpoint=endpoint).stop(), json), json)
 

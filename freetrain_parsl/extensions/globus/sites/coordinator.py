@@ -444,4 +444,4 @@ class Coordinator:
             else:
                 error = f"; no plan: {site.answer.plan_error}" if site.answer.plan_error else ""
                 failed = f"; its driver failed: {site.answer.message}" if self._driver_failed(site) else ""
-                yield f"site {site.name}: {site.held:g} nodes held, {site.idle:g} more to be had{error}{failed}"
+                yield f"site {site.name}: {site.held:g} nodes held, {site.idle:g} more available{error}{failed}"

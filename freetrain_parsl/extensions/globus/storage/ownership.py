@@ -60,7 +60,7 @@ _AGAIN = 0.01
 
 
 class RequestOutcome(Enum):
-    """What became of a request that changes the directory."""
+    """What happened to a request that changes the directory."""
 
     DONE = "done"
     REFUSED = "refused"  # it exists already; the entry to be renamed does not exist

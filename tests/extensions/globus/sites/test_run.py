@@ -313,6 +313,7 @@ def test_other_verbs_name_what_a_run_at_several_sites_is(project: Path) -> None:
         (["resume", "run", "--detach"], "continues with the files of its start, here; give only --retry"),
         (["resume", "run", "--retry", "t9"], "t9"),
         (["run", "campaign.yaml", "--sites", "sites.yaml", "--config", "local"], "give only --sites"),
+        (["run", "campaign.yaml", "--sites", "sites.yaml", "--detach"], "--detach is not for --sites"),
         (["run", "campaign.yaml", "--any-versions"], "are for --sites"),
         (["run", "campaign.yaml", "--sites", "none.yaml"], "cannot read the list of sites"),
     ):
@@ -435,7 +436,7 @@ def test_explain_says_why_a_training_is_at_its_site_and_which_waits(project: Pat
 
     assert run.drive(report=ignore, show=leave) == "detached"
     said = runner.invoke(app_of(), ["explain", "run"]).output
-    assert "site b: 0 nodes held, 0 more to be had" in said
+    assert "site b: 0 nodes held, 0 more available" in said
     assert "t1 waiting at a: 1 of 1.0 nodes expected at a" in said
     assert "t2 waiting at a: no nodes expected; queued at a" in said
     figures = json.loads(runner.invoke(app_of(), ["explain", "run", "--json"]).output)
