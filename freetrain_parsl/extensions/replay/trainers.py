@@ -95,7 +95,8 @@ def trainer_set(spec: str, kinds: Collection[str] = (), *, accelerators: int | N
     path = Path(spec)
     if path.suffix.lower() not in (".yaml", ".yml", ".csv"):
         raise InvalidSettings(
-            f"unknown {spec!r}; give hpo:N, mixed:N, single:N, sweep:NxLIST, or the path of a .yaml or .csv list"
+            f"unknown trainers {spec!r}; give hpo:N, mixed:N, single:N, sweep:NxLIST, or the path of a .yaml or .csv "
+            "list"
         )
     trainers = read_trainers(path, MODELS, partial(_of_other_kinds, kinds))
     if accelerators is not None:
