@@ -59,7 +59,7 @@ BUDGET: Final = {
     "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,
-    "training": 14_085,  # settled NCCL, groups aborted at once, no lost messages; members agree on a batch's attempt
+    "training": 14_180,  # settled NCCL, groups aborted at once, no lost messages; attempts at a batch, and their ends
     "windows": 3_350,
 }
 

@@ -307,6 +307,8 @@ class Runtime:
             try:
                 self._decide()
             except PeerFailed as error:
+                if self.state.cursor.pass_ended and self.batch_runner and self.batch_runner.averages_statistics:
+                    raise  # others may validate with their mean already
                 self._changes.recover(error)
         self._changes.pass_boundary()
         self.reporter.send()
@@ -365,7 +367,7 @@ class Runtime:
         """Judge the epoch, and advance to the next one."""
         self.check_running()
         self._restored = self._changes.received = None  # an epoch may end without coming to its batches
-        self.state.loop.release()  # if user code has left an interrupted batch
+        self._check_left()
         assert self.batch_runner is not None, "checked by start"
         cursor, metrics, best = self.state.cursor, self.state.training_metrics, self.state.best_epochs
         self._bypass.end_epoch(cursor.epoch, trained=metrics.has_steps)
@@ -380,10 +382,28 @@ class Runtime:
         if best.stops_early:
             self.reporter.total_epochs = cursor.epoch
 
+    def release(self) -> None:
+        """Undo what user code has done in an interrupted batch, which is repeated."""
+        assert self.batch_runner is not None, "there is a batch"
+        self.batch_runner.release()
+        self.state.loop.release()
+
+    def _check_left(self) -> None:
+        """Check that user code has left no interrupted batch, since what a failure has undone in it is not repeated.
+
+        Raises
+        ------
+        PeerFailed
+            It has: the training job resumes from its checkpoint.
+        """
+        if self.batch_runner is not None and self.batch_runner.cut_off:
+            raise PeerFailed("a process failed in a batch in which the loop over the batches was left")
+
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
     def finish(self) -> None:
         """Save the final state."""
+        self._check_left()
         self._bypass.end_training(self.state.training_metrics.step)
         if self._restored is not None and self.state.objects:  # there was no loop
             self._restored.check_complete(self.state.objects)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from training_crew import DictionaryServer, classify, member_loop
 from warm_processes import forked_warm
 
-from freetrain_parsl.protocol.reports import Joined, Progress, Ready
+from freetrain_parsl.protocol.reports import GroupFailed, Joined, Progress, Ready
 from freetrain_parsl.training.fragment import Finished, Membership
 from freetrain_parsl.training.mailbox import Regroup
 
@@ -152,6 +152,8 @@ class CrewRun:
         The crew, its number of members, the checkpoint directory, and the training job.
     recover
         Whether the other members are commanded to continue after a failure.
+    without_ended
+        Whether they are also commanded to continue without members that have ended with it, as the driver does.
     replicas
         Number of replicas of a sharded model; after a failure, those continue of which no member has failed.
     """
@@ -167,6 +169,7 @@ class CrewRun:
         name: str = "net",
         session_options: dict[str, Any] | None = None,
         recover: bool = True,
+        without_ended: bool = False,
         replicas: int = 1,
         **kwargs: Any,
     ) -> None:
@@ -175,6 +178,7 @@ class CrewRun:
         self._name, self._timeout = name, timeout
         self._function, self._kwargs = function, kwargs
         self._recover = recover
+        self._without_ended = without_ended
         self._replicas = replicas
         self.gone: list[Member] = []
         self.newcomers: list[Member] = []
@@ -289,6 +293,16 @@ class CrewRun:
                 failed = content.error and not content.error.startswith(("PeerFailed", "OutOfSync"))
                 if failed or isinstance(content.end, Finished):
                     self._tell_all("end")
+        if self._without_ended:
+            self._continue_without_the_ended()
+
+    def _continue_without_the_ended(self) -> None:
+        waiting = [member for member in self.members if not member.lost and not member.outcome]
+        ended = [one for one in self.members if one.outcome and not isinstance(one.outcome.end, Finished)]
+        waits = all(member.reports and isinstance(member.reports[-1], GroupFailed) for member in waiting)
+        if ended and waiting and waits:
+            self.gone += ended
+            self.order(waiting, [], abort=True)
 
     def _lose(self, member: Member) -> None:
         member.lost = True

@@ -308,7 +308,7 @@ class Meeting:
 
 
 def place(position: int, *, turn: int = 5, kind: int = 1, fingerprint: int = 7, begun: int = 1) -> tuple[int, ...]:
-    return (begun, 0, 0, position, 0, 0, 0, *Standing(turn, 0, 0, 0, kind, fingerprint))
+    return (begun, 0, 0, position, 0, 0, 0, *Standing(turn, 0, 0, 0, 0, kind, fingerprint))
 
 
 def test_members_behind_receive_the_state_and_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_the_user_is_told_once_that_bits_are_not_compared() -> None:
     member = Replica()
     group = Group(size=2)
     for kinds in ((1, 1), (1, 2), (1, 2)):
-        member.check.meet(group, [Standing(0, 0, 0, 0, kind, 0) for kind in kinds], [0, 1])
+        member.check.meet(group, [Standing(0, 0, 0, 0, 0, kind, 0) for kind in kinds], [0, 1])
     (note,) = member.notes
     assert note.startswith("its processes run on processors of different kinds")
 

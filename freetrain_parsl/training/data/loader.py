@@ -144,6 +144,7 @@ class SessionLoader:
         self._current = None
         is_repeated = batch_runner.cut_off
         if is_repeated or (cursor.epoch, cursor.position) == (epoch, position):
+            self._runtime.release()
             batch_runner.take_back()
             if is_repeated:
                 batch_runner.leave_batch()
@@ -186,9 +187,7 @@ class SessionLoader:
             except GeneratorExit:
                 batch_runner.is_left = True
                 raise
-            finally:
-                batch_runner.release()
-                loop.release()  # what user code has done in a batch that was interrupted; it may also have left it
+            self._runtime.release()
             batch_runner.take_back()
             if batch_runner.cut_off:
                 batch_runner.leave_batch()

@@ -58,11 +58,10 @@ class SharedCalls:
                 if batch_runner.has_piece and batch_runner.is_left:  # what follows the loop would be undone
                     raise
                 self._changes.in_call = True
-                if batch_runner.has_piece:
-                    self._changes.interrupt(error)
-                else:
-                    self._changes.recover(error)
-                self._changes.in_call = False
+                try:
+                    (self._changes.interrupt if batch_runner.has_piece else self._changes.recover)(error)
+                finally:
+                    self._changes.in_call = False
         return results.latest
 
     def _checked(self, name: str) -> BatchRunner:

@@ -33,6 +33,8 @@ class GroupChanges:
         self._furthest = 0  # in a new group: number of boundaries passed by those that have passed most
         self._settled = 0  # number of boundaries that need no decision, as some members have changed the group in them
         self._is_behind = False  # whether others have the next batch in an interrupted attempt
+        self._are_in_batch = False  # whether all that are ahead are in a batch
+        self._has_gradients = False  # whether it changes in such an operation between gradients and their step
         self.in_call = False
         """Whether it changes in a collective operation of user code."""
         self.received: dict[str, Any] | None = None
@@ -103,12 +105,15 @@ class GroupChanges:
         Raises
         ------
         PeerFailed
-            The training job cannot continue in place, or the loop's state cannot be put back to the batch's beginning.
+            The training job cannot continue in place, or what user code has done in the batch cannot be undone.
         """
         state, batch_runner = self._training.state, self._training.batch_runner
         assert batch_runner is not None, "there is a batch"
-        if not state.loop.can_be_undone(has_stepped=batch_runner.has_stepped):
+        can_be_undone = state.loop.can_be_undone(has_stepped=batch_runner.has_stepped)
+        # Code under `if session.step(…)` is not repeated; the call may stand there, before or after a scheduler's step.
+        if not can_be_undone or (self.in_call and batch_runner.may_have_acted):
             raise error
+        self._has_gradients = self.in_call and batch_runner.is_complete
         self._interrupt(lambda: self.recover(error))
 
     def join_attempt(self) -> None:
@@ -128,8 +133,12 @@ class GroupChanges:
         batch_runner.cut()
         state.loop.cut()
         change()
-        state.loop.hold(repeats=state.cursor.place == place)
-        batch_runner.hold()
+        self._has_gradients = False
+        repeats = state.cursor.place == place
+        if not repeats and state.cursor.place[:3] == place[:3] and batch_runner.acts_once:
+            raise OutOfSync("the others have made a further step of the batch: they continue without it")
+        state.loop.hold(repeats=repeats)
+        batch_runner.hold(made=state.cursor.steps, repeats=repeats)
 
     def _align(self, standings: Sequence[Standing], ahead: Sequence[int]) -> None:
         """Compare with the members that are ahead in the data which boundaries have been passed.
@@ -140,15 +149,21 @@ class GroupChanges:
         Raises
         ------
         OutOfSync
-            This member is new, and the others are between two collective operations of user code; or members have
-            different pieces of a batch, with each of which user code calls such operations.
+            This member is new, and the others are in the middle of user code that it would run from its beginning; or
+            members have different pieces of a batch, or some have no gradients of it, and user code calls collective
+            operations.
         """
         furthest = max((standings[rank] for rank in ahead), key=lambda each: (each.turn, each.at_boundary, each.piece))
         pieces = {each.piece for each in standings if each.turn == furthest.turn and each.piece}
         if len(pieces) > 1 and any(each.calls for each in standings):
             raise OutOfSync("the processes have different pieces of a batch: it resumes from its checkpoint")
+        if len({each.has_gradients for each in standings if each.turn == furthest.turn and each.piece}) > 1:
+            raise OutOfSync("not all processes have the gradients of a batch: it resumes from its checkpoint")
+        in_batch = [rank for rank in ahead if standings[rank].piece]
+        self._are_in_batch = len(in_batch) == len(ahead)
         if self._members.is_newcomer:
-            if furthest.calls and not furthest.at_boundary:
+            in_body = furthest.calls > 0 or not in_batch
+            if in_body and not any(standings[rank].at_boundary for rank in ahead):
                 raise OutOfSync("the others are in the middle of their loop's body: it joins them later")
             self._turn = furthest.turn - (not furthest.at_boundary)  # of the boundary that opens its first epoch
         self._furthest = furthest.turn
@@ -177,20 +192,23 @@ class GroupChanges:
             self._turn,
             at_boundary=self._at_boundary,
             piece=batch_runner.pieces_begun if batch_runner is not None and batch_runner.has_piece else 0,
-            calls=state.results.number - self._calls,
+            calls=state.results.number - self._calls + state.cursor.steps,
+            has_gradients=self._has_gradients,
         )
         return (int(not self._members.is_newcomer), *place, changes, state.results.number, *standing)
 
     def _adopt(self, sent: dict[str, Any]) -> None:
         """Load the state of a member that is ahead."""
-        state, cursor = self._training.state, self._training.state.cursor
-        if self.in_call and cursor.pass_ended and cursor.leads_to(sent["cursor"]):
-            # Only the result is missing: the others have done what this member's code will do after the epoch.
+        state, cursor, batch_runner = self._training.state, self._training.state.cursor, self._training.batch_runner
+        in_batch = batch_runner is not None and batch_runner.has_piece
+        leads = cursor.pass_ended and cursor.leads_to(sent["cursor"])
+        if not in_batch and (leads or (self.in_call and sent["cursor"] == cursor.state())):
+            # At most a result is missing: the others have done what this member's code will do after the batches.
             state.results.load(sent["results"])
             return
         if not self._members.is_newcomer and sent["cursor"]["epoch"] != cursor.epoch:
             # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
             self._training.unwind(PauseReason.LEFT)
         state.adopt(self._training.extension.received(sent))
-        if self._members.is_newcomer and cursor.is_inside:
+        if self._members.is_newcomer and (cursor.is_inside or self._are_in_batch):
             self.received = sent

@@ -47,7 +47,10 @@ class Standing(NamedTuple):
     piece
         Which piece of a batch user code has, from 1; zero: none.
     calls
-        How many collective operations of user code have ended since this member has passed a boundary.
+        How many collective operations of user code have ended, and steps were made, since this member has passed a
+        boundary.
+    has_gradients
+        Whether it is in such an operation between the gradients of a batch and their step.
     kind
         A hash of the kind of its processors.
     fingerprint
@@ -58,6 +61,7 @@ class Standing(NamedTuple):
     at_boundary: int
     piece: int
     calls: int
+    has_gradients: int
     kind: int
     fingerprint: int
 
@@ -160,11 +164,11 @@ class ReplicaCheck:
 
     # ── in a new group ────────────────────────────────────────────────────────────────────────────
 
-    def standing(self, turn: int, *, at_boundary: bool, piece: int, calls: int) -> Standing:
+    def standing(self, turn: int, *, at_boundary: bool, piece: int, calls: int, has_gradients: bool) -> Standing:
         """Return what the other members of a new group need to know."""
         self._refresh()
         fingerprint = mix(*self._contents.checksum()) & _WORD
-        return Standing(turn, at_boundary, piece, calls, _kind_of_processors(), fingerprint)
+        return Standing(turn, at_boundary, piece, calls, has_gradients, _kind_of_processors(), fingerprint)
 
     def meet(self, group: Group, standings: Sequence[Standing], peers: Sequence[int]) -> None:
         """Compare the members that have passed the same boundaries; all members of a new group call this.

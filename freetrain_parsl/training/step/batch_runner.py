@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,6 +89,13 @@ class BatchRunner:
         self._complete = False
         self._calls = 0
         self._done = 0
+        self._calls_after_cut = 0
+        self._made = 0  # steps of the batch, also by other members while this one was interrupted
+        # How often an object has done what is done once a step, after how many steps: in all attempts at this batch,
+        # and in this one.
+        self._acted: Counter[tuple[object, int]] = Counter()
+        self._told: Counter[tuple[object, int]] = Counter()
+        self._repeats = False  # whether the next batch is this one again
         self._parts = BatchParts()  # of the current batch
         self._hyperparameters: Hyperparameters | None = None  # at its beginning, if it may be interrupted
         self._evaluations = 0  # of a closure, in the current step
@@ -96,7 +105,9 @@ class BatchRunner:
         self._step_tally: Tally  # that of the current step of the batch
         self._tally_work: Pending | None = None
         self._was_deterministic: bool | None = None
-        self._releases = [guard(thing, method, self._makes_steps) for thing in objects for method in once_a_step(thing)]
+        self._releases = [
+            guard(thing, method, partial(self._acts, thing)) for thing in objects for method in once_a_step(thing)
+        ]
 
     def close(self) -> None:
         """Leave the classes of the user's objects, and torch's settings, as they were."""
@@ -135,6 +146,21 @@ class BatchRunner:
         return self._calls > 0 or self._done > 0
 
     @property
+    def acts_once(self) -> bool:
+        """Whether something is prepared that acts once a step, such as a scheduler."""
+        return bool(self._releases)
+
+    @property
+    def may_have_acted(self) -> bool:
+        """Whether such an object may have done something for a step of this attempt at the batch."""
+        return self.acts_once and (self.has_stepped or bool(self._told))
+
+    @property
+    def averages_statistics(self) -> bool:
+        """Whether the model has running statistics of which each member has its own until they are averaged."""
+        return self._statistics.differ
+
+    @property
     def has_piece(self) -> bool:
         """Whether the user's code has a current piece."""
         return self.piece is not None
@@ -171,10 +197,14 @@ class BatchRunner:
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
         self.cut_off = self.is_left = self._complete = False
+        if not self._repeats:
+            self._acted.clear()
+        self._told.clear()
+        self._repeats = False
         self.pieces_begun = 0
         self._sum.sends_early = True
         self._parts = BatchParts()
-        self._calls, self._done = 0, done
+        self._calls, self._calls_after_cut, self._done = 0, 0, done
         self._hyperparameters = None if group.size == 1 or done else Hyperparameters(self._optimizers)
         if self._noise is not None:
             self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())
@@ -308,7 +338,7 @@ class BatchRunner:
     def step(self, optimizer: Optimizer | None, scaling: RateScaling | None) -> bool:
         """Make the step of one optimizer or of all; return whether it was made."""
         if self.cut_off:
-            return False
+            return self._was_made()
         if not self._has_gradients:
             raise UsageError("session.step() needs a loss: session.step(loss), or session.backward(loss) before it")
         if not self._complete:
@@ -332,6 +362,11 @@ class BatchRunner:
                     each.step()
         self._end_step()
         return True
+
+    def _was_made(self) -> bool:
+        """Return whether a step was made, as user code has been told in members that had no failure in it."""
+        self._calls_after_cut += 1
+        return self._done < self._calls + self._calls_after_cut <= self._made
 
     def _end_step(self) -> None:
         self._gradients.reset()
@@ -372,7 +407,7 @@ class BatchRunner:
             A member has failed; the step is undone.
         """
         if self.cut_off:
-            return False
+            return self._was_made()
         for given, what, why in (
             (self.one_step, "micro_batch or deterministic=True", "each evaluation needs the whole batch at a time"),
             (self._scaler is not None, "a GradScaler", "its scale would change between the evaluations of a step"),
@@ -428,15 +463,26 @@ class BatchRunner:
             self._hyperparameters = None
         self._put_back()
 
-    def hold(self) -> None:
-        """Remember the hyperparameters after an interruption, to undo what the rest of the loop's body changes."""
+    def hold(self, *, made: int, repeats: bool) -> None:
+        """Remember hyperparameters and buffers after an interruption, to undo what the rest of the loop's body changes.
+
+        Parameters
+        ----------
+        made
+            How many steps of the batch have been made.
+        repeats
+            Whether the batch is repeated by this member, which has made these steps.
+        """
+        self._made, self._repeats = made, repeats
         if self._hyperparameters is not None:
             self._hyperparameters = Hyperparameters(self._optimizers)
+        self._statistics.hold()
 
     def release(self) -> None:
         """Undo what user code has changed since `hold`, when it is done with an interrupted batch."""
         if self.cut_off:
             self._put_back()
+            self._statistics.cancel()
 
     def _put_back(self) -> None:
         if self._hyperparameters is not None:
@@ -500,5 +546,13 @@ class BatchRunner:
         """Return the number of parameters of the optimizers."""
         return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
 
-    def _makes_steps(self) -> bool:
-        return not self.cut_off and (self.piece is None or self.piece.last)
+    def _acts(self, thing: object) -> bool:
+        """Return whether an object acts now: with the last piece, and not again in a batch that is repeated."""
+        if self.cut_off or self.piece is None or not self.piece.last:
+            return not self.cut_off and self.piece is None
+        key = thing, self._calls
+        self._told[key] += 1
+        if self._told[key] <= self._acted[key]:
+            return False
+        self._acted[key] += 1
+        return True

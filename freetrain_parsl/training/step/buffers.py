@@ -139,6 +139,15 @@ class RunningStatistics:
             mean = fold(group, self._rows, shards, torch.zeros_like(self._flat())) / shards
             self._put_flat(mean)
 
+    @property
+    def differ(self) -> bool:
+        """Whether members have other values until they are averaged."""
+        return not self._by_share and bool(self._tensors())
+
+    def hold(self) -> None:
+        """Save the values at which an interrupted batch begins again: forward passes that follow are undone, too."""
+        self._begin = list(map(_Saved.of, self._places))
+
     def cancel(self) -> None:
         """Restore the values from before an interrupted batch."""
         _restore(self._begin)

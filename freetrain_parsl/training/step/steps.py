@@ -104,12 +104,14 @@ class Steps:
             made = batch_runner.step_by_closure(optimizers[0], evaluate, self._training.state.scaling)
         except PeerFailed as error:
             self._changes.interrupt(error)
-            return False
+            made = batch_runner.step_by_closure(optimizers[0], evaluate, None)  # which others may have made
         if made:
             self._count(batch_runner)
         return made
 
     def _count(self, batch_runner: BatchRunner) -> None:
+        if batch_runner.cut_off:  # other members have made it, and their state has it
+            return
         state = self._training.state
         state.cursor.steps += 1
         if state.cursor.steps == 1:
