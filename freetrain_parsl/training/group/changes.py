@@ -110,8 +110,8 @@ class GroupChanges:
         state, batch_runner = self._training.state, self._training.batch_runner
         assert batch_runner is not None, "there is a batch"
         can_be_undone = state.loop.can_be_undone(has_stepped=batch_runner.has_stepped)
-        # Code under `if session.step(…)` is not repeated; the call may stand there, before or after a scheduler's step.
-        if not can_be_undone or (self.in_call and batch_runner.may_have_acted):
+        # Code under `if session.step(…)` is not repeated, and the call may stand there, before a scheduler's step.
+        if not can_be_undone or (self.in_call and batch_runner.may_still_act):
             raise error
         self._has_gradients = self.in_call and batch_runner.is_complete
         self._interrupt(lambda: self.recover(error))

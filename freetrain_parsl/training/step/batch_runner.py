@@ -105,8 +105,9 @@ class BatchRunner:
         self._step_tally: Tally  # that of the current step of the batch
         self._tally_work: Pending | None = None
         self._was_deterministic: bool | None = None
+        self._guarded = [thing for thing in objects if once_a_step(thing)]
         self._releases = [
-            guard(thing, method, partial(self._acts, thing)) for thing in objects for method in once_a_step(thing)
+            guard(thing, method, partial(self._acts, thing)) for thing in self._guarded for method in once_a_step(thing)
         ]
 
     def close(self) -> None:
@@ -151,9 +152,10 @@ class BatchRunner:
         return bool(self._releases)
 
     @property
-    def may_have_acted(self) -> bool:
-        """Whether such an object may have done something for a step of this attempt at the batch."""
-        return self.acts_once and (self.has_stepped or bool(self._told))
+    def may_still_act(self) -> bool:
+        """Whether such an object may have to act for the last step yet, or a scaler has acted for the next one."""
+        waits = any((thing, self._calls) not in self._told for thing in self._guarded if thing is not self._scaler)
+        return (self.has_stepped and waits) or (self._scaler, self._calls) in self._told
 
     @property
     def averages_statistics(self) -> bool:
