@@ -116,7 +116,7 @@ class JobManager:
     """
 
     _LOOK = 10.0  # seconds between looks at a job that waits for nodes: time only explains why it waits
-    _LOOKS = 20  # jobs that are looked at between messages: each takes up to a millisecond or two
+    _LOOKS = 20  # jobs that are looked at between messages: a look takes up to a millisecond or two
     _LOOK_SETTLED = 1.0  # seconds between looks at a settled one, for what follows from no event: it makes no step
 
     def __init__(
