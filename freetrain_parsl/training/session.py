@@ -5,7 +5,6 @@ Its verbs for data, for exchange between the processes and for helpers are in th
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -364,10 +363,7 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
             metrics.log_step(every, values)
 
     def _last_loss(self, name: str) -> torch.Tensor | float:
-        batch_runner = self._runtime.batch_runner
-        loss = None if batch_runner is None else batch_runner.batch_loss
-        if loss is None and batch_runner is not None and batch_runner.cut_off:
-            return math.nan  # the first step was interrupted, and is repeated
+        loss = None if self._runtime.batch_runner is None else self._runtime.batch_runner.batch_loss
         if loss is None:
             raise UsageError(
                 f"session.{name}: this process has made no step yet; use it under `if session.step(loss):`"

@@ -14,6 +14,7 @@ from lost_operations import Losses, prepared
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Subset
 
 if TYPE_CHECKING:
@@ -63,6 +64,74 @@ def decides_by_gradients(session: Any, *, losses: Sequence[Loss] = ()) -> dict[s
                     session.broadcast(session.rank)
                     session.step()
     return {"parameters": flat(model), **session.metrics}
+
+
+def steps_under_gradients(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
+    model, data = prepared(session)
+    with Losses(session, losses):
+        for _ in session.epochs(2):
+            for x, y in data:
+                if session.backward(cross_entropy(model(x), y)):
+                    session.step()
+                    session.broadcast(session.rank)
+    return {"parameters": flat(model), **session.metrics}
+
+
+def averages_between_steps(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
+    nets = [Normalizing(), Net()]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    average = AveragedModel(nets[1])
+    session.prepare(nn.ModuleList(nets), *optimizers, average)
+    data = session.loader(Subset(points(), range(SAMPLES)), 8, shuffle=False)
+    with Losses(session, losses):
+        for _ in session.epochs(2):
+            for x, y in data:
+                session.step(cross_entropy(nets[1](x), y), optimizer=optimizers[1])
+                average.update_parameters(nets[1])
+                session.step(cross_entropy(nets[0](x), y), optimizer=optimizers[0])
+    return {"parameters": flat(average), "value": int(average.n_averaged), **session.metrics}
+
+
+def changes_its_rate(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
+    """Change it after a call."""
+    return change_rate(session, losses, before=False)
+
+
+def changes_its_rate_before(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
+    """Change it between the step and a call."""
+    return change_rate(session, losses, before=True)
+
+
+def change_rate(session: Any, losses: Sequence[Loss], *, before: bool) -> dict[str, Any]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.prepare(model, optimizer)
+    data = session.loader(Subset(points(), range(SAMPLES)), 8, shuffle=False)
+    with Losses(session, losses):
+        for _ in session.epochs(2):
+            for x, y in data:
+                session.step(cross_entropy(model(x), y))
+                for call in (False, True) if before else (True, False):
+                    if call:
+                        session.broadcast(session.rank)
+                    else:
+                        optimizer.param_groups[0]["lr"] *= 0.97
+    return {"parameters": flat(model), "value": optimizer.param_groups[0]["lr"], **session.metrics}
+
+
+def schedules_at_the_top(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = ExponentialLR(optimizer, 0.97)
+    session.prepare(model, optimizer, scheduler)
+    data = session.loader(Subset(points(), range(SAMPLES)), 8, shuffle=False)
+    with Losses(session, losses):
+        for _ in session.epochs(2):
+            for x, y in data:
+                if session.position.samples:
+                    scheduler.step()
+                session.step(cross_entropy(model(x), y))
+    return {"parameters": flat(model), "value": scheduler.last_epoch, **session.metrics}
 
 
 def counts_passes(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
@@ -190,6 +259,11 @@ HABITS = {
     for each in (
         decides_by_steps,
         decides_by_gradients,
+        steps_under_gradients,
+        averages_between_steps,
+        changes_its_rate,
+        changes_its_rate_before,
+        schedules_at_the_top,
         counts_passes,
         schedules_under_steps,
         schedules_each_step,

@@ -7,6 +7,7 @@ repeated. The same holds for replicas of several members, between which the stat
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import OutOfSync, PeerFailed
@@ -109,7 +110,7 @@ class GroupChanges:
         """
         state, batch_runner = self._training.state, self._training.batch_runner
         assert batch_runner is not None, "there is a batch"
-        can_be_undone = state.loop.can_be_undone(has_stepped=batch_runner.has_stepped)
+        can_be_undone = batch_runner.can_be_undone and state.loop.can_be_undone(has_stepped=batch_runner.has_stepped)
         # Code under `if session.step(…)` is not repeated, and the call may stand there, before a scheduler's step.
         if not can_be_undone or (self.in_call and batch_runner.may_still_act):
             raise error
@@ -134,11 +135,11 @@ class GroupChanges:
         state.loop.cut()
         change()
         self._has_gradients = False
-        repeats = state.cursor.place == place
-        if not repeats and state.cursor.place[:3] == place[:3] and batch_runner.acts_once:
+        repeats, in_batch = state.cursor.place == place, state.cursor.place[:3] == place[:3]
+        if in_batch and not repeats and batch_runner.acts_once:
             raise OutOfSync("the others have made a further step of the batch: they continue without it")
         state.loop.hold(repeats=repeats)
-        batch_runner.hold(made=state.cursor.steps, repeats=repeats)
+        batch_runner.hold(made=state.cursor.steps if in_batch else math.inf, repeats=repeats)
 
     def _align(self, standings: Sequence[Standing], ahead: Sequence[int]) -> None:
         """Compare with the members that are ahead in the data which boundaries have been passed.
@@ -202,7 +203,8 @@ class GroupChanges:
         state, cursor, batch_runner = self._training.state, self._training.state.cursor, self._training.batch_runner
         in_batch = batch_runner is not None and batch_runner.has_piece
         leads = cursor.pass_ended and cursor.leads_to(sent["cursor"])
-        if not in_batch and (leads or (self.in_call and sent["cursor"] == cursor.state())):
+        has_missed = self.in_call and sent["results"]["number"] > state.results.number
+        if not in_batch and (leads or (has_missed and sent["cursor"] == cursor.state())):
             # At most a result is missing: the others have done what this member's code will do after the batches.
             state.results.load(sent["results"])
             return

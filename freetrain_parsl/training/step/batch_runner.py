@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from contextlib import nullcontext
@@ -79,7 +80,7 @@ class BatchRunner:
         self._gradients = OwnGradients(self.parameters, self._spread)
         self._sum: GradientSum = OverlappedSum(self._gradients.summed)
         self._noise: NoiseMeter | None = None
-        self._statistics = RunningStatistics(nn.ModuleList(modules), by_share=False)
+        self._statistics = RunningStatistics(nn.ModuleList(modules), self._models, by_share=False)
         self._group: Group
         self.piece: Piece | None = None
         """The piece that the user's code trains on."""
@@ -90,7 +91,7 @@ class BatchRunner:
         self._calls = 0
         self._done = 0
         self._calls_after_cut = 0
-        self._made = 0  # steps of the batch, also by other members while this one was interrupted
+        self._made = 0.0  # steps of the batch, also by other members while this one was interrupted
         # How often an object has done what is done once a step, after how many steps: in all attempts at this batch,
         # and in this one.
         self._acted: Counter[tuple[object, int]] = Counter()
@@ -124,7 +125,7 @@ class BatchRunner:
         self._was_deterministic = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(mode=True)
         self._sum = OrderedSum([parameter for parameter in self.parameters if parameter.requires_grad])
-        self._statistics = RunningStatistics(self._models, by_share=True)
+        self._statistics = RunningStatistics(self._models, self._models, by_share=True)
 
     def measure_noise(self, meter: NoiseMeter) -> None:
         """Measure the noise of the gradient from now on."""
@@ -133,7 +134,19 @@ class BatchRunner:
 
     @property
     def batch_loss(self) -> torch.Tensor | float | None:
-        """Mean loss over the last batch with a step, a scalar, the same on all members; ``None`` before."""
+        """Mean loss over the last batch with a step, a scalar, the same on all members; ``None`` before.
+
+        In an interrupted batch it is that of the batch before, or NaN.
+
+        Raises
+        ------
+        PeerFailed
+            Others have made the step in which this member was interrupted: it does not know the loss.
+        """
+        if self.cut_off and not self._repeats:
+            raise PeerFailed("this process has no loss of the last step, in which another one failed")
+        if self.cut_off and self._stepped is None:
+            return math.nan
         return None if self._stepped is None else self._stepped.mean
 
     @property
@@ -150,6 +163,13 @@ class BatchRunner:
     def acts_once(self) -> bool:
         """Whether something is prepared that acts once a step, such as a scheduler."""
         return bool(self._releases)
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether what user code has done before an interruption can be undone, or is not repeated with the batch."""
+        if not self.has_stepped:
+            return not self._told  # an optimizer's rate can be put back, and not what its scheduler knows
+        return bool(self._told) or self._hyperparameters is None or not self._hyperparameters.have_changed
 
     @property
     def may_still_act(self) -> bool:
@@ -207,7 +227,7 @@ class BatchRunner:
         self._sum.sends_early = True
         self._parts = BatchParts()
         self._calls, self._calls_after_cut, self._done = 0, 0, done
-        self._hyperparameters = None if group.size == 1 or done else Hyperparameters(self._optimizers)
+        self._hyperparameters = None if group.size == 1 else Hyperparameters(self._optimizers)
         if self._noise is not None:
             self._noise.open_batch(batch, 1.0 if self._scaler is None else self._scaler.get_scale())
         self._statistics.open_batch(group)
@@ -228,6 +248,7 @@ class BatchRunner:
             It was trained on with a plain ``loss.backward()``, or its gradients were computed and not used.
         """
         self.piece = None
+        self._pass_made_step()
         if self._has_gradients and self._complete and not self.cut_off and self._gradients.any():
             raise UsageError(
                 "session.backward() was called for a batch, and session.step() was not: its gradients would be lost. "
@@ -288,6 +309,7 @@ class BatchRunner:
         assert piece is not None, "checked by the runtime"
         if self.in_closure:
             raise UsageError(f"session.backward() was called in a closure: {usage(self._optimizers[0])}")
+        self._pass_made_step()
         if self._has_gradients:
             raise UsageError("session.backward() can be called once with each step; sum several losses before it")
         if self._calls and self.one_step:
@@ -365,10 +387,23 @@ class BatchRunner:
         self._end_step()
         return True
 
+    @property
+    def others_stepped(self) -> bool:
+        """Whether the next step was made, as user code has been told in members that had no failure in it."""
+        return self.cut_off and self._done <= self._calls + self._calls_after_cut < self._made
+
     def _was_made(self) -> bool:
-        """Return whether a step was made, as user code has been told in members that had no failure in it."""
+        """Return whether it was, and go to the one after it."""
+        made = self.others_stepped
         self._calls_after_cut += 1
-        return self._done < self._calls + self._calls_after_cut <= self._made
+        return made
+
+    def _pass_made_step(self) -> None:
+        """Drop gradients whose step was made before the batch was interrupted, if user code does not ask for it."""
+        if self._has_gradients and self._complete and self._calls < self._done:
+            self._has_gradients = False
+            self._calls += 1
+            self._gradients.reset()
 
     def _end_step(self) -> None:
         self._gradients.reset()
@@ -461,23 +496,22 @@ class BatchRunner:
         self._sum.cancel()
         self._gradients.reset()
         self._statistics.cancel()
-        if self._calls:  # they may belong to a step that is not made again
+        if self.has_stepped:  # they may belong to a step that is not made again
             self._hyperparameters = None
         self._put_back()
 
-    def hold(self, *, made: int, repeats: bool) -> None:
+    def hold(self, *, made: float, repeats: bool) -> None:
         """Remember hyperparameters and buffers after an interruption, to undo what the rest of the loop's body changes.
 
         Parameters
         ----------
         made
-            How many steps of the batch have been made.
+            How many steps of the batch have been made, by this member or others.
         repeats
             Whether the batch is repeated by this member, which has made these steps.
         """
         self._made, self._repeats = made, repeats
-        if self._hyperparameters is not None:
-            self._hyperparameters = Hyperparameters(self._optimizers)
+        self._hyperparameters = Hyperparameters(self._optimizers)
         self._statistics.hold()
 
     def release(self) -> None:
@@ -550,8 +584,12 @@ class BatchRunner:
 
     def _acts(self, thing: object) -> bool:
         """Return whether an object acts now: with the last piece, and not again in a batch that is repeated."""
-        if self.cut_off or self.piece is None or not self.piece.last:
-            return not self.cut_off and self.piece is None
+        if self.cut_off:
+            return False
+        if self.piece is None:
+            return True
+        if not self.piece.last:
+            return False
         key = thing, self._calls
         self._told[key] += 1
         if self._told[key] <= self._acted[key]:

@@ -99,12 +99,15 @@ class RunningStatistics:
     ----------
     model
         The network.
+    trained
+        Its part whose buffers belong to a batch, and not to what user code does once a step.
     by_share
         Whether every shard of a batch starts with the same values, and the mean is computed at every step.
     """
 
-    def __init__(self, model: nn.Module, *, by_share: bool) -> None:
+    def __init__(self, model: nn.Module, trained: nn.Module, *, by_share: bool) -> None:
         self._places = [place for _, place in persistent_buffers(model)]
+        self._undone = [place for _, place in persistent_buffers(trained)]
         self._by_share = by_share
         # By shards all others are averaged, too: a member may have more shards than another.
         self._averaged = self._places if by_share else [place for place in self._places if place.is_statistic]
@@ -116,7 +119,7 @@ class RunningStatistics:
         """Save the values at the start of a batch, if it may be interrupted: a single member is never interrupted."""
         self._rows = []
         may_restore = self._by_share or group.size > 1
-        self._begin = [_Saved.of(place) for place in self._places] if may_restore else []
+        self._begin = [_Saved.of(place) for place in self._undone] if may_restore else []
 
     def open_piece(self, piece: Piece) -> None:
         """Save the values before a piece that must not change them."""
@@ -146,7 +149,7 @@ class RunningStatistics:
 
     def hold(self) -> None:
         """Save the values at which an interrupted batch begins again: forward passes that follow are undone, too."""
-        self._begin = list(map(_Saved.of, self._places))
+        self._begin = list(map(_Saved.of, self._undone))
 
     def cancel(self) -> None:
         """Restore the values from before an interrupted batch."""

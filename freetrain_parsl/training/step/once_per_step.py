@@ -95,6 +95,16 @@ class Hyperparameters:
             for group in optimizer.param_groups
         ]
 
+    @property
+    def have_changed(self) -> bool:
+        """Whether they are others now; tensors are not compared."""
+        return any(
+            group[name] != value
+            for group, before in self._groups
+            for name, value in before.items()
+            if not isinstance(value, torch.Tensor) and not isinstance(group[name], torch.Tensor)
+        )
+
     def put_back(self) -> None:
         """Set them to what they were; groups that were added since stay as they are."""
         for group, before in self._groups:

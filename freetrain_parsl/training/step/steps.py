@@ -46,7 +46,7 @@ class Steps:
         Returns
         -------
         complete
-            Whether it was the last piece.
+            Whether it was the last piece, and a step can be made.
         """
         training, batch_runner = self._training, self._batch_runner_in_hand()
         recorder = None if training.extension.computes else training.recorder
@@ -58,7 +58,7 @@ class Steps:
             self._changes.interrupt(error)
         if recorder is not None:
             recorder.gradients(training)
-        return batch_runner.is_complete
+        return batch_runner.is_complete or batch_runner.others_stepped
 
     def step(
         self,
@@ -104,7 +104,7 @@ class Steps:
             made = batch_runner.step_by_closure(optimizers[0], evaluate, self._training.state.scaling)
         except PeerFailed as error:
             self._changes.interrupt(error)
-            made = batch_runner.step_by_closure(optimizers[0], evaluate, None)  # which others may have made
+            made = batch_runner.step(optimizers[0], None)  # which others may have made
         if made:
             self._count(batch_runner)
         return made
