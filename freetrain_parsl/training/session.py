@@ -114,6 +114,8 @@ class TrainingSession(DataVerbs, ExchangeVerbs, HelperVerbs):
     def batch_loss(self) -> float:
         """Mean loss over the whole last batch, the same on all processes; for logs and plots.
 
+        In a batch that the failure of a process has interrupted, it is that of the batch before, or NaN.
+
         Raises
         ------
         UsageError
