@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from _at_once import at_once
 from _fusion_nets import losses, models, samples
 from torch import nn
 from torch.nn import functional
@@ -90,17 +91,7 @@ def plain(net: str, data: Any, batch: int, steps: int, lap: Callable[[], None]) 
 
 def co_located(net: str, batch: int, members: int, steps: int) -> float:
     """Return the seconds of a step of all members, each in a process of its own on the same device."""
-    context = torch.multiprocessing.get_context("spawn")
-    times = context.SimpleQueue()
-    ready = context.Barrier(members)
-    processes = [context.Process(target=_one_of, args=(net, batch, steps, ready, times)) for _ in range(members)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit(f"{net}: not all of {members} processes could train on the device")
-    return max(times.get() for _ in processes)
+    return max(at_once(members, _one_of, net, batch, steps))
 
 
 def _one_of(net: str, batch: int, steps: int, ready: Any, times: Any) -> None:

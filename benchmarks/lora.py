@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import _lora_sweep
 import torch
+from _at_once import at_once
 from _report import report
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import TensorDataset
@@ -191,16 +192,7 @@ def together(shape: Shape, lap: Callable[[], None] | None = None, sizing: ArrayS
 
 def apart(shape: Shape) -> tuple[float, float]:
     """Train all members at the same time, each in a process; return the seconds of a step of all, and their MiB."""
-    context = torch.multiprocessing.get_context("spawn")
-    ready, found = context.Barrier(shape.members), context.SimpleQueue()
-    processes = [context.Process(target=_one_apart, args=(shape, ready, found)) for _ in range(shape.members)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit(f"{shape}: not all processes could train")
-    times, sizes = zip(*(found.get() for _ in processes), strict=True)
+    times, sizes = zip(*at_once(shape.members, _one_apart, shape), strict=True)
     return max(times), sum(sizes)
 
 

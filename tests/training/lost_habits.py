@@ -5,6 +5,7 @@ In a separate module because the processes of the crew import it.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Subset
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from lost_operations import Loss
@@ -45,36 +46,39 @@ class Normalizing(nn.Sequential):
         self.double()
 
 
-def decides_by_steps(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
-    model, data = prepared(session)
-    with Losses(session, losses):
-        for _ in session.epochs(2):
-            for x, y in data:
-                if session.step(cross_entropy(model(x), y)):
-                    session.broadcast(session.rank)
-    return {"parameters": flat(model), **session.metrics}
+def in_batches(body: Callable[[Any, Net, torch.Tensor, torch.Tensor], None]) -> Callable[..., dict[str, Any]]:
+    """Return a training job with this body of its loop."""
+
+    @functools.wraps(body)
+    def train(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
+        model, data = prepared(session)
+        with Losses(session, losses):
+            for _ in session.epochs(2):
+                for x, y in data:
+                    body(session, model, x, y)
+        return {"parameters": flat(model), **session.metrics}
+
+    return train
 
 
-def decides_by_gradients(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
-    model, data = prepared(session)
-    with Losses(session, losses):
-        for _ in session.epochs(2):
-            for x, y in data:
-                if session.backward(cross_entropy(model(x), y)):
-                    session.broadcast(session.rank)
-                    session.step()
-    return {"parameters": flat(model), **session.metrics}
+@in_batches
+def decides_by_steps(session: Any, model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    if session.step(cross_entropy(model(x), y)):
+        session.broadcast(session.rank)
 
 
-def steps_under_gradients(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
-    model, data = prepared(session)
-    with Losses(session, losses):
-        for _ in session.epochs(2):
-            for x, y in data:
-                if session.backward(cross_entropy(model(x), y)):
-                    session.step()
-                    session.broadcast(session.rank)
-    return {"parameters": flat(model), **session.metrics}
+@in_batches
+def decides_by_gradients(session: Any, model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    if session.backward(cross_entropy(model(x), y)):
+        session.broadcast(session.rank)
+        session.step()
+
+
+@in_batches
+def steps_under_gradients(session: Any, model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    if session.backward(cross_entropy(model(x), y)):
+        session.step()
+        session.broadcast(session.rank)
 
 
 def averages_between_steps(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
@@ -180,14 +184,10 @@ def schedule(session: Any, losses: Sequence[Loss], *, asks: bool = False, calls:
     return {"parameters": torch.cat([flat(net) for net in nets]), "value": value, **session.metrics}
 
 
-def reads_its_loss(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:
-    model, data = prepared(session)
-    with Losses(session, losses):
-        for _ in session.epochs(2):
-            for x, y in data:
-                session.step(cross_entropy(model(x), y))
-                session.log(every=2, batch_loss=session.batch_loss)
-    return {"parameters": flat(model), **session.metrics}
+@in_batches
+def reads_its_loss(session: Any, model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
+    session.step(cross_entropy(model(x), y))
+    session.log(every=2, batch_loss=session.batch_loss)
 
 
 def validates_on_all(session: Any, *, losses: Sequence[Loss] = ()) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from parsl.app.errors import RemoteExceptionWrapper
 from parsl.serialize import serialize
 
 from freetrain_parsl.errors import InvalidApp
-from freetrain_parsl.executor.jobs.manager import JobManager
 from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 from freetrain_parsl.executor.jobs.training.states import fewest_to_exclude
 from freetrain_parsl.executor.journal import read_progress
@@ -65,26 +64,6 @@ def test_the_slots_of_a_job_that_starts_newcomers_are_looked_up_once(
     monkeypatch.setattr(stage.registry, "complete_slots", lambda at: looked_up.append(len(at)) or complete_slots(at))
     assert kinds(stage.on("n0", "n1", "n2", "n3")) == [("s1", "run"), ("s2", "run"), ("s3", "run")]
     assert looked_up.count(4) == 1
-
-
-def test_messages_are_taken_while_many_jobs_are_looked_at(stage: Stage) -> None:
-    for number in range(50):
-        stage.submit(f"other-{number}")
-    future = stage.submit()
-    stage.on("n0")
-    stage.progress("s0")
-
-    def receive() -> None:
-        taken.append(1)
-        if len(taken) == 1:
-            stage.ends("s0", RunFinished(stage.report()), serialize(8))
-
-    taken: list[int] = []
-    stage.now += JobManager._LOOK  # all are looked at again
-    stage.manager.advance(receive)
-    assert len(taken) == 2
-    assert future.result(timeout=0) == 8
-    assert stage.turn() == []
 
 
 def test_a_training_that_loses_all_nodes_is_paused_and_starts_again_when_it_gets_some(stage: Stage) -> None:
