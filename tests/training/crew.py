@@ -92,6 +92,8 @@ class Crew:
         self._context: Any = context or forked_warm()
         self._server = DictionaryServer(("127.0.0.1", 0), b"crew", ctx=self._context)
         self._server.start()
+        self.dictionary: Any = self._server.dictionary()
+        """In which the members of a group meet."""
         self._members: list[Member] = []
         self.generations = itertools.count(1)
 
@@ -235,6 +237,8 @@ class CrewRun:
         self.members = members
         self.gone += leavers
         self._wait_until_heard()
+        if abort:
+            self._crew.dictionary.abandon(generation)
         release()
         self.until(
             lambda: (

@@ -47,6 +47,13 @@ class Dictionary:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
+        self._abandoned_before = 0
+
+    def abandon(self, before: int) -> None:
+        """Fail all waits for keys of generations before this one, as slots do at an abort."""
+        with self._changed:
+            self._abandoned_before = max(self._abandoned_before, before)
+            self._changed.notify_all()
 
     def set(self, key: str, value: bytes) -> None:
         with self._changed:
@@ -54,8 +61,12 @@ class Dictionary:
             self._changed.notify_all()
 
     def get(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        generation = min((int(key.split("/")[1]) for key in keys if "/" in key), default=math.inf)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._values.keys() >= set(keys), timeout):
+            self._changed.wait_for(
+                lambda: generation < self._abandoned_before or self._values.keys() >= set(keys), timeout
+            )
+            if not self._values.keys() >= set(keys):
                 raise TimeoutError(f"{', '.join(set(keys) - self._values.keys())} was not set within {timeout} s")
             return [self._values[key] for key in keys]
 
@@ -86,7 +97,8 @@ class DictionaryServer(BaseManager):
     """Serves `_SHARED` of its own process to the members."""
 
 
-DictionaryServer.register("dictionary", callable=shared_dictionary, exposed=["set", "get", "add", "check", "delete"])
+_METHODS = ["abandon", "set", "get", "add", "check", "delete"]
+DictionaryServer.register("dictionary", callable=shared_dictionary, exposed=_METHODS)
 
 
 # ── training jobs ─────────────────────────────────────────────────────────────────────────────────────

@@ -6,6 +6,7 @@ The main thread is in `Run.perform`; `Run.handle` is called by the channel's thr
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from dataclasses import replace
@@ -175,7 +176,7 @@ class TrainingRun(Run):
         self._lock = threading.Lock()  # of the next three
         self._stores: dict[str, ChannelStore] = {}
         self._memberships: dict[int, Membership] = {}
-        self._closed = False
+        self._abandoned_before = 0.0
         self._membership: Membership | None = None
         if command.place is not None:
             self._membership = self._member(command.place, self._meeting)
@@ -273,9 +274,12 @@ class TrainingRun(Run):
 
     def close(self) -> None:
         """Fail all rendezvous: the driver has failed, or the run is over."""
+        self._abandon(math.inf)
+
+    def _abandon(self, before: float) -> None:
+        """Fail all rendezvous of generations before this one, also of one that the main thread is about to enter."""
         with self._lock:
-            self._closed = True
-            stores = list(self._stores.values())
+            self._abandoned_before, stores = before, list(self._stores.values())
         for store in stores:
             store.close()
 
@@ -289,10 +293,7 @@ class TrainingRun(Run):
             with self._lock:
                 self._memberships[membership.generation] = membership
         if message.abort:
-            with self._lock:
-                abandoned = list(self._stores.values())
-            for store in abandoned:
-                store.close()
+            self._abandon(math.inf if membership is None else membership.generation)
         self.mailbox.post(Regroup(membership, abort=message.abort))
 
     def _member(self, place: Place, meeting: timedelta) -> Membership:
@@ -314,10 +315,9 @@ class TrainingRun(Run):
 
         self._generation = membership.generation
         group = f"{membership.trainer}/{membership.generation}"
-        store = ChannelStore(group, self._send)
         with self._lock:
-            self._stores[group] = store
-            if self._closed:
+            store = self._stores[group] = ChannelStore(group, self._send)
+            if membership.generation < self._abandoned_before:
                 store.close()
         return RendezvousStore(store)
 

@@ -7,6 +7,7 @@ import errno
 import io
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -196,6 +197,25 @@ def test_an_abort_breaks_the_collectives_and_the_rendezvous_that_the_training_wa
     assert aborted.is_set()
     assert refused.is_set()
     assert not run.mailbox.pause_requested.is_set()
+
+
+def test_a_group_that_was_abandoned_before_the_main_thread_enters_it_is_not_waited_for(slot: _Slot) -> None:
+    slot.started()
+
+    def play(given: dict[str, Any]) -> Finished:
+        slot.changes(0, abort=True)
+        store = given["meet"](given["membership"])
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            store.get("key")
+        assert time.monotonic() - began < 30, "not the whole minute"
+        later = given["meet"](given["mailbox"].take_command().membership)
+        reply = StoreReply("t/9", 0, ok=True, sizes=(5,), payload=b"value")
+        threading.Timer(0.05, slot.run.handle, [reply]).start()
+        assert later.get("key") == b"value"
+        return Finished("value", Progress(step=5))
+
+    slot.plays(play)
 
 
 def test_answers_reach_the_store_of_their_group(slot: _Slot) -> None:
