@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 FIGURES = (
     "useful_per_offered", "held_per_offered", "start_s", "repeated_per_held", "finished", "samples_lost",
     "samples_repeated", "loss_gap", "delay_s_max", "requests_per_minute", "batch_jobs_failed", "queue_length", "lines",
-    "left_after_kill",
+    "left_after_kill", "environment_calls_per_start", "directory_calls_per_node_minute",
 )  # fmt: skip
 COLOURS = {"useful": "#1f77b4", "held": "#c6dbef"}
 

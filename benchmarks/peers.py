@@ -50,6 +50,9 @@ samples_outside
 loss_gap, loss_spread
     worst final loss of a finished job less the median of undisturbed runs with five orders of the data, and the spread
     of those;
+environment_calls_per_start, directory_calls_per_node_minute
+    with ``--trace``, in runs of their own: file system calls on Python, its packages and this repository for each node
+    of a batch job that started, and on the checkpoints and records for each minute that a node was held;
 left_after_kill
     our jobs in the queue a minute after ``kill -9`` of all processes outside Slurm, if there were any.
 
@@ -79,6 +82,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from _peers_account import read_held, read_report, shares
+from _peers_calls import count_calls
 from _peers_spread import by_way, plot, spread
 from _peers_ways import Request
 from _peers_workload import jobs_of
@@ -118,6 +122,7 @@ PARTITIONS = (
     LoopbackPartition(PARTITION, preempt="requeue", grace=GRACE),
 )
 PACKAGES = ("torch", "submitit", "lightning", "torchdata", "ray")
+_NOT_KEPT = shutil.ignore_patterns("sockets", "*.sock", "calls")
 SETTINGS = ("nodes", "minutes", "load", "mean_run", "work", "limit")
 
 
@@ -183,10 +188,15 @@ def live_through(
     """
     home = Path(tempfile.mkdtemp(prefix=f"peers-{way or 'none'}-"))
     batch_jobs = home / "jobs.txt"
+    calls = home / "calls" if options.trace else None
     recorded = ["JobCompType=jobcomp/filetxt", f"JobCompLoc={batch_jobs}"]
     logs = options.logs / f"{way}-{seed}"
     try:
-        with LoopbackSlurm(nodes=options.nodes, partitions=PARTITIONS, bf_interval=CYCLE, extra=recorded) as cluster:
+        if calls is not None:
+            calls.mkdir()
+        with LoopbackSlurm(
+            nodes=options.nodes, partitions=PARTITIONS, bf_interval=CYCLE, trace=calls, extra=recorded
+        ) as cluster:
             queue = MainQueue(cluster, main_jobs, None)
             cluster.run("sdiag", "--reset")
             if way is None:
@@ -218,12 +228,19 @@ def live_through(
             "lines": _lines(HERE / "peers" / f"with_{way}.py"),
             "left_after_kill": left,
         }
+        if calls is not None:
+            environment = (*_prefixes(python), str(HERE.parent))
+            of_environment, of_directory = count_calls(calls, environment, str(home))
+            figures["environment_calls_per_start"] = of_environment / sum(
+                len(stay.nodes) for stay in stays if stay.start
+            )
+            figures["directory_calls_per_node_minute"] = of_directory / figures["held_node_s"] * 60
         if way == "freetrain":
             figures |= _compare_journal(home, guest, shares(home, jobs, stays, idle, killed), stays, killed)
         return ran, figures
     finally:
         if way is not None:
-            shutil.copytree(home, logs, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sockets", "*.sock"))
+            shutil.copytree(home, logs, dirs_exist_ok=True, ignore=_NOT_KEPT)
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -316,6 +333,7 @@ def main() -> int:
         "--work", type=float, default=1.0, help="work of the training jobs per offered time (default 1)"
     )
     parser.add_argument("--limit", type=int, default=20, help="time limit of batch jobs, minutes (default 20)")
+    parser.add_argument("--trace", action="store_true", help="count file system calls, which takes time from the nodes")
     parser.add_argument("--python", default=sys.executable, help="Python of the environment of the other ways")
     parser.add_argument("--logs", type=Path, default=None, help="directory of logs (default: a temporary one)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="file of the results, to be added to")
@@ -325,7 +343,8 @@ def main() -> int:
         parser.error(missing)
     options.logs = options.logs or Path(tempfile.mkdtemp(prefix="peers-logs-"))
     options.logs.mkdir(exist_ok=True, parents=True)
-    results = Results(options.json, _versions(options.python), {name: getattr(options, name) for name in SETTINGS})
+    settings = {name: getattr(options, name) for name in SETTINGS} | ({"trace": True} if options.trace else {})
+    results = Results(options.json, _versions(options.python), settings)
     for seed in options.seeds:
         for way in options.ways:
             if not results.has(way, seed):
@@ -341,6 +360,8 @@ def main() -> int:
 
 
 def _missing(options: argparse.Namespace) -> str | None:
+    if options.trace and shutil.which("strace") is None:
+        return "--trace needs strace (Debian: strace)"
     names = [module for way in options.ways for module in MODULES[way]]
     lines = [f"import {name}" for name in ("torch", *names)]
     done = subprocess.run([options.python, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
@@ -358,6 +379,13 @@ def _versions(python: str) -> dict[str, str]:
     done = subprocess.run([python, "-c", code, *PACKAGES], capture_output=True, text=True, check=True)
     versions: dict[str, str] = json.loads(done.stdout)
     return versions
+
+
+def _prefixes(python: str) -> tuple[str, ...]:
+    code = "import sys; print(sys.prefix, sys.base_prefix, sep=chr(10))"
+    return tuple(
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")[:2]
+    )
 
 
 def _measure(way: str, seed: int, results: Results, options: argparse.Namespace) -> None:

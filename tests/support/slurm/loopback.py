@@ -62,6 +62,7 @@ _PROGRAMS = {
     "slurmd": "slurmd",
     "sbatch": "slurm-client",
 }
+_TRACED = ("strace", "-D", "-f", "--seccomp-bpf", "-qq", "-y", "-e", "trace=%file", "-e", "signal=none", "-o")
 _ACCOUNTING_PROGRAMS = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server", "mariadb-install-db": "mariadb-server"}
 _LONGEST_PATH = 80  # a socket's path may have 107 bytes
 _NODE_MARK = "FREETRAIN_LOOPBACK_NODE"  # environment variable of a node's daemon and of its job steps
@@ -98,6 +99,8 @@ class LoopbackSlurm:
     jobs_read_all
         Jobs of users other than root may read every file: a test's interpreter and code are often below a private
         home directory. Needs root; `as_user` gives clients the same.
+    trace
+        Directory for a record of the file system calls of each node's processes, by ``strace``.
     scheduler_parameters, extra
         Additional SchedulerParameters, and lines of ``slurm.conf``.
 
@@ -129,6 +132,7 @@ class LoopbackSlurm:
         accounting: bool = False,
         warn_preempted: bool = True,
         jobs_read_all: bool = False,
+        trace: Path | None = None,
         scheduler_parameters: Sequence[str] = (),
         extra: Sequence[str] = (),
     ) -> None:
@@ -166,6 +170,7 @@ class LoopbackSlurm:
         own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         self.environment = own | {"PATH": PATH, "SLURM_CONF": str(self._conf), sweeper.MARK: self._plan.name}
         self._jobs_read_all = jobs_read_all
+        self._trace = trace
         self._start_timeout = start_timeout
         self._daemons = Daemons(self.directory / "run", self.directory / "log", self.environment, self._on_its_host)
         self._lost: set[str] = set()
@@ -352,6 +357,8 @@ class LoopbackSlurm:
             command = ["slurmd", "-D", "-N", name, "-f", str(self._conf), *boot]
             if self._jobs_read_all:
                 command = [*_READ_ALL, "--securebits=+no_setuid_fixup", *command]
+            if self._trace is not None:
+                command = [*_TRACED, str(self._trace / name), *command]
             self._daemons.start(name, *command, extra={_NODE_MARK: name})
 
     def stop_controller(self) -> None:
