@@ -37,7 +37,7 @@ BUDGET: Final = {
     "cli": 2_580,
     "cluster": 3_200,
     "executor": 15_545,  # deferred compiler, recovery, refused counts, lost leavers, indices of slots, users' data
-    "extensions/checking": 3_210,
+    "extensions/checking": 3_215,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,
     "extensions/fusion": 9_580,  # members in turns, kept for later runs; sparse arguments; changes; timers of steps

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import FileStore  # torch.distributed does not export it
+from torch._C._distributed_c10d import FileStore, ProcessGroup  # torch.distributed does not export it
 
 from freetrain_parsl.errors import FreeTrainError
 from freetrain_parsl.extensions.checking.recorder import NAME, TrainingRecorder
@@ -179,6 +179,7 @@ class Processes:
     def __init__(self, call: Call, scratch: Path) -> None:
         self._call = call
         self._scratch = scratch
+        self._groups = _process_groups()
 
     def directory(self) -> Path:
         """Return a new directory for the processes of a group, or of several after another."""
@@ -205,6 +206,20 @@ class Processes:
             for pid in running:
                 _kill(pid)
         return [_result(variant, output, codes.get(output)) for variant, output in zip(variants, outputs, strict=True)]
+
+
+def _process_groups() -> list[object]:
+    """Return this process's process groups, also left ones: a fork that drops one would wait for threads it lacks."""
+    names = ""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names += (thread / "comm").read_text()
+    if "gloo" not in names:
+        return []
+    holders = gc.get_objects()
+    plain = (one for holder in list(holders) for one in gc.get_referents(holder) if type(one) in (dict, tuple))
+    holders += [one for one in plain if not gc.is_tracked(one)]
+    return [one for holder in holders for one in gc.get_referents(holder) if ProcessGroup in type(one).__mro__]
 
 
 def _fork(call: Call, variant: Variant, directory: Path, output: Path) -> int:

@@ -9,12 +9,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from freetrain_parsl.extensions.checking.report import CheckVerdict
 from freetrain_parsl.extensions.checking.run import Checker, call_of
+from freetrain_parsl.training.group.process_group import Group
 from tests.extensions.checking import corpus
 
 pytestmark = pytest.mark.slow
@@ -48,6 +51,22 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(place))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return place
+
+
+def test_a_function_that_drops_a_group_of_this_process_is_not_ended_by_it() -> None:
+    """As a notebook does that has trained with a mesh and has its model in a global variable."""
+    group = Group()
+    held = [group.mesh(torch.device("cpu"))]
+    group.leave()
+    del group
+
+    def train(session: Any) -> None:
+        held.clear()
+        corpus.counter_mended(session)
+
+    report = Checker(call_of(train)).run()
+    assert report.holds, str(report)
+    assert held
 
 
 def test_a_function_that_hangs_is_ended_and_its_line_is_named(scratch: Path) -> None:
