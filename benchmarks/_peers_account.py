@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from _peers_workload import Job
 
-_LATE = 3.0  # seconds by which Slurm's record, of whole seconds, may end before the last step
+_LATE = 7.0  # seconds by which Slurm's record may end before the last step: until it kills, and whole seconds
 _NEVER = ("Unknown", "None")
 
 

@@ -77,6 +77,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
@@ -221,7 +222,9 @@ def live_through(
             nodes = cluster.node_names
         horizon = options.minutes * 60
         idle = [(node, queue.begin + a, queue.begin + b) for node, a, b in _offered(ran, nodes, options)]
-        stays = read_held(batch_jobs, PARTITION)
+        # Those that end afterwards may do so because their submitting side was killed.
+        until_killed = [stay for stay in read_held(batch_jobs, PARTITION) if stay.start <= killed]
+        stays = [stay if stay.end <= killed else replace(stay, state="") for stay in until_killed]
         figures = {
             **shares(home, jobs, stays, idle, queue.begin + horizon, saves=way != "array"),
             "requests_per_minute": rpcs["rpcs_ours"] / lasted * 60,
@@ -401,12 +404,19 @@ def _measure(way: str, seed: int, results: Results, options: argparse.Namespace)
     ran, figures = live_through(None if way == "none" else way, main_jobs, work, seed, options)
     delays = [job.start - start for job, start in zip(ran, results.alone[str(seed)], strict=True)]
     row = {"way": way, "seed": seed, **figures, "delay_s_max": max(delays), "delay_s_mean": mean(delays)}
-    row["machine"] = machine()  # the pieces of a comparison may run on several
+    row["machine"] = machine()  # the pieces of a comparison may run on several, with several states of this repository
+    row["commit"] = _commit()
     print(row, file=sys.stderr, flush=True)
     if figures.get("samples_outside"):
-        raise SystemExit(f"{way}, seed {seed}: processes outlived their batch jobs; logs in {options.logs}")
+        print(f"{way}, seed {seed}: not counted, processes outlived their batch jobs", file=sys.stderr)
+        return
     results.rows.append(row)
     results.save()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _compare(rows: Sequence[dict[str, Any]]) -> None:

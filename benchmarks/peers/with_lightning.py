@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 class Module(lightning.LightningModule):
     def __init__(self, job: Job, record: Record) -> None:
         super().__init__()
-        self.job, self.record = job, record
+        self.job, self.record, self.saved = job, record, False
         self.model = model_of(job)
 
     def training_step(self, batch, number):
@@ -29,8 +29,12 @@ class Module(lightning.LightningModule):
         pretend(len(x))
         return cross_entropy(self.model(x), y)
 
+    def on_save_checkpoint(self, _):
+        self.saved = True
+
     def on_train_batch_end(self, *_):
-        self.record.trained(self.current_epoch, self.numbers)
+        if not self.saved:  # in this batch: it ends, but its step is not in the checkpoint
+            self.record.trained(self.current_epoch, self.numbers)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.job.lr, momentum=0.9)
@@ -61,6 +65,7 @@ def submit(request: Request) -> None:
 #SBATCH --partition={request.partition} --requeue --nodes=1 --ntasks-per-node=1 --exclusive --open-mode=append
 #SBATCH --time={request.minutes} --output={number}.out --signal=SIGUSR1@15
 srun {sys.executable} {__file__} --train {number} {request.file}
+code=$?; [ $code != 138 ] || scontrol requeue $SLURM_JOB_ID; exit $code  # signalled before Lightning handles it
 """
         subprocess.run(["sbatch"], input=script, text=True, check=True)
 

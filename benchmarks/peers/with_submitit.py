@@ -13,6 +13,7 @@ from _peers_workload import BATCH, Job, Numbered, Record, model_of, pretend
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+REQUEUE = "[ $code != 140 ] || scontrol requeue ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # it ended by the signal
 SAVE_SECONDS = 20.0  # a preemption may come without a signal
 
 
@@ -72,6 +73,7 @@ def submit(request: Request) -> None:
         exclusive=True,
         time=request.minutes,
         signal_delay_s=15,
+        teardown=["code=$?", REQUEUE, "exit $code"],  # signalled before submitit handles it
         additional_parameters={"requeue": True},
     )
     with executor.batch():

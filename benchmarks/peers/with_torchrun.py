@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-SAVE_SECONDS = 5.0  # a preemption comes without a signal to the workers
+SAVE_SECONDS = 5.0  # as in the tutorial, nothing is saved at a signal
 
 
 def train(job: Job, directory: str) -> None:
