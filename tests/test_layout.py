@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_545,  # deferred compiler, recovery, refused counts, lost leavers, indices of slots, users' data
+    "executor": 15_575,  # deferred compiler, recovery, refused counts, lost leavers, indices of slots, long validations
     "extensions/checking": 3_215,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,

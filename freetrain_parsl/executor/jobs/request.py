@@ -297,6 +297,9 @@ class Limits:
         members must end after a failure.
     meeting_timeout
         Time for which the members of a new group wait for each other.
+    silence_timeout
+        Time for which members may compute after a failure, as in a long validation, before they come to the meeting of
+        the new group, if no other waits there.
     max_restarts
         Number of crashes, on nodes that were not taken, after which a training job restarts without reaching a new
         step.
@@ -304,6 +307,7 @@ class Limits:
 
     peer_timeout: float = 10.0
     meeting_timeout: float = 60.0
+    silence_timeout: float = 1800.0
     max_restarts: int = 3
 
 

@@ -35,7 +35,7 @@ from freetrain_parsl.protocol.messages import (
     StoreRequest,
     Values,
 )
-from freetrain_parsl.protocol.reports import GroupFailed, Joined, Logged, RunFailed, RunFinished, RunPaused
+from freetrain_parsl.protocol.reports import Joined, Logged, RunFailed, RunFinished, RunPaused
 from freetrain_parsl.training.mailbox import ControlMailbox, Finished, Membership, Regroup
 
 if TYPE_CHECKING:
@@ -182,12 +182,11 @@ class TrainingRun(Run):
             self._membership = self._member(command.place, self._meeting)
         self._generation = 0 if command.place is None else command.place.generation  # current or forming
         self._is_member = self._membership is not None
-        self._group_failed = False
 
     @property
     def expendable(self) -> bool:
-        """Whether no work would be lost if this process ended now."""
-        return not self._is_member or self._group_failed or not self.mailbox.underway.is_set()
+        """Whether no work would be lost if this process ended now; a member without a group may have the only state."""
+        return not self._is_member or not self.mailbox.underway.is_set()
 
     @property
     def source(self) -> str:
@@ -322,9 +321,7 @@ class TrainingRun(Run):
         return RendezvousStore(store)
 
     def _report(self, report: Report) -> None:
-        if isinstance(report, GroupFailed):
-            self._group_failed = True
-        elif isinstance(report, Joined):
+        if isinstance(report, Joined):
             self._joined(report)
             self.attribute(self.source)
         elif isinstance(report, Logged):
@@ -341,5 +338,5 @@ class TrainingRun(Run):
         for store in old:
             store.close()
         self._generation = report.generation
-        self._is_member, self._group_failed = True, False
+        self._is_member = True
         self.mailbox.underway.set()  # the others have made steps, and a part of the state may only be here

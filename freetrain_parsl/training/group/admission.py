@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +20,11 @@ from freetrain_parsl.errors import PeerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import timedelta
 
     from torch._C._distributed_c10d import Store
 
+CONNECT_TIMEOUT = timedelta(seconds=10)
+"""For connections between members that have all arrived and reached each other a moment before."""
 _KEY = "secret"
 _PROOF_BYTES = 32
 

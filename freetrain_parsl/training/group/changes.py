@@ -177,10 +177,10 @@ class GroupChanges:
             training.unwind(PauseReason.LEFT)
         self._settled = self._furthest + 1
         training.replicas.have_met()
-        training.checkpoint_manager.rejoin()
         paused = 0.0 if began is None else training.clock() - began
         training.reporter.pace.restart()
         members.tell_regrouped(paused)
+        training.checkpoint_manager.rejoin()  # a hanging file system does not let the driver take this process for dead
         training.reporter.send(at_once=True)
 
     def _place(self) -> tuple[int, ...]:

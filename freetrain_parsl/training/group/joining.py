@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.group import gpus
-from freetrain_parsl.training.group.admission import Admission
+from freetrain_parsl.training.group.admission import CONNECT_TIMEOUT, Admission
 from freetrain_parsl.training.group.connections import GroupConnections
 from freetrain_parsl.training.group.failures import FAILED_TOGETHER, await_collective, gist, peers_expected
 from freetrain_parsl.training.group.gpus import GpuGroups
@@ -38,8 +37,6 @@ else:
 
 __all__ = ["JoinedGroups", "gloo_environment"]
 
-_CONNECT_TIMEOUT = timedelta(seconds=10)
-"""For connections between members that have all arrived and reached each other a moment before."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _FEW_STORE_CALLS = {
     "GLOO_ENABLE_STORE_V2_API": "1",  # one call for the addresses of all members, instead of two for each
@@ -133,7 +130,8 @@ class JoinedGroups:
         except PeerFailed:
             self.leave()
             raise
-        for each in (None,) if self._of_replicas is None else (None, *self._of_replicas.groups):
+        groups = [None, *([] if self.gradients is None else [self.gradients])]
+        for each in groups if self._of_replicas is None else (*groups, *self._of_replicas.groups):
             dist.distributed_c10d._set_pg_timeout(membership.timeout, each)  # noqa: SLF001 - no public API
 
     def _meet(self, membership: Membership, store: Store, backend: str) -> Admission:
@@ -149,7 +147,7 @@ class JoinedGroups:
                 self.connections.cut_at = before.cut_at
             # All have arrived. gloo waits this long for a peer that has died since, and no abort wakes it before it
             # has a socket.
-            timeout = min(timeout, _CONNECT_TIMEOUT)
+            timeout = min(timeout, CONNECT_TIMEOUT)
             store.set_timeout(timeout)
         admission = Admission.share(own_store, self.rank, self.size, membership.admission)
         dist.init_process_group(backend, store=own_store, rank=self.rank, world_size=self.size, timeout=timeout)
@@ -164,7 +162,7 @@ class JoinedGroups:
         )
         if backend != "gloo" and not uses_nccl:
             with self.waits():
-                self.gradients = dist.new_group(backend="gloo")
+                self.gradients = dist.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)
                 admission.check(self.gradients)
         self.connections.form(self._gathered)
         if uses_nccl:

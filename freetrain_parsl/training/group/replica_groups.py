@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.training.group import gpus
+from freetrain_parsl.training.group.admission import CONNECT_TIMEOUT
 from freetrain_parsl.training.group.connections import GroupConnections
 from freetrain_parsl.training.group.failures import await_collective
 
@@ -186,7 +187,7 @@ def refuse_groups_within_replicas() -> None:
 def _group(ranks: Sequence[int], admission: Admission) -> tuple[dist.ProcessGroup, GroupConnections]:
     """Create a process group of these ranks, which only they call; return it and its connections."""
     connections = GroupConnections()
-    group = dist.new_group(list(ranks), timeout=admission.timeout, use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=CONNECT_TIMEOUT, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this process is a member"
 
     def gather(values: torch.Tensor) -> list[torch.Tensor]:

@@ -24,8 +24,8 @@ def test_a_member_that_an_abort_does_not_wake_is_ended_in_seconds(stage: Stage) 
     stage.now += 0.2
     stage.turn()
     stage.calls_store("s1", stage.group("s1"), "get", timeout=60.0)
-    for waited, killed in ((4.0, []), (6.0, ["s0"])):
-        stage.now += 4
+    for waited, killed in ((11.0, []), (13.0, ["s0"])):
+        stage.now += 7
         for slot in ("s0", "s1"):
             stage.waits(slot, waited)
         stage.turn()
@@ -136,6 +136,53 @@ def test_survivors_that_do_not_answer_are_given_up_in_time(stage: Stage) -> None
     stage.now += 0.1
     stage.turn()
     assert stage.killed == ["s1"]
+    stage.now += 0.2
+    stage.turn()
+    assert stage.place("s0") == (0, 1, True)
+
+
+def test_survivors_that_compute_are_not_given_up_before_another_waits_for_them(stage: Stage) -> None:
+    """All validate for longer than the time that a change has: what they do next is to come to the meeting."""
+    stage.running("n0", "n1", "n2")
+    stage.lose("s2", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    for _ in range(60):
+        stage.now += 10
+        stage.beats("s0", "s1")
+        stage.turn()
+    assert stage.killed == []
+    stage.calls_store("s0", stage.group("s0"), "get", timeout=60.0)
+    stage.now += 60
+    stage.turn()
+    stage.group_fails("s0", generation=stage.changes["s0"].generation)
+    stage.now += 2
+    stage.beats("s0", "s1")
+    stage.turn()
+    assert (stage.killed, stage.place("s1")) == ([], (1, 2, True))
+    stage.now += 9
+    stage.beats("s0", "s1")
+    stage.turn()
+    assert stage.killed == ["s1"]
+
+
+def test_a_member_without_a_group_leaves_when_the_first_one_finishes(stage: Stage) -> None:
+    """It has missed the result of the last operation, which the first one has."""
+    future = stage.running("n0", "n1")
+    stage.group_fails("s1")
+    stage.ends("s0", RunFinished(Stage.report()))
+    assert future.done()
+    assert stage.place("s1") == (None, 0, True)
+
+
+def test_a_member_that_finishes_is_not_waited_for_by_one_that_has_missed_the_last_result(stage: Stage) -> None:
+    stage.running("n0", "n1", "n2")
+    stage.group_fails("s0")
+    stage.lose("s2", crash=False)
+    stage.now += 0.2
+    stage.turn()
+    assert stage.place("s0") == (0, 2, True)
+    stage.ends("s1", RunFinished(Stage.report()))
     stage.now += 0.2
     stage.turn()
     assert stage.place("s0") == (0, 1, True)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 # Where the planner wants a and b; mostly a step from one to the next.
 LAYOUTS = ("0/", "0/23", "01/23", "012/", "0123/", "1/23", "/0123", "/23", "01/", "02/13", "/")
 LAST_LAYOUTS = ("0/23", "23/01", "01/23", "1/023")
-# Rounds of half a second. A member that hangs is killed after 25 s, and then the next.
-REACHED_WITHIN = 300
-ENDED_WITHIN = 100
+# Rounds of half a second. A member that hangs is killed after 25 s, or 45 s if all do, and then the next.
+REACHED_WITHIN = 400
+ENDED_WITHIN = 150
 LEFT_WITHIN = 100
 
 

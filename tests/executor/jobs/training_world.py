@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from freetrain_parsl.executor.jobs.training.machine import TrainingMachine
 
 UNITS = range(4)
-LIMITS = Limits(peer_timeout=5.0, meeting_timeout=20.0, max_restarts=3)
+LIMITS = Limits(peer_timeout=5.0, meeting_timeout=20.0, silence_timeout=20.0, max_restarts=3)
 LEAST_NODES = {"a": 1, "b": 2}
 LAST_STEPS = 5  # that a training job still runs before it ends
 

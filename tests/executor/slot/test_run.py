@@ -253,7 +253,7 @@ def test_nothing_is_lost_with_who_has_not_joined_or_is_stranded_or_has_made_no_s
     slot.plays(report())
     assert not slot.run.expendable
     slot.plays(report(GroupFailed(7, "connection closed")))
-    assert slot.run.expendable
+    assert not slot.run.expendable, "it may be the last that has the state"
     assert slot.sent[-1] == RunReport("t", 3, GroupFailed(7, "connection closed"))
     slot.plays(report(Joined(9, 0.0, 0.0)))
     assert not slot.run.expendable

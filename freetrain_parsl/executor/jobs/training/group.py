@@ -67,6 +67,7 @@ class TrainingProcesses:
         self._meeting = limits.meeting_timeout
         self._leave_timeout = limits.peer_timeout
         self._change_timeout = limits.peer_timeout + limits.meeting_timeout
+        self._silence_timeout = limits.silence_timeout
         self._numbers = numbers
         self._response = response
         self._planner = planner
@@ -160,13 +161,14 @@ class TrainingProcesses:
         change = self.change
         pauses = isinstance(self._phase, Pausing) or (change is not None and change.pauses)
         arrived = frozenset() if change is None else self.arrived
+        answered = change is not None and change.answered
         before = self._close_change()
         self.arrived = frozenset()
         participants = self.participants
         nodes = frozenset(participants[slot].place for slot in ranks)
         after = GroupMembers(next(self._numbers), nodes, ranks, self._response.now, replicas)
         grows = any(not participants[slot].has_state for slot in ranks)
-        self._enter(Regrouping(before, after, failure, grows, set(ranks), pauses))
+        self._enter(Regrouping(before, after, failure, grows, set(ranks), pauses, answered=answered))
         self._response.do(do.OpenStore(after.number))
         others = [one for slot, one in participants.items() if slot not in ranks]
         leavers = [one for one in others if one.role is Role.MEMBER or (failure and one.slot in before.running)]
@@ -180,6 +182,19 @@ class TrainingProcesses:
                 member.deadline = self._response.now + self._change_timeout
             place = Place(after.number, rank, len(ranks), replicas)
             self._send(member, ChangeGroup(self._name, member.run, after.number, place, abort=failure))
+
+    def grant_time(self) -> None:
+        """Extend the deadlines of members that compute after a failure, as in a long validation, while nobody waits."""
+        change = self.change
+        now = self._response.now
+        if change is None or not change.failure or now > change.after.began + self._silence_timeout:
+            return
+        members = [self.participants[slot] for slot in change.awaited if self.participants[slot].has_state]
+        met = any(one.slot in self.arrived or one.group_failed is not None for one in members)
+        change.answered = change.answered or change.begun or met
+        for one in members if not change.answered else ():
+            if one.deadline is not None and not one.waited:
+                one.deadline = now + self._change_timeout
 
     def joined(self, member: Participant, report: Joined) -> None:
         """Record that a member trains in a new group."""

@@ -243,6 +243,7 @@ class TrainingMachine:
 
     def _tick(self, arrived: frozenset[str]) -> None:
         if not self.over:
+            self._processes.grant_time()
             self._advance(arrived)
             self._explain_stall()
         for one in self.participants.values():
@@ -532,6 +533,9 @@ class TrainingMachine:
             case RunFinished():
                 if first:
                     self._finish(do.Resolve(message.payload, message.stored))
+                elif missed and (change := self._processes.change) is not None and change.failure and not change.begun:
+                    # The others have missed the last result, and wait for it at their meeting.
+                    self._recovery.note(Failure(f"{participant.node}: its process has finished", crash=False))
             case PeersFailed() | RunPaused(reason=PauseReason.LEFT):
                 reason = end.reason if isinstance(end, PeersFailed) else end.reason.sentence
                 if missed and participant.role is Role.MEMBER and not self.over:
@@ -549,7 +553,9 @@ class TrainingMachine:
         self._planner.finish()
         self._tracker.finish()
         self._do(result)
-        self._processes.dismiss([one for one in self.participants.values() if not one.has_state], abort=False)
+        others = list(self.participants.values())
+        self._processes.dismiss([one for one in others if not one.has_state], abort=False)
+        self._processes.dismiss([one for one in others if one.group_failed is not None], abort=True)
 
     def _fail(self, error: BaseException | bytes) -> None:
         if self.over:

@@ -41,7 +41,8 @@ __all__ = [
 
 # A member whose heartbeat arrives this many seconds after a peer's error is alive: the connection failed.
 _ALIVE = 1.5
-_STUCK = 5.0  # seconds; a collective ends at once when its connections do
+# A collective ends at once when its connections do; but a member that is connecting waits for up to 10 s.
+_STUCK = 12.0
 _PATIENCE = 5.0  # seconds for which the first ready newcomer waits for the others
 
 
@@ -203,6 +204,8 @@ class Regrouping:
         Bytes that members have received from others, as far as they have reported.
     begun
         Whether a member has reported: the training job continues in the new group.
+    answered
+        Whether a member has come to the meeting of the new group, or of one that did not form, since the failure.
     lost_leavers
         Failures of members that were to leave, and when they were noticed, in seconds.
     """
@@ -217,6 +220,7 @@ class Regrouping:
     transferred: float = 0.0
     moved: int = 0
     begun: bool = False
+    answered: bool = False
     lost_leavers: list[tuple[Failure, float]] = field(default_factory=list)
 
     @property
