@@ -145,8 +145,14 @@ def train(
         value = _call(function, session, args, kwargs)
     except Unwind:
         value = None
-    except Exception:
+    except Exception as error:
         runtime.reporter.send_rows()  # those since the last report would be lost: the training job has failed
+        if runtime.without_batches and isinstance(error, (NameError, ZeroDivisionError)):
+            raise UsageError(
+                f"{error}, in the code after the batches of epoch {runtime.state.cursor.epoch}: this process resumed "
+                "or joined after its last batch, so that its loop over the batches had none; keep what that code "
+                "needs of the batches in session.state, or take it from session.metrics"
+            ) from error
         raise
     if runtime.unwinding is None:
         runtime.finish()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from freetrain_parsl.errors import PeerFailed, UsageError
 from freetrain_parsl.protocol.reports import PauseReason, Report
 from freetrain_parsl.training.best_epoch import KEEP
-from freetrain_parsl.training.checkpoints.loading import Restoration
+from freetrain_parsl.training.checkpoints.loading import FINAL, Restoration
 from freetrain_parsl.training.checkpoints.manager import CheckpointManager
 from freetrain_parsl.training.checkpoints.state import SessionState, Stateful
 from freetrain_parsl.training.data import random_streams
@@ -115,6 +115,9 @@ class Runtime:
         """Called when the loop begins, before anything is drawn in it."""
         self.started = False
         """Whether the user's loop has begun."""
+        self.without_batches = False
+        """Whether the epoch has had its last batch before this process resumed or joined."""
+        self._between_loops = False  # whether user code may have run between two loops over epochs
         self.unwinding: PauseReason | None = None
         """Why the user's function is being left; ``None`` while it runs."""
 
@@ -250,6 +253,7 @@ class Runtime:
             raise UsageError("call session.prepare(model, optimizer) before session.epochs()")
         self.reporter.total_epochs = total_epochs
         if self.started:
+            self._between_loops = True
             return
         check_extension(self.state.objects, self.extension)
         for begin in self.at_start:
@@ -262,14 +266,13 @@ class Runtime:
             self.extension.use_replicas(self.members)
         self.extension.started(self.state, lambda: self.batch_runner is not None and self.batch_runner.has_piece)
         self.batch_runner = self._make_batch_runner()
-        check_schedulers(self.state.objects.values())
+        check_schedulers(self.state.objects.values(), each=not self.members.is_newcomer)
         self.state.trainable.watch(self.state.objects)
         if self._restored is not None:
             self._load_again(self._restored, tell=True)
-            if not self.state.cursor.is_inside:
-                self._restored = None
         self._changes.begin()
         self.started = True
+        self._bypass.begin_loop(self.state.objects.values())
         # The interval starts here: before the loop there is nothing to save.
         now = self.clock()
         self.checkpoint_manager.due(now)
@@ -329,7 +332,14 @@ class Runtime:
     def open_epoch(self) -> int:
         """Begin or resume an epoch; return its number."""
         self.boundary()
-        epoch = self.state.cursor.epoch
+        cursor, epoch = self.state.cursor, self.state.cursor.epoch
+        if cursor.is_inside:  # the code before the batches draws what it has drawn at the start of the epoch
+            random_streams.seed_all(self.options.seed, epoch, False, 0, 0)  # noqa: FBT003 - a part of the seed
+        else:
+            is_new = self._restored is not None and self._restored.is_final  # code that continues a finished job
+            if self._between_loops and not is_new:  # code between loops has run before
+                self._undo_early_code()
+            self._restored = self._changes.received = None
         self.state.training_metrics.open_epoch(epoch)
         return epoch
 
@@ -339,6 +349,9 @@ class Runtime:
         In a process that joins or resumes inside an epoch, ``for epoch in session.epochs(…)`` begins with code that was
         run at the start of the epoch, such as ``state.total = 0``; the state belongs to a later batch.
         """
+        self._undo_early_code()
+
+    def _undo_early_code(self) -> None:
         if self._restored is not None:
             self._load_again(self._restored, tell=False)
             self._restored = None
@@ -379,6 +392,7 @@ class Runtime:
             best.judge(cursor.epoch, values, self.state.objects["model"].state_dict)
         self.batch_runner.is_left = False
         cursor.next_epoch()
+        self.without_batches = False
         if best.stops_early:
             self.reporter.total_epochs = cursor.epoch
 
@@ -405,13 +419,13 @@ class Runtime:
         """Save the final state."""
         self._check_left()
         self._bypass.end_training(self.state.training_metrics.step)
-        if self._restored is not None and self.state.objects:  # there was no loop
+        if self._restored is not None and self.state.objects and not self.started:
             self._restored.check_complete(self.state.objects)
         if self.state.objects:
             # Even if this step is saved already: functions may log or change their models after the loop.
             # No process continues from here, so the other members' values are not needed.
             own = self.state.loop.gather(Group())
-            self._save_last(own, "the training job is done", done=True)
+            self._save_last(own, FINAL, done=True)
         self.reporter.send(at_once=True)
 
     # ── deciding ──────────────────────────────────────────────────────────────────────────────────

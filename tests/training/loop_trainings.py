@@ -243,3 +243,17 @@ def begin_epochs(
                 training_crew.NOTICE.pause_requested.set()
         state.totals.append(state.total / len(data))
     return {"totals": list(state.totals), "lr": optimizer.param_groups[0]["lr"], **model.state_dict()}
+
+
+def prints_the_last_loss(session: Any, *, hold_at: int | None = None, epochs: int = 3) -> list[float]:
+    """Use the loss of the last batch after the batches."""
+    hold(session, hold_at, None)
+    model = net64()
+    session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = session.loader(data64(), 8)
+    for _ in session.epochs(epochs):
+        for x, y in data:
+            loss = cross_entropy(model(x), y)
+            session.step(loss)
+        session.log(last=float(session.all_reduce(loss.detach())))
+    return [row["last"] for row in session.metrics["history"]]

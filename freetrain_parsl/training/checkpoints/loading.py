@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from freetrain_parsl.training.checkpoints.state import Stateful
     from freetrain_parsl.training.loop_state import LoopStates
 
-__all__ = ["Restoration"]
+__all__ = ["FINAL", "Restoration"]
+
+FINAL = "the training job is done"
+"""Reason of the checkpoint that is saved at the end."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,11 @@ class Restoration:
     def state(self) -> State:
         """The whole state."""
         return self._restored.state
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it was saved at the end of the training job."""
+        return self._restored.manifest.get("reason") == FINAL
 
     def load(self, objects: Mapping[str, Stateful], new: Iterable[str]) -> None:
         """Load the state of new objects; either may be sharded or not. Members do not communicate.

@@ -98,7 +98,7 @@ class DataVerbs:
             with the `sampler`, or the ``generator`` of a ``DataLoader``.
         worker_options
             Arguments of torch's ``DataLoader`` for the workers: ``worker_init_fn``, ``timeout``, ``prefetch_factor``,
-            ``multiprocessing_context``.
+            ``multiprocessing_context``, ``persistent_workers`` (otherwise each epoch has new ones).
         options
             Options that few training jobs need.
 
@@ -116,10 +116,12 @@ class DataVerbs:
                 "num_workers": num_workers,
                 "collate_fn": collate_fn,
                 "sampler": sampler,
+                "drop_last": drop_last,
                 "worker_options": worker_options,
             }
             found, own = parts_of(dataset)
             own |= {name: value for name, value in given.items() if value}
+            own["shuffle"] = own["shuffle"] and shuffle
             if order == "torch" and sampler is not None:
                 raise UsageError("session.loader: order='torch' keeps the DataLoader's sampler: no sampler=…")
             if order == "torch":

@@ -68,9 +68,12 @@ class SessionLoader:
         self._current: tuple[int, int, int] | None = None  # epoch, position and samples of the batch in hand
         self._plan = _Plan(runtime.members, self._cursor, runtime.state)
         self._fetched: Iterator[Any] | None = None
+        self._workers_epoch: int | None = None  # in which the workers were started
         self._seeds = False  # whether the random numbers of a fetch have to be seeded
         self._gather = Gather.of(dataset, collate_fn, num_workers)
         self._generator = torch.Generator()
+        options = dict(worker_options or {})
+        self._keeps_workers = options.pop("persistent_workers", False)
         self._loader: DataLoader[Any] = DataLoader(
             _with_places(dataset, collate_fn, order.seed, seed_samples=seed_samples),
             batch_sampler=self._plan,
@@ -79,10 +82,10 @@ class SessionLoader:
             pin_memory=runtime.device.type == "cuda",
             persistent_workers=num_workers > 0,
             generator=self._generator,
-            **(worker_options or {}),
+            **options,
         )
         source = DataSource(dataset, order, sampler, collate_fn, num_workers, seed_samples=seed_samples)
-        self._source = None if worker_options else runtime.extension.data(source)
+        self._source = None if options else runtime.extension.data(source)
 
     @property
     def order(self) -> Order:
@@ -92,16 +95,22 @@ class SessionLoader:
         return order
 
     def __len__(self) -> int:
-        size = self._runtime.state.batch_size
+        size = self._runtime.state.batch_size if self._runtime.started else None
         return self.order.batches if size is None else -(-self.order.samples // size)
 
     def __iter__(self) -> Iterator[Any]:
         runtime, cursor, members = self._runtime, self._cursor, self._runtime.members
         self._check_usable()
         runtime.begin_pass()
+        runtime.without_batches = cursor.pass_ended
         if cursor.pass_ended:
+            runtime.seed()
             return
         self._leave_behind()
+        if self._workers_epoch != cursor.epoch and not self._keeps_workers:
+            # New workers get what the loop has changed in the dataset, as those of a plain DataLoader do.
+            self._loader._iterator = None  # noqa: SLF001 - no public API
+        self._workers_epoch = cursor.epoch
         positions = self._positions(cursor.epoch)
         samples = len(positions)
         self._fetched = None
@@ -110,7 +119,7 @@ class SessionLoader:
         while cursor.position < samples and not cursor.pass_ended:
             if not first:
                 runtime.boundary(seed=False)  # here only a fetch may draw random numbers
-            self._seeds, first = not first, False
+            self._seeds, first = not first or cursor.position > 0, False
             if cursor.position >= samples:
                 break  # the boundary loaded the state of a member that was ahead
             if members.group is not group or runtime.state.batch_size != size:
@@ -138,9 +147,16 @@ class SessionLoader:
         """Advance past a batch that has been trained on, and whose loop was left: ``next(iter(data))``, ``break``."""
         batch_runner, cursor = self._runtime.batch_runner, self._cursor
         assert batch_runner is not None, "the loop has begun"
-        if self._current is None or not (batch_runner.has_stepped or batch_runner.cut_off):
+        if self._current is None:
             return
         epoch, position, samples = self._current
+        if not (batch_runner.has_stepped or batch_runner.cut_off):
+            if batch_runner.has_pieces and (cursor.epoch, cursor.position) == (epoch, position):
+                raise UsageError(
+                    "the loop over the session's loader was left between the micro-batches of a batch, and begun "
+                    "again: write `for … in data:`, and not next(iter(data)), with micro_batch"
+                )
+            return
         self._current = None
         is_repeated = batch_runner.cut_off
         if is_repeated or (cursor.epoch, cursor.position) == (epoch, position):

@@ -23,7 +23,7 @@ __all__ = [
     "chosen_lr_scaling",
 ]
 
-WORKER_OPTIONS = ("worker_init_fn", "timeout", "prefetch_factor", "multiprocessing_context")
+WORKER_OPTIONS = ("worker_init_fn", "timeout", "prefetch_factor", "multiprocessing_context", "persistent_workers")
 """Arguments of torch's DataLoader that are passed on as they are."""
 
 _WHY_NOT = {

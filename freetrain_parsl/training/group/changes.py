@@ -212,5 +212,5 @@ class GroupChanges:
             # The user's loop is in an epoch that the others have left, and cannot be advanced from here.
             self._training.unwind(PauseReason.LEFT)
         state.adopt(self._training.extension.received(sent))
-        if self._members.is_newcomer and (cursor.is_inside or self._are_in_batch):
+        if self._members.is_newcomer:
             self.received = sent

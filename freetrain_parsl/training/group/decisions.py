@@ -22,7 +22,9 @@ class BoundaryDecision(NamedTuple):
     Parameters
     ----------
     commanded
-        All have a command to change the group.
+        All have a command to change the group. After the last batch of an epoch it waits until the code after the
+        batches has run, which a process that joins there would run without a batch, unless a member leaves. Saves wait
+        for that, too.
     closing
         A node closes before another step and a checkpoint are certain.
     requested
@@ -73,20 +75,24 @@ class Decisions:
             self._look_after_writing(manager.poll)
         requested: float = self._mailbox.pause_requested.is_set()
         closing: float = self._closing()
-        save_due: float = group.is_first and manager.due(self._clock())
+        between = not self._state.cursor.pass_ended
+        save_due: float = group.is_first and between and manager.due(self._clock())
         ready: float = manager.ready
         extension = self._training.extension
-        copy_due: float = group.is_first and extension.copy_due(self._state.training_metrics.step, self._clock())
+        copy_due: float = (
+            group.is_first and between and extension.copy_due(self._state.training_metrics.step, self._clock())
+        )
         copied: float = extension.copy_arrived
         batch: float = self._requested_batch()
+        leaves: float = self._mailbox.leaves
         if group.size > 1:
             # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if group.is_first else 0.0
-            own = [requested, closing, save_due, commanded, ready, batch, copy_due, copied, estimate]
+            own = [requested, closing, save_due, commanded, ready, batch, copy_due, copied, leaves, estimate]
             own += self._training.replicas.votes(whole=self._is_last_boundary)
             votes = torch.tensor(own, dtype=torch.float64)
             *counts, self._write_seconds, hashes, squares = group.sum(votes).tolist()
-            requested, closing, save_due, commands, ready, batch, copy_due, copied = counts
+            requested, closing, save_due, commands, ready, batch, copy_due, copied, leaves = counts
             self._training.replicas.judge(group, hashes, squares)
             commanded = commands == group.size
         if ready == group.size:
@@ -95,6 +101,7 @@ class Decisions:
             extension.copied()
         if batch:
             self._change_batch(int(batch))
+        commanded = commanded and (between or bool(leaves))
         return BoundaryDecision(commanded, bool(closing), bool(requested), bool(save_due), bool(copy_due))
 
     @property

@@ -86,6 +86,7 @@ class BatchRunner:
         """The piece that the user's code trains on."""
         self.pieces_begun = 0
         """How many pieces of the current batch it has got."""
+        self._pieces_passed = 0  # those whose gradients have been computed
         self._has_gradients = False
         self._complete = False
         self._calls = 0
@@ -188,6 +189,11 @@ class BatchRunner:
         return self.piece is not None
 
     @property
+    def has_pieces(self) -> bool:
+        """Whether it has the gradients of some pieces of a batch, and not of all."""
+        return self._gradients.are_hidden
+
+    @property
     def has_samples(self) -> bool:
         """Whether what the user's code computes now is of samples that count: see `Piece`."""
         return self.piece is None or self.piece.weight > 0
@@ -215,6 +221,10 @@ class BatchRunner:
         if self._counted != (count := self._count_parameters()):
             self._counted = count
             check_added(self._optimizers, self.parameters)
+        if self._has_gradients or self._gradients.are_hidden:  # of a batch that the loop has left before its step
+            self._gradients.forget()
+            self._gradients.reset()
+            self._sum.cancel()
         self._group, self.batch = group, batch
         self.tally = self._step_tally = Tally(batch, device)
         self._items = []
@@ -223,7 +233,7 @@ class BatchRunner:
             self._acted.clear()
         self._told.clear()
         self._repeats = False
-        self.pieces_begun = 0
+        self.pieces_begun = self._pieces_passed = 0
         self._sum.sends_early = True
         self._parts = BatchParts()
         self._calls, self._calls_after_cut, self._done = 0, 0, done
@@ -314,6 +324,11 @@ class BatchRunner:
             raise UsageError("session.backward() can be called once with each step; sum several losses before it")
         if self._calls and self.one_step:
             raise UsageError("several steps in a batch cannot be combined with micro_batch or deterministic=True")
+        if self.one_step and self._pieces_passed < self.pieces_begun - 1:
+            raise UsageError(
+                "session.step() was called for a micro-batch, and not for an earlier one of the same batch; to skip a "
+                "batch, skip all its micro-batches, on all processes"
+            )
         self._weighing = self._reader.weighing(
             loss, items, reduction, samples=len(piece.positions), step=self._calls, gathered=self._parts.are_gathered
         )
@@ -339,6 +354,7 @@ class BatchRunner:
             self._noise.add_piece(self._gradients.summed, float(self._items[-1]) if weighs_items else piece.weight)
             self._gradients.add_hidden()
         self._sum.after_backward(self._group, piece)
+        self._pieces_passed += 1
         self._statistics.close_piece(piece)
         if not piece.last:
             self._gradients.hide()
@@ -589,7 +605,7 @@ class BatchRunner:
         if self.piece is None:
             return True
         if not self.piece.last:
-            return False
+            return self.is_left
         key = thing, self._calls
         self._told[key] += 1
         if self._told[key] <= self._acted[key]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from freetrain_parsl.errors import UsageError
@@ -23,11 +24,20 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from torch.optim import Optimizer
 
 _REPLACEMENT = "replace loss.backward(), optimizer.step() and optimizer.zero_grad() with session.step(loss)"
 _OTHER_LOOPS = "the training loop of a library, such as Trainer.train(), runs in a session only with its adapter"
 _UNPREPARED_STEPS = 100  # maximum before `session.prepare`, so that a loop that never calls it does not run for hours
+
+
+_in_loop: list[BypassCheck] = []
+_add_param_group = Optimizer.add_param_group
+
+
+def _checked(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+    _add_param_group(optimizer, param_group)
+    for check in _in_loop:
+        check.check_group(optimizer)
 
 
 class BypassCheck:
@@ -53,6 +63,7 @@ class BypassCheck:
         self.passes_in_batch = 0
         """Gradients that backward passes of the user's code have added in this batch."""
         self._gets_from_session: dict[nn.Parameter, bool] = {}  # of optimizers that are not prepared, once these step
+        self._prepared: list[Optimizer] = []
         self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
 
     @classmethod
@@ -60,8 +71,19 @@ class BypassCheck:
         """Return whether a hook of all optimizers is one of these watches, and not the user's."""
         return isinstance(hook, MethodType) and isinstance(hook.__self__, cls)
 
+    def begin_loop(self, objects: Iterable[object]) -> None:
+        """Refuse from now on further optimizers of the watched parameters, which no step of the session would use."""
+        self._prepared = [thing for thing in objects if isinstance(thing, Optimizer)]
+        if not _in_loop:
+            Optimizer.add_param_group = _checked  # type: ignore[assignment, method-assign]
+        _in_loop.append(self)
+
     def close(self) -> None:
         """Stop watching."""
+        if self in _in_loop:
+            _in_loop.remove(self)
+        if not _in_loop:
+            Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
 
@@ -159,6 +181,18 @@ class BypassCheck:
             raise UsageError(
                 f"the training function called {seen}, but never session.step(): each process would have trained by "
                 f"itself; pass model and optimizer to session.prepare(), and {_REPLACEMENT}; {_OTHER_LOOPS}"
+            )
+
+    def check_group(self, optimizer: Optimizer) -> None:
+        """Check, in the loop, the optimizer that has got a group of parameters; raises UsageError if it is new."""
+        if any(optimizer is each for each in self._prepared) or self.is_in_session or not self._applies():
+            return
+        if any(id(parameter) in self._parameters for parameter in optimizer.param_groups[-1]["params"]):
+            name = type(optimizer).__name__
+            raise UsageError(
+                f"{name}(…) was made in the loop for parameters of the prepared model, and session.step() steps only "
+                "the optimizers of session.prepare: add the parameters to one of those with add_param_group, or "
+                "prepare both optimizers before the loop, and choose with session.step(loss, optimizer=…)"
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ LrScaling: TypeAlias = Rule | Callable[[float], float]
 """A `Rule`, or a function: batch size relative to the initial one -> factor of the learning rate."""
 
 
-def check_schedulers(objects: Iterable[object]) -> None:
+def check_schedulers(objects: Iterable[object], *, each: bool = False) -> None:
     """Check that each learning-rate scheduler of a prepared optimizer is prepared, too.
 
     Otherwise its state is in no checkpoint, and a process that joins begins its schedule anew: the learning rates of
@@ -37,6 +38,8 @@ def check_schedulers(objects: Iterable[object]) -> None:
     ----------
     objects
         What has been prepared.
+    each
+        Whether to look for all schedulers of the optimizers, which takes some ten milliseconds.
 
     Raises
     ------
@@ -47,14 +50,36 @@ def check_schedulers(objects: Iterable[object]) -> None:
     plain = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
     if not all(isinstance(thing, plain) for thing in known):
         return
-    scheduled = [getattr(thing, "optimizer", None) for thing in known if isinstance(thing, LRScheduler)]
-    for optimizer in (thing for thing in known if isinstance(thing, Optimizer)):
-        marked = getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False)
-        if marked and not any(other is optimizer for other in scheduled):
-            raise UsageError(
-                "a learning-rate scheduler was made, but not given to the session, so that its state would not be "
-                "saved: pass it to session.prepare, too"
-            )
+    prepared = [thing for thing in known if isinstance(thing, LRScheduler)]
+    scheduled = [getattr(scheduler, "optimizer", None) for scheduler in prepared]
+    optimizers = [thing for thing in known if isinstance(thing, Optimizer)]
+    unknown = any(
+        getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False)
+        and not any(other is optimizer for other in scheduled)
+        for optimizer in optimizers
+    )
+    if unknown or (each and _unprepared(optimizers, prepared)):
+        raise UsageError(
+            "a learning-rate scheduler was made, but not given to the session, so that its state would not be "
+            "saved: pass it to session.prepare, too"
+        )
+
+
+_OF_SCHEDULERS = ("_step_count", "num_bad_epochs")  # one of them is among the attributes of each scheduler of torch
+
+
+def _unprepared(optimizers: Sequence[Optimizer], prepared: Sequence[LRScheduler]) -> bool:
+    """Return whether these optimizers have schedulers that are neither prepared nor parts of one that is."""
+    known, parts = [], list(prepared)
+    while parts:
+        known.append(vars(parts.pop()))
+        parts += known[-1].get("_schedulers", ())
+    for holder in gc.get_referrers(*optimizers):
+        attributes = vars(holder) if isinstance(holder, LRScheduler) else holder
+        is_scheduler = isinstance(attributes, dict) and not attributes.keys().isdisjoint(_OF_SCHEDULERS)
+        if is_scheduler and not any(attributes is other for other in known):
+            return True
+    return False
 
 
 class RateScaling:

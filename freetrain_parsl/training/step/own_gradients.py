@@ -46,6 +46,11 @@ class OwnGradients:
         self._hidden = [parameter.grad for parameter in self._parameters]
         self.reset()
 
+    @property
+    def are_hidden(self) -> bool:
+        """Whether there are hidden ones."""
+        return self._hidden is not None
+
     def forget(self) -> None:
         """Forget those that are hidden: the batch is interrupted."""
         self._hidden = None
