@@ -34,6 +34,8 @@ class Pace:
         self._steps = 0
         self.longest_step = 0.0
         """Seconds of the longest recent step, the first step included."""
+        self.longest_tail = 0.0
+        """The same of the code after the batches of an epoch; 0 if none has run here."""
 
     def add(self, samples: int, seconds: float) -> None:
         """Count a step."""
@@ -91,6 +93,7 @@ class ProgressReporter:
         self._counted_samples = 0  # samples at the last boundary
         self._counted_until = clock()  # time of the last boundary
         self._reported = -math.inf
+        self._ended_pass = False  # whether the last boundary was after the last batch of an epoch
         self._rows_sent = 0
         self._resumed_from: int | None = None
         self._from_memory = False
@@ -109,9 +112,11 @@ class ProgressReporter:
     def count_step(self) -> bool:
         """Count the samples and the time since the last boundary; return whether there was a step."""
         metrics = self._state.training_metrics
-        if metrics.samples <= self._counted_samples:
-            return False
         seconds = self._clock() - self._counted_until
+        if metrics.samples <= self._counted_samples:
+            if self._ended_pass:
+                self.pace.longest_tail = max(seconds, _LONGEST_STEP_DECAY * self.pace.longest_tail)
+            return False
         self.pace.add(metrics.samples - self._counted_samples, seconds)
         metrics.slot_seconds += seconds * self._members.group.size / self.extension.trainings
         self._counted_samples = metrics.samples
@@ -119,7 +124,7 @@ class ProgressReporter:
 
     def end_boundary(self) -> None:
         """Leave out the time spent at a boundary."""
-        self._counted_until = self._clock()
+        self._counted_until, self._ended_pass = self._clock(), self._state.cursor.pass_ended
 
     @property
     def due(self) -> bool:

@@ -49,6 +49,11 @@ def pause_after(session: Any, step: int | None) -> None:
         training_crew.NOTICE.pause_requested.set()
 
 
+def close_after(session: Any, step: int | None) -> None:
+    if session.metrics["steps"] == step:
+        training_crew.NOTICE.close_after(timedelta(0))
+
+
 def moved(function: Callable[..., Any], root: Path, stop: int) -> Any:
     """Return the result of a training job that is paused after a step, and resumed."""
     first = run_member(function, {"stop": stop}, root=root, membership=Membership("net"))
@@ -164,38 +169,44 @@ def test_taking_the_first_micro_batch_again_and_again_is_refused() -> None:
         run_local(takes_first_pieces)
 
 
-def prints_its_last_loss(session: Any, stop: int | None = None) -> float:
+def prints_its_last_loss(session: Any, stop: int | None = None, closes: bool = False) -> float:
     model, _, data = prepared(session)
     for _ in session.epochs(3):
         for x, y in data:
             loss = cross_entropy(model(x), y)
             session.step(loss)
-            pause_after(session, stop)
+            (close_after if closes else pause_after)(session, stop)
         last = loss.item()
     return last
 
 
-def averages_over_batches(session: Any, stop: int | None = None) -> float:
+def averages_over_batches(session: Any, stop: int | None = None, closes: bool = False) -> float:
     model, _, data = prepared(session)
     for _ in session.epochs(3):
         batches = 0
         for x, y in data:
             session.step(cross_entropy(model(x), y))
             batches += 1
-            pause_after(session, stop)
+            (close_after if closes else pause_after)(session, stop)
         mean = 1 / batches
     return mean
 
 
 @pytest.mark.parametrize("function", [prints_its_last_loss, averages_over_batches])
-def test_code_after_the_batches_that_needs_one_is_named_if_a_job_was_paused_there(
+def test_a_pause_waits_for_the_code_after_the_batches_which_may_need_one(tmp_path: Path, function: Any) -> None:
+    alone = run_local(function)
+    for stop in (BATCHES - 1, BATCHES, 2 * BATCHES):
+        assert moved(function, tmp_path / str(stop), stop) == alone
+
+
+@pytest.mark.parametrize("function", [prints_its_last_loss, averages_over_batches])
+def test_code_after_the_batches_that_needs_one_is_named_where_a_node_has_closed_before_it(
     tmp_path: Path, function: Any
 ) -> None:
-    run_local(function)
-    moved(function, tmp_path / "within", BATCHES - 1)
-    first = run_member(function, {"stop": BATCHES}, root=tmp_path / "behind", membership=Membership("net"))
+    first = run_member(function, {"stop": BATCHES, "closes": True}, root=tmp_path, membership=Membership("net"))
     assert isinstance(first.end, Paused), first.error
-    second = run_member(function, {}, root=tmp_path / "behind", membership=Membership("net"))
+    training_crew.NOTICE.close_after(None)
+    second = run_member(function, {}, root=tmp_path, membership=Membership("net"))
     assert re.match(r"UsageError: .*, in the code after the batches of epoch 0: this process resumed", second.error)
 
 

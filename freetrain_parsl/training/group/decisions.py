@@ -19,12 +19,13 @@ _DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between,
 class BoundaryDecision(NamedTuple):
     """The members' decision; the first field that is true is carried out.
 
+    After the last batch of an epoch all wait for the code that follows the batches, unless a node closes before: a
+    process that joins or resumes there would run this code without a batch, and may need one.
+
     Parameters
     ----------
     commanded
-        All have a command to change the group. After the last batch of an epoch it waits until the code after the
-        batches has run, which a process that joins there would run without a batch, unless a member leaves. Saves wait
-        for that, too.
+        All have a command to change the group.
     closing
         A node closes before another step and a checkpoint are certain.
     requested
@@ -84,15 +85,14 @@ class Decisions:
         )
         copied: float = extension.copy_arrived
         batch: float = self._requested_batch()
-        leaves: float = self._mailbox.leaves
         if group.size > 1:
             # One sum for the votes and for the first member's estimate, which only it can measure.
             estimate = self._write_seconds if group.is_first else 0.0
-            own = [requested, closing, save_due, commanded, ready, batch, copy_due, copied, leaves, estimate]
+            own = [requested, closing, save_due, commanded, ready, batch, copy_due, copied, estimate]
             own += self._training.replicas.votes(whole=self._is_last_boundary)
             votes = torch.tensor(own, dtype=torch.float64)
             *counts, self._write_seconds, hashes, squares = group.sum(votes).tolist()
-            requested, closing, save_due, commands, ready, batch, copy_due, copied, leaves = counts
+            requested, closing, save_due, commands, ready, batch, copy_due, copied = counts
             self._training.replicas.judge(group, hashes, squares)
             commanded = commands == group.size
         if ready == group.size:
@@ -101,8 +101,8 @@ class Decisions:
             extension.copied()
         if batch:
             self._change_batch(int(batch))
-        commanded = commanded and (between or bool(leaves))
-        return BoundaryDecision(commanded, bool(closing), bool(requested), bool(save_due), bool(copy_due))
+        commanded = commanded and (between or bool(closing))
+        return BoundaryDecision(commanded, bool(closing), bool(requested) and between, bool(save_due), bool(copy_due))
 
     @property
     def _is_last_boundary(self) -> bool:
@@ -140,14 +140,16 @@ class Decisions:
         self._reporter.send(at_once=True)
 
     def _closing(self) -> bool:
-        """Return whether another step would leave too little time for the last checkpoint."""
+        """Return whether another step, or the code after the batches, would leave too little time for a checkpoint."""
         closes_in = self._mailbox.closes_in()
         if closes_in is None:
             return False
         margin = self._training.options.save_margin.total_seconds()
         # Training jobs that share the process save one after another.
         writing = self._reporter.extension.trainings * self._write_seconds
-        return closes_in <= writing + margin + self._reporter.pace.longest_step
+        pace = self._reporter.pace
+        until_next = pace.longest_tail if self._state.cursor.pass_ended else pace.longest_step
+        return closes_in <= writing + margin + until_next
 
     def _look_after_writing(self, look: Callable[[], object]) -> None:
         """Call `look`, and report progress if it has found a new checkpoint."""
