@@ -59,7 +59,7 @@ BUDGET: Final = {
     "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,
     "testing": 1_680,
-    "training": 14_235,  # settled NCCL, groups aborted at once, no lost messages; attempts at a batch, and their ends
+    "training": 14_380,  # groups aborted at once, no lost messages; attempts at a batch; code around the batches
     "windows": 3_350,
 }
 

@@ -339,7 +339,9 @@ class Runtime:
             is_new = self._restored is not None and self._restored.is_final  # code that continues a finished job
             if self._between_loops and not is_new:  # code between loops has run before
                 self._undo_early_code()
-            self._restored = self._changes.received = None
+            self._restored = None
+            if not self._changes.joins_in_batch:
+                self._changes.received = None
         self.state.training_metrics.open_epoch(epoch)
         return epoch
 
@@ -350,14 +352,13 @@ class Runtime:
         run at the start of the epoch, such as ``state.total = 0``; the state belongs to a later batch.
         """
         self._undo_early_code()
+        self._restored = self._changes.received = None
 
     def _undo_early_code(self) -> None:
         if self._restored is not None:
             self._load_again(self._restored, tell=False)
-            self._restored = None
         if self._changes.received is not None:
             self.state.adopt_objects(self.extension.received(self._changes.received))
-            self._changes.received = None
 
     def _load_again(self, restored: Restoration, *, tell: bool) -> None:
         """Load what user code has changed since it was restored; see `Restoration.load_again`."""

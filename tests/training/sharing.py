@@ -87,7 +87,7 @@ def fetch(session: Any, *, hold_at: int | None = None, workers: int = 1) -> dict
     for _ in session.epochs(2):
         for x, y, positions in data:
             if session.step(cross_entropy(model(x), y)):
-                workers_at[session.world_size] = {child.pid for child in multiprocessing.active_children()}
+                workers_at.setdefault(session.world_size, {child.pid for child in multiprocessing.active_children()})
                 seen.append(positions.tolist())
     return {"sizes": sizes, "workers": workers_at, "seen": seen, "audit": session.audit}
 

@@ -198,7 +198,7 @@ def test_members_that_do_not_come_are_lost_peers() -> None:
 
 def test_a_member_that_arrives_and_does_not_connect_is_a_failed_peer_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process was stopped, or killed, between the meeting and the connection."""
-    monkeypatch.setattr(joining, "_CONNECT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(joining, "CONNECT_TIMEOUT", timedelta(seconds=1))
     backend = Dictionary()
     here = Membership("net", world_size=2, interface="lo", address="127.0.0.1")
     other = threading.Thread(target=_arrive_and_vanish, args=(RendezvousStore(backend),))

@@ -40,6 +40,8 @@ class GroupChanges:
         """Whether it changes in a collective operation of user code."""
         self.received: dict[str, Any] | None = None
         """The state that a newcomer has received, until its loop comes to the batches."""
+        self.joins_in_batch = False
+        """Whether the others were in a batch then, and had run the code before it."""
 
     @property
     def _members(self) -> GroupMember:
@@ -213,4 +215,4 @@ class GroupChanges:
             self._training.unwind(PauseReason.LEFT)
         state.adopt(self._training.extension.received(sent))
         if self._members.is_newcomer:
-            self.received = sent
+            self.received, self.joins_in_batch = sent, self._are_in_batch
