@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests have modules of equal names
 
 from _peers_account import Held, at_once, held_on_idle, read_held, seconds_to_start, shares, trained_outside
+from _peers_calls import count_calls
 from _peers_workload import SAMPLE_SECONDS, SAMPLES, Job, jobs_of, read_records
 
 JOB = Job("digits", "digits", 2, 0.05)
@@ -114,3 +115,18 @@ def test_the_jobs_need_the_requested_time():
     jobs = jobs_of(3360.0)
     assert len({job.name for job in jobs}) == 8
     assert sum(job.node_seconds for job in jobs) == pytest.approx(3360.0, rel=0.1)
+
+
+def test_file_system_calls_are_counted_by_place(tmp_path):
+    lines = (
+        '7 openat(AT_FDCWD</x>, "/env/lib/a.py", O_RDONLY) = 3</env/lib/a.py>',
+        '7 newfstatat(3</env/lib/a.py>, "", {st_mode=S_IFREG|0644, st_size=10, ...}, AT_EMPTY_PATH) = 0',
+        '8 newfstatat(AT_FDCWD</run/out>, "b.pt", {st_mode=S_IFREG|0644, st_size=10, ...}, 0) = 0',
+        '8 openat(AT_FDCWD</x>, "/env/none", O_RDONLY <unfinished ...>',
+        "8 <... openat resumed>) = -1 ENOENT (No such file or directory)",
+        '8 execve("/env/bin/python", ["python", "/run/a.py"], 0x7ffd /* 9 vars */) = 0',
+        '9 readlink("/proc/self/exe", "/env/bin/python", 4096) = 15',
+        '9 openat(AT_FDCWD</x>, "/environment", O_RDONLY) = 3</environment>',
+    )
+    (tmp_path / "node01").write_text("\n".join(lines))
+    assert count_calls(tmp_path, ["/env"], "/run") == (3, 1)
