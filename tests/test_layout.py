@@ -36,7 +36,7 @@ BUDGET: Final = {
     "campaign": 5_380,  # `stage` in campaigns
     "cli": 2_580,
     "cluster": 3_200,
-    "executor": 15_575,  # deferred compiler, recovery, refused counts, lost leavers, indices of slots, long validations
+    "executor": 15_615,  # deferred compiler, recovery, refused counts, indices of slots, long validations, strays
     "extensions/checking": 3_215,
     "extensions/dashboard": 920,
     "extensions/demo": 1_020,

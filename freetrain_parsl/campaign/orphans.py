@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["remove_orphans", "remove_start_files"]
 
-_PERIOD = 2.0  # seconds between polls of cancelled jobs
+_PERIODS = (2.0, 15.0)  # seconds between polls of cancelled jobs: at first, and at most
 _PATIENCE = 300.0  # a job that saves its work ends within its grace period
 
 
@@ -70,14 +70,15 @@ def remove_orphans(
         return {}
     report(f"cancelling jobs left in the queue: {', '.join(f'{job} ({name})' for job, name in orphans.items())}")
     source.cancel(list(orphans))
-    end = clock() + _PATIENCE
+    end, (period, longest) = clock() + _PATIENCE, _PERIODS
     while left := _find(source, prefixes):
         if clock() > end:
             raise BatchSystemError(
                 f"jobs {', '.join(left)} were cancelled and are still there after {_PATIENCE:.0f} s; "
                 "ask the site's administrators"
             )
-        sleep(_PERIOD)
+        sleep(period)
+        period = min(2 * period, longest)
     return orphans
 
 

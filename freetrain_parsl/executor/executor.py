@@ -406,6 +406,7 @@ class FreeTrainExecutor(PlannedHtex):
             self._node_modules.check(func, {type(value).__module__ for value in (*args, *kwargs.values())})
             task = self._submissions.add_task(payload)
             self._driver.post(task)
+            self._fail_if_over()
             return task.future
         units = units_per_node([kind.slots for kind in self._kinds.values()], share_nodes=self.share_nodes)
         sized = sized_for(request, self._kinds, units)
@@ -420,6 +421,7 @@ class FreeTrainExecutor(PlannedHtex):
         self._driver.post(training)
         if self._submissions.was_cancelled(request):  # perhaps before it was posted
             self._driver.post(CancelTraining(training.future))
+        self._fail_if_over()
         return training.future
 
     def cancel(self, future: Future[Any]) -> bool:
@@ -516,6 +518,11 @@ class FreeTrainExecutor(PlannedHtex):
         if error not in (self._refusal, self._executor_exception):
             logger.error("%s", error)
         self._end_futures(error)
+
+    def _fail_if_over(self) -> None:
+        """Fail what was submitted while the executor ended: the control loop takes nothing more."""
+        if self.bad_state_is_set and self.executor_exception is not None:
+            self._submissions.fail_all(self.executor_exception)
 
     def _end_futures(self, error: Exception) -> None:
         """Fail all futures that are not done, and all later submissions."""

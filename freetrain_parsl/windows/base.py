@@ -76,10 +76,13 @@ class Refusal:
         One line in plain English, including the batch system's message.
     passing
         Whether the same job may be accepted later without a change of settings: a full queue, a daemon that is down.
+    uncertain
+        Whether it may have been accepted nevertheless: only the answer was lost.
     """
 
     reason: str
     passing: bool
+    uncertain: bool = False
 
 
 @dataclass(frozen=True)

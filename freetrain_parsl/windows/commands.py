@@ -33,6 +33,9 @@ class CommandCounts:
         return dict(counts)
 
 
+_PREFERENCES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
+"""Begin variables with which users choose what these commands show or cancel if no option says so: their own jobs."""
+
 COMMAND_COUNTS: Final = CommandCounts()
 """The batch system's commands that this process has run, or tried to run."""
 
@@ -61,10 +64,10 @@ class Commands:
         CommandNotFound
             It is not on PATH.
         BatchSystemError
-            It could not be started, failed, timed out or printed something other than text; the message contains the
-            first line of its error output.
+            It could not be started, failed or timed out; the message contains the first line of its error output.
         """
         command = arguments[0]
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(_PREFERENCES)}
         COMMAND_COUNTS.add(command)
         try:
             done = subprocess.run(
@@ -73,7 +76,7 @@ class Commands:
                 capture_output=True,
                 timeout=self.timeout.total_seconds(),
                 check=False,
-                env={**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"},
+                env={**plain, "LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"},
             )
         except FileNotFoundError:
             raise CommandNotFound(
@@ -87,10 +90,7 @@ class Commands:
             raise BatchSystemError(f"{command} did not answer within {self.timeout.total_seconds():g} s") from None
         if done.returncode:
             raise BatchSystemError(f"{command} failed: {_complaint(done.stderr, done.stdout, done.returncode)}")
-        try:
-            return done.stdout.decode()
-        except UnicodeDecodeError:
-            raise BatchSystemError(f"{command} printed bytes that are not text") from None
+        return done.stdout.decode(errors="replace")  # squeue cuts names anywhere, and anybody may name a job
 
 
 def _complaint(stderr: bytes, stdout: bytes, code: int) -> str:

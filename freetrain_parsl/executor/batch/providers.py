@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 import subprocess
 from functools import partial
@@ -23,7 +24,7 @@ from freetrain_parsl.texts import printable
 from freetrain_parsl.windows.commands import COMMAND_COUNTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from parsl.providers.base import ExecutionProvider
 
@@ -188,8 +189,18 @@ def _run(limit: float, command: str, timeout: float | None = None) -> tuple[int,
         text=True,
         timeout=timeout or limit,
         check=False,
+        env=_environment(arguments),
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def _environment(arguments: Sequence[str]) -> dict[str, str] | None:
+    """Return the environment without the user's ``SBATCH_…`` variables that would override lines of the script."""
+    if Path(arguments[0]).name != "sbatch":
+        return None
+    stated = re.findall(r"^#SBATCH\s+--([a-z-]+)", Path(arguments[-1]).read_text(encoding="utf-8"), re.MULTILINE)
+    dropped = {f"SBATCH_{option.upper().replace('-', '_')}" for option in (*stated, "timelimit", "requeue")}
+    return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
 def _hours_minutes_seconds(seconds: float) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, TypeAlias
 
-from freetrain_parsl.errors import BatchSystemError, ClusterGone, DriverSuperseded, FreeTrainError
+from freetrain_parsl.errors import ClusterGone, DriverSuperseded, FreeTrainError
 from freetrain_parsl.executor.batch.providers import complaint_of
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState
@@ -240,6 +240,8 @@ class JobSubmitter:
             self._condition.notify()
         if self.is_alive():
             self._thread.join(timeout)
+        if self.is_alive():  # it submits a block that is not known yet
+            self._unknown_outcome_until = self._clock() + self._DARKNESS
         jobs, self._jobs = {job.id for job in self._jobs.values()}, {}
         try:
             if self._clock() < self._unknown_outcome_until and self._may_act():
@@ -270,7 +272,12 @@ class JobSubmitter:
                     self._condition.wait(None if math.isinf(wait) else wait)
                 if self._stopping:
                     return
-            self.step()
+            try:
+                self.step()
+            except Exception:  # without this thread nothing would be queried, submitted or cancelled any more
+                logger.exception("the job submitter failed, and continues")
+                with self._condition:
+                    self._condition.wait(self._interval)
 
     def step(self) -> bool:
         """Carry out everything that is due now, without waiting; return whether anything was due.
@@ -292,6 +299,8 @@ class JobSubmitter:
         if failed is not None:
             self._count_failed_start(*failed)
         for spec in requests:
+            if self._stopping:
+                return True
             self._submit(spec)
         if self._clock() >= self._survey_at and not (self._resting and not self._jobs):
             self._survey()
@@ -335,6 +344,9 @@ class JobSubmitter:
             self._jobs[spec.block] = _Job(job, self._clock())
             if self._failed_starts:
                 self._probe = spec.block
+            stopping = self._stopping
+        if stopping:  # `close` may no longer wait
+            self._cancel_blocks({spec.block})
         self._post(record.BlockSubmitted(spec.block, job))
 
     def _end(self, error: ClusterGone) -> None:
@@ -351,7 +363,7 @@ class JobSubmitter:
             self._end(error)
             return
         refusal = self._source.explain_refusal(complaint_of(error))
-        if isinstance(error, TimeoutExpired):
+        if isinstance(error, TimeoutExpired) or refusal.uncertain:
             self._unknown_outcome_until = self._clock() + self._DARKNESS
         self._post(BlockRefused(spec.block, refusal.reason))
         with self._condition:
@@ -397,12 +409,13 @@ class JobSubmitter:
         self._post(SubmissionsEnded(reason))
 
     def _cancel_blocks(self, blocks: set[str]) -> None:
-        jobs = [job.id for block, job in self._jobs.items() if block in blocks]
+        with self._condition:
+            jobs = [job.id for block, job in self._jobs.items() if block in blocks]
         if not jobs:
             return
         try:
             self._source.cancel(jobs)
-        except BatchSystemError as error:
+        except Exception as error:  # noqa: BLE001 - a source may raise any exception: it is tried again
             with self._condition:
                 self._withdrawn |= blocks
                 self._cancel_after = self._clock() + self._interval

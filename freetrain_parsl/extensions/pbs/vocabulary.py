@@ -181,6 +181,8 @@ def describe_end(
     return BlockStatus(BlockState.FAILED, reason=how)
 
 
+_ANSWER_LOST = "the PBS server did not respond in time; the job may have been accepted nevertheless"
+
 # Output of qsub -> plain English with the remedy, and whether it is transient. The first match counts.
 _COMPLAINTS = (
     (r"[Uu]nknown queue", "unknown queue; `qstat -Q` lists them", False),
@@ -208,7 +210,8 @@ _COMPLAINTS = (
     (r"cannot connect to server|Connection refused|errno=15010|errno=111", "the PBS server cannot be reached", True),
     (r"Server shutting down|Request not allowed", "the PBS server is shutting down", True),
     (r"[Cc]onnection table full|No free connections", "the PBS server is overloaded", True),
-    (r"temporarily unavailable|Timed? ?out|errno=15096|End of File", "the PBS server did not respond in time", True),
+    (r"temporarily unavailable", "the PBS server did not respond in time", True),
+    (r"Timed? ?out|errno=15096|End of File", _ANSWER_LOST, True),
 )
 
 
@@ -217,5 +220,5 @@ def explain_complaint(complaint: str) -> Refusal:
     complaint = "; ".join(filter(None, map(str.strip, complaint.splitlines()))) or "no reason given"
     for pattern, meaning, passing in _COMPLAINTS:
         if re.search(pattern, complaint):
-            return Refusal(f"{meaning} (qsub: {complaint})", passing)
+            return Refusal(f"{meaning} (qsub: {complaint})", passing, uncertain=meaning is _ANSWER_LOST)
     return Refusal(f"qsub: {complaint}", passing=False)

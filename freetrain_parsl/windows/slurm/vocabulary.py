@@ -205,10 +205,13 @@ _COMPLAINTS = (
 )
 
 
+_ANSWER_LOST = ("socket timed out", "zero bytes were transmitted")
+
+
 def explain_complaint(complaint: str) -> Refusal:
     """Explain in plain English why sbatch rejected a job; unknown messages count as permanent."""
     words = " ".join(complaint.split())
     for part, passing, sentence in _COMPLAINTS:
         if part in words.lower():
-            return Refusal(f"{sentence} (Slurm: {words})", passing)
+            return Refusal(f"{sentence} (Slurm: {words})", passing, uncertain=part in _ANSWER_LOST)
     return Refusal(f"sbatch rejected the job{': ' + words if words else ' without a message'}", passing=False)

@@ -27,7 +27,9 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return the batch script that a provider's copy passes to its submit command."""
     for command, answer in (("sbatch", "Submitted batch job 7"), ("qsub", "7.server"), ("sacct", "")):
         script = tmp_path / command
-        script.write_text(f"#!/bin/sh\n[ $# = 0 ] || cat \"$1\" > {tmp_path}/script\necho '{answer}'\n")
+        script.write_text(
+            f"#!/bin/sh\n[ $# = 0 ] || cat \"$1\" > {tmp_path}/script\nenv > {tmp_path}/env\necho '{answer}'\n"
+        )
         script.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
@@ -129,3 +131,14 @@ def test_windows_are_asked_for_as_the_provider_submits() -> None:
     source = window_source_for(SlurmProvider(partition="p", account="a", qos="q", exclusive=False))
     assert (source.partition, source.account, source.qos) == ("p", "a", "q")
     assert window_source_for(PBSProProvider(queue="debug", cpus_per_node=32)).queue == "debug"
+
+
+def test_variables_of_the_user_do_not_override_what_the_script_states(
+    submitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm prefers ``SBATCH_…`` to the lines of the script."""
+    for name in ("PARTITION", "TIMELIMIT", "REQUEUE", "NO_REQUEUE", "SIGNAL", "ACCOUNT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "other")
+    submitted(SlurmProvider("debug", exclusive=False))
+    seen = [line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines() if line.endswith("=other")]
+    assert seen == ["SBATCH_ACCOUNT"], "a default that the script does not state"

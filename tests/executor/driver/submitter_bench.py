@@ -29,9 +29,11 @@ class FakeBatchSystem(WindowSource):
         self.answers = True
         self.ended = False
         self.refusal: Exception | None = None
-        self.passing = False
+        self.passing = self.uncertain = False
         self.takes_seconds: Callable[[], None] = lambda: None
+        self.on_launch: Callable[[], None] = lambda: None
         self.cancels = True
+        self.fails_to_cancel: Exception = BatchSystemError("no answer")
         self.named: dict[str, str] = {}
         self.statuses: dict[str, BlockStatus] = {}
 
@@ -48,18 +50,19 @@ class FakeBatchSystem(WindowSource):
         if self.refusal is not None:
             raise self.refusal
         self.launched.append(spec.block)
+        self.on_launch()
         return f"job-{spec.block}"
 
     def cancel(self, jobs) -> None:
         if not self.cancels:
-            raise BatchSystemError("no answer")
+            raise self.fails_to_cancel
         self.cancelled += jobs
 
     def find_jobs(self, prefix: str) -> dict[str, str]:
         return {job: name for job, name in self.named.items() if name.startswith(prefix)}
 
     def explain_refusal(self, complaint: str) -> Refusal:
-        return Refusal(complaint, self.passing)
+        return Refusal(complaint, self.passing, self.uncertain)
 
 
 class SubmitterBench:

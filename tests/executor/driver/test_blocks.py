@@ -5,13 +5,18 @@ from __future__ import annotations
 import errno
 import subprocess
 import threading
+import time
+from typing import Any
 
 import pytest
+from parsl.providers.errors import SubmitException
 
-from freetrain_parsl.errors import ClusterGone
+from freetrain_parsl.errors import BatchSystemError, ClusterGone, CommandNotFound
 from freetrain_parsl.executor.batch.submitter import BatchSystemEnded, BlockRefused, SubmissionsEnded
+from freetrain_parsl.extensions.pbs import vocabulary as pbs
 from freetrain_parsl.protocol import journal as record
 from freetrain_parsl.windows.base import BlockState, BlockStatus
+from freetrain_parsl.windows.slurm import vocabulary as slurm
 from tests.executor.driver.submitter_bench import SubmitterBench
 
 REFUSED = RuntimeError("account without rights")
@@ -49,8 +54,10 @@ def test_nothing_is_asked_while_nobody_waits_for_the_answer() -> None:
     assert len(bench.batch.surveys) == 2
 
 
-def test_a_cancellation_that_fails_is_tried_again() -> None:
+@pytest.mark.parametrize("error", [BatchSystemError("no answer"), CommandNotFound("scancel is not on PATH")])
+def test_a_cancellation_that_fails_is_tried_again(error: Exception) -> None:
     bench = SubmitterBench(interval=10.0)
+    bench.batch.fails_to_cancel = error
     bench.request("a")
     bench.turn()
     bench.batch.cancels = False
@@ -202,6 +209,67 @@ def test_a_job_whose_submission_ended_in_the_dark_is_cancelled_when_it_comes_to_
     assert bench.batch.cancelled == []
     bench.turn(10.0)
     assert bench.batch.cancelled == ["17"]
+
+
+def test_a_job_whose_answer_was_lost_is_cancelled_when_it_comes_to_light() -> None:
+    """``sbatch: error: … Socket timed out on send/recv operation``: the controller may have taken it."""
+    bench = SubmitterBench(interval=10.0)
+    bench.batch.refusal, bench.batch.uncertain = SubmitException("a", "sbatch failed"), True
+    bench.request("a")
+    bench.turn()
+    bench.batch.named = {"17": "freetrain.test.block-a.123"}
+    bench.turn(10.0)
+    assert bench.batch.cancelled == ["17"]
+
+
+@pytest.mark.parametrize(
+    ("explain", "complaint"),
+    [
+        (
+            slurm.explain_complaint,
+            "sbatch: error: Socket timed out on send/recv operation",
+        ),
+        (
+            slurm.explain_complaint,
+            "sbatch: error: Zero Bytes were transmitted or received",
+        ),
+        (pbs.explain_complaint, "qsub: End of File"),
+    ],
+)
+def test_a_lost_answer_is_told_from_a_refusal(explain: Any, complaint: str) -> None:
+    assert explain(complaint).uncertain
+    assert explain(complaint).passing
+    assert not explain("Connection refused").uncertain
+
+
+def test_a_block_that_is_submitted_while_the_submitter_closes_is_cancelled_and_no_other_submitted() -> None:
+    """Submissions take seconds at a busy controller, and `close` does not wait for all of them."""
+    bench = SubmitterBench()
+    bench.request("a", "b")
+    bench.batch.on_launch = bench.submitter.close
+    assert bench.turn() == ["a"]
+    assert bench.batch.cancelled == ["job-a"]
+
+
+def test_the_thread_survives_an_error_of_its_own(caplog) -> None:
+    """Otherwise no block would be queried or cancelled any more, and nobody would notice."""
+    surveyed = threading.Event()
+    bench = SubmitterBench(interval=0.01)
+    broken = [RuntimeError("a defect")]
+
+    def post(_message) -> None:
+        if broken:
+            raise broken.pop()
+        surveyed.set()
+
+    bench.submitter._post = post
+    bench.submitter._clock = time.monotonic
+    bench.submitter.start()
+    try:
+        assert surveyed.wait(60.0)
+    finally:
+        bench.submitter.close()
+    assert "the job submitter failed, and continues" in caplog.text
 
 
 def test_a_block_withdrawn_before_its_submission_is_never_submitted() -> None:
