@@ -34,8 +34,8 @@ class Pace:
         self._steps = 0
         self.longest_step = 0.0
         """Seconds of the longest recent step, the first step included."""
-        self.longest_tail = 0.0
-        """The same of the code after the batches of an epoch; 0 if none has run here."""
+        self.longest_tail: float | None = None
+        """The same of the code after the batches of an epoch, until all members had run it; ``None``: not known yet."""
 
     def add(self, samples: int, seconds: float) -> None:
         """Count a step."""
@@ -93,7 +93,7 @@ class ProgressReporter:
         self._counted_samples = 0  # samples at the last boundary
         self._counted_until = clock()  # time of the last boundary
         self._reported = -math.inf
-        self._ended_pass = False  # whether the last boundary was after the last batch of an epoch
+        self._ended_pass: int | None = None  # the group in which the last boundary was after the last batch of an epoch
         self._rows_sent = 0
         self._resumed_from: int | None = None
         self._from_memory = False
@@ -114,8 +114,6 @@ class ProgressReporter:
         metrics = self._state.training_metrics
         seconds = self._clock() - self._counted_until
         if metrics.samples <= self._counted_samples:
-            if self._ended_pass:
-                self.pace.longest_tail = max(seconds, _LONGEST_STEP_DECAY * self.pace.longest_tail)
             return False
         self.pace.add(metrics.samples - self._counted_samples, seconds)
         metrics.slot_seconds += seconds * self._members.group.size / self.extension.trainings
@@ -124,7 +122,10 @@ class ProgressReporter:
 
     def end_boundary(self) -> None:
         """Leave out the time spent at a boundary."""
-        self._counted_until, self._ended_pass = self._clock(), self._state.cursor.pass_ended
+        group, now = self._members.group.generation, self._clock()
+        if self._ended_pass == group:
+            self.pace.longest_tail = max(now - self._counted_until, (self.pace.longest_tail or 0.0) / 2)
+        self._counted_until, self._ended_pass = now, group if self._state.cursor.pass_ended else None
 
     @property
     def due(self) -> bool:

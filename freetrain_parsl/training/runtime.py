@@ -331,14 +331,14 @@ class Runtime:
 
     def open_epoch(self) -> int:
         """Begin or resume an epoch; return its number."""
+        is_new = self._restored is not None and self._restored.is_final  # code that continues a finished job
+        if self._between_loops and not is_new and not self.state.cursor.is_inside:
+            self._undo_early_code()  # code between loops has run before
         self.boundary()
         cursor, epoch = self.state.cursor, self.state.cursor.epoch
         if cursor.is_inside:  # the code before the batches draws what it has drawn at the start of the epoch
             random_streams.seed_all(self.options.seed, epoch, False, 0, 0)  # noqa: FBT003 - a part of the seed
         else:
-            is_new = self._restored is not None and self._restored.is_final  # code that continues a finished job
-            if self._between_loops and not is_new:  # code between loops has run before
-                self._undo_early_code()
             self._restored = None
             if not self._changes.joins_in_batch:
                 self._changes.received = None

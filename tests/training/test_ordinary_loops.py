@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import (
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    LRScheduler,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -244,6 +245,31 @@ def test_a_process_joins_after_the_code_that_follows_the_batches(crew: Crew, tmp
         assert len(outcome.end.value) == len(alone)
 
 
+class Warmup(LRScheduler):
+    """As in many repositories: another scheduler follows it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, after: LRScheduler) -> None:
+        self.after_scheduler = after
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [0.1 for _ in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "after": self.after_scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        self.after_scheduler.load_state_dict(state_dict["after"])
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As that of a library: the groups are those of another optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+
+
 def forgets(session: Any, which: str, stop: int | None = None) -> None:
     model, optimizer, data = prepared(session)
     decay = CosineAnnealingLR(optimizer, 90)
@@ -256,7 +282,9 @@ def forgets(session: Any, which: str, stop: int | None = None) -> None:
         session.prepare(decay)
     elif which == "none":
         session.prepare(SequentialLR(optimizer, [LinearLR(optimizer), decay], [3]), ReduceLROnPlateau(optimizer))
-    names = {"optimizer": optimizer, "last_epoch": 3, "others": others}
+    elif which == "contained":
+        session.prepare(Warmup(optimizer, decay))
+    names = {"optimizer": optimizer, "last_epoch": 3, "num_bad_epochs": 2, "others": others}
     for _ in session.epochs(1):
         for x, y in data:
             session.step(cross_entropy(model(x), y))
@@ -269,8 +297,9 @@ def test_a_further_scheduler_that_is_not_prepared_is_refused(which: str) -> None
         run_local(forgets, which=which)
 
 
-def test_schedulers_that_are_parts_of_a_prepared_one_are_not_taken_for_forgotten() -> None:
-    run_local(forgets, which="none")
+@pytest.mark.parametrize("which", ["none", "contained"])
+def test_schedulers_that_are_parts_of_a_prepared_one_are_not_taken_for_forgotten(which: str) -> None:
+    run_local(forgets, which=which)
 
 
 def makes_an_optimizer_anew(session: Any, *, anew: bool) -> None:
@@ -287,14 +316,14 @@ def makes_an_optimizer_anew(session: Any, *, anew: bool) -> None:
             if anew:
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             else:
-                optimizer.add_param_group({"params": model.block.parameters(), "lr": 0.01})
+                Wrapper(optimizer).add_param_group({"params": model.block.parameters(), "lr": 0.01})
         for x, y in data:
             session.step(cross_entropy(model(x), y))
 
 
 def test_an_optimizer_of_the_model_that_is_made_in_the_loop_is_refused() -> None:
     run_local(makes_an_optimizer_anew, anew=False)
-    with pytest.raises(UsageError, match=r"SGD\(…\) was made in the loop for parameters of the prepared model"):
+    with pytest.raises(UsageError, match="SGD has got parameters of the prepared model in the loop"):
         run_local(makes_an_optimizer_anew, anew=True)
     torch.optim.SGD(Net().parameters(), lr=0.1)  # outside a job
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BoundaryDecision", "Decisions"]
 
+_UNKNOWN_TAIL = 60.0  # seconds that the code after the batches may take, in the first epoch of a process
 _DECISION_SECONDS = 0.05  # between two decisions of a group of one: in between, the steps of small models have no cost
 
 
@@ -147,9 +148,16 @@ class Decisions:
         margin = self._training.options.save_margin.total_seconds()
         # Training jobs that share the process save one after another.
         writing = self._reporter.extension.trainings * self._write_seconds
-        pace = self._reporter.pace
-        until_next = pace.longest_tail if self._state.cursor.pass_ended else pace.longest_step
-        return closes_in <= writing + margin + until_next
+        return closes_in <= writing + margin + self._until_next()
+
+    def _until_next(self) -> float:
+        """Return how many seconds the next boundary may take to come."""
+        step, tail = self._reporter.pace.longest_step, self._reporter.pace.longest_tail
+        if not self._state.cursor.pass_ended:
+            return step
+        if not (self._mailbox.pause_requested.is_set() or self._mailbox.pending):
+            return step if tail is None else min(step, tail)  # a long validation may go on without this node
+        return max(step, _UNKNOWN_TAIL) if tail is None else tail
 
     def _look_after_writing(self, look: Callable[[], object]) -> None:
         """Call `look`, and report progress if it has found a new checkpoint."""

@@ -184,15 +184,16 @@ class BypassCheck:
             )
 
     def check_group(self, optimizer: Optimizer) -> None:
-        """Check, in the loop, the optimizer that has got a group of parameters; raises UsageError if it is new."""
-        if any(optimizer is each for each in self._prepared) or self.is_in_session or not self._applies():
+        """Check the optimizer that has got parameters in the loop; raises UsageError if no step would use it."""
+        known = any(optimizer.param_groups is each.param_groups for each in self._prepared)  # or a wrapper of it
+        if known or self.is_in_session or not self._applies():
             return
         if any(id(parameter) in self._parameters for parameter in optimizer.param_groups[-1]["params"]):
             name = type(optimizer).__name__
             raise UsageError(
-                f"{name}(…) was made in the loop for parameters of the prepared model, and session.step() steps only "
-                "the optimizers of session.prepare: add the parameters to one of those with add_param_group, or "
-                "prepare both optimizers before the loop, and choose with session.step(loss, optimizer=…)"
+                f"{name} has got parameters of the prepared model in the loop, and session.step() steps only the "
+                "optimizers of session.prepare: add the parameters to one of those with add_param_group, or prepare "
+                "both optimizers before the loop, and choose with session.step(loss, optimizer=…)"
             )
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

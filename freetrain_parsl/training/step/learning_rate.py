@@ -65,21 +65,22 @@ def check_schedulers(objects: Iterable[object], *, each: bool = False) -> None:
         )
 
 
-_OF_SCHEDULERS = ("_step_count", "num_bad_epochs")  # one of them is among the attributes of each scheduler of torch
-
-
 def _unprepared(optimizers: Sequence[Optimizer], prepared: Sequence[LRScheduler]) -> bool:
     """Return whether these optimizers have schedulers that are neither prepared nor parts of one that is."""
-    known, parts = [], list(prepared)
+    known: list[LRScheduler] = []
+    parts: list[object] = list(prepared)
     while parts:
-        known.append(vars(parts.pop()))
-        parts += known[-1].get("_schedulers", ())
-    for holder in gc.get_referrers(*optimizers):
-        attributes = vars(holder) if isinstance(holder, LRScheduler) else holder
-        is_scheduler = isinstance(attributes, dict) and not attributes.keys().isdisjoint(_OF_SCHEDULERS)
-        if is_scheduler and not any(attributes is other for other in known):
-            return True
-    return False
+        part = parts.pop()
+        if isinstance(part, LRScheduler) and not any(part is each for each in known):
+            known.append(part)
+            parts += vars(part).values()  # also under a name of the user's
+        elif isinstance(part, (list, tuple)):
+            parts += part
+    found = list(gc.get_referrers(*optimizers))
+    attributes = [each for each in found if type(each) is dict and each.get("optimizer") in optimizers]
+    found += [owner for each in attributes for owner in gc.get_referrers(each)]
+    schedulers = [each for each in found if isinstance(each, LRScheduler) and vars(each).get("optimizer") in optimizers]
+    return any(not any(each is one for one in known) for each in schedulers)
 
 
 class RateScaling:
