@@ -113,7 +113,10 @@ class Tally:
         if self._values is None:
             self._values = torch.zeros(2 * self._shards + 2, dtype=torch.float64, device=self.device)
             for shard, loss, items in self._losses:
-                self._values[shard] += (loss.double() if isinstance(loss, torch.Tensor) else loss) * items
+                product = (loss.double() if isinstance(loss, torch.Tensor) else loss) * items
+                # The mean over no items is NaN.
+                counts = isinstance(items, torch.Tensor)
+                self._values[shard] += torch.where(items > 0, product, 0.0) if counts else product  # type: ignore[arg-type]
                 self._values[self._shards + shard] += items
             # Filled on the device: no copy to it.
             self._values[-2], self._values[-1] = self._samples, self._checksum

@@ -130,8 +130,39 @@ def test_what_cannot_be_known_is_asked_for_in_one_line(loss: Callable[[], torch.
     assert "\n" not in str(caught.value)
 
 
-def read(reader: LossReader, loss: torch.Tensor) -> Any:
-    return reader.weighing(loss, None, None, samples=SAMPLES, step=0, gathered=False)
+SUMS: list[Callable[[], torch.Tensor]] = [
+    lambda: F.mse_loss(net(x), target, reduction="sum"),
+    lambda: (net(x) - target).pow(2).sum(),
+    lambda: classes(reduction="sum") + 0.1 * net(x).pow(2).sum(),
+]
+
+
+@pytest.mark.parametrize("loss", SUMS)
+def test_a_sum_over_a_share_that_is_divided_by_the_whole_batch_is_asked_about(loss: Callable[[], torch.Tensor]) -> None:
+    """Weighed as a mean, its gradient would be as many times too small as there are shares."""
+    assert read(LossReader(), loss() / 10, batch=5) == ("mean", None), "of two elements for each sample"
+    with pytest.raises(UsageError, match=r"a sum that is divided by 10, the samples of the whole batch, of which 5"):
+        read(LossReader(), loss() / 10, batch=10)
+    with pytest.raises(UsageError, match=r"divided by 10, the samples of the whole batch"):
+        read(LossReader(), F.mse_loss(net(x), target) + loss() / 10, batch=10)
+    assert read(LossReader(), loss() / 5, batch=10) == ("mean", None)
+
+
+@pytest.mark.parametrize("loss", SUMS[:2])
+def test_a_mean_over_as_many_elements_as_the_batch_has_samples_is_one(loss: Callable[[], torch.Tensor]) -> None:
+    assert read(LossReader(), loss() / 15, batch=15) == ("mean", None)
+
+
+def test_a_loss_is_looked_at_again_when_its_batch_is_divided() -> None:
+    reader = LossReader()
+    for _ in range(40):
+        read(reader, F.mse_loss(net(x), target) + F.mse_loss(net(x), target, reduction="sum") / 10, batch=SAMPLES)
+    with pytest.raises(UsageError, match="the samples of the whole batch"):
+        read(reader, F.mse_loss(net(x), target) + F.mse_loss(net(x), target, reduction="sum") / 10, batch=10)
+
+
+def read(reader: LossReader, loss: torch.Tensor, batch: int = SAMPLES) -> Any:
+    return reader.weighing(loss, None, None, samples=SAMPLES, batch=batch, step=0, gathered=False)
 
 
 def test_composed_losses_are_looked_at_again_now_and_then() -> None:

@@ -405,3 +405,19 @@ def test_options_beside_a_dataloader_replace_its_own() -> None:
     assert run_local(counts) == (BATCHES, 0)
     assert run_local(counts, drop_last=True) == (BATCHES - 1, 0)
     assert run_local(counts, shuffle=False) == (BATCHES, 1)
+
+
+def masks(session: Any, micro_batch: int | None = None) -> torch.Tensor:
+    """Take the mean over samples of which some are masked, so that some micro-batches have none."""
+    model, _, data = prepared(session, shuffle=False, micro_batch=micro_batch)
+    for _ in session.epochs(1):
+        for x, y in data:
+            mask = (y == 0).double()
+            loss = (cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()
+            session.step(loss, items=mask.sum())
+    return flat(model)
+
+
+def test_a_micro_batch_whose_samples_are_all_masked_adds_nothing() -> None:
+    """Its own loss and gradients are 0/0."""
+    torch.testing.assert_close(run_local(masks, micro_batch=1), run_local(masks), rtol=0, atol=1e-12)

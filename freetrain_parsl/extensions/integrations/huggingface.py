@@ -8,6 +8,7 @@ where it begins, and a batch that a failure interrupts counts as a step there. `
 from __future__ import annotations
 
 import copy
+import copyreg
 import math
 import os
 import time
@@ -99,15 +100,25 @@ def fit(session: TrainingSession, trainer: Trainer, *, batch_size: int | None = 
     args = trainer.args
     first = property(lambda _args: session.is_main_process)
     index = property(lambda _args: session.rank)
-    own = {"should_save": first, "should_log": first, "process_index": index, "local_process_index": index}
+    kind = type(args)
+    own: dict[str, Any] = {
+        "should_save": first,
+        "should_log": first,
+        "process_index": index,
+        "local_process_index": index,
+    }
+    new = copyreg._reconstructor  # type: ignore[attr-defined]  # noqa: SLF001 - pickle's own
+    own["__reduce__"] = lambda args: (new, (kind, object, None), args.__dict__)  # `save_model` writes the arguments
     with ExitStack() as restore:
         if (
             args.fp16 or args.bf16
         ):  # set by TrainingArguments before version 5, also for later training jobs in this process
             restore.callback(os.environ.pop, "ACCELERATE_MIXED_PRECISION", None)
-        kind = type(args)
         args.__class__ = type(kind.__name__, (kind,), own)  # who is first may change in the loop
-        restore.callback(setattr, args, "__class__", kind)
+        kept = {name: own[name] for name in ("should_save", "process_index", "local_process_index", "__reduce__")}
+        # Afterwards, too, one process writes in `save_model`.
+        after = kind if session.world_size == 1 else type(kind.__name__, (kind,), kept)
+        restore.callback(setattr, args, "__class__", after)
         for name, value in (("_setup_devices", session.device), ("_n_gpu", 1)):  # not DataParallel over all GPUs
             restore.callback(args.__dict__.__setitem__, name, args.__dict__[name])
             args.__dict__[name] = value

@@ -330,7 +330,13 @@ class BatchRunner:
                 "batch, skip all its micro-batches, on all processes"
             )
         self._weighing = self._reader.weighing(
-            loss, items, reduction, samples=len(piece.positions), step=self._calls, gathered=self._parts.are_gathered
+            loss,
+            items,
+            reduction,
+            samples=len(piece.positions),
+            batch=self.batch.samples,
+            step=self._calls,
+            gathered=self._parts.are_gathered,
         )
         check_weighing(self._weighing, one_piece=not self.one_step, measured=self._noise is not None)
         items = self._weighing.items
@@ -342,8 +348,19 @@ class BatchRunner:
             self._gradients.show()
         self._sum.before_backward(self._group, piece)
         weight = self._weight(piece, items)
+        if items == 0 and not isinstance(items, torch.Tensor) and not torch.isfinite(loss):
+            loss = self._without_items(loss)
         weighed = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
         return weighed if self._scaler is None else self._scaler.scale(weighed)
+
+    def _without_items(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return, instead of a loss that is 0/0 as this piece has no items, a loss without gradients."""
+        if self._extension.computes or self._spread:
+            raise UsageError(
+                "session.step: this part of the batch has no items, and a loss that is not finite, so that all "
+                "gradients would be NaN: divide by at least one, such as mask.sum().clamp(min=1)"
+            )
+        return torch.zeros_like(loss).requires_grad_()
 
     def _end_backward(self) -> None:
         """End `backward`, once the gradients of the piece are there."""

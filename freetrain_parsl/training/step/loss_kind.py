@@ -136,8 +136,9 @@ class LossReader:
     """
 
     def __init__(self) -> None:
-        # By number of the step in its batch, and last operation; with the place of a loss that knows its items.
-        self._known: dict[tuple[int, str], tuple[Weighing, _Path | None]] = {}
+        # By number of the step in its batch, last operation, and whether the batch has further samples; with the place
+        # of a loss that knows its items.
+        self._known: dict[tuple[int, str, bool], tuple[Weighing, _Path | None]] = {}
         self._looks = 0
         self._gives_items: bool | None = None  # whether the user gives items; None: before the first loss
 
@@ -148,6 +149,7 @@ class LossReader:
         reduction: Reduction | None,
         *,
         samples: int,
+        batch: int,
         step: int,
         gathered: bool,
     ) -> Weighing:
@@ -161,6 +163,8 @@ class LossReader:
             What the user says, as for ``session.step``.
         samples
             How many samples this process has run through the model for it.
+        batch
+            How many samples the whole batch has.
         step
             Number of the step in its batch.
         gathered
@@ -180,15 +184,17 @@ class LossReader:
         if name in _MEANS:
             return Weighing("mean", None)
         self._looks += 1
-        if (step, name) in self._known and name in _TERMS and self._looks > _FIRST and self._looks % _EVERY:
-            weighing, path = self._known[step, name]
+        whole = 0 if samples == batch else batch
+        key = step, name, bool(whole)
+        if key in self._known and name in _TERMS and self._looks > _FIRST and self._looks % _EVERY:
+            weighing, path = self._known[key]
             if path is None:
                 return weighing
             node = _follow(loss.grad_fn, path)
             if type(node).__name__ in _MEANS_OVER_ITEMS and _is_readable(node):
                 return _items_of(node)
-        self._known[step, name] = _look(loss, samples, gathered=gathered)
-        return self._known[step, name][0]
+        self._known[key] = _look(loss, samples, whole, gathered=gathered)
+        return self._known[key][0]
 
 
 def check_weighing(weighing: Weighing, *, one_piece: bool, measured: bool) -> None:
@@ -220,9 +226,12 @@ def check_weighing(weighing: Weighing, *, one_piece: bool, measured: bool) -> No
         )
 
 
-def _look(loss: torch.Tensor, samples: int, *, gathered: bool) -> tuple[Weighing, _Path | None]:
-    """Return how a loss is to be weighed, and where in its graph the number of items is, if it is there."""
-    summands = list(_terms(loss.grad_fn, 0 if gathered else samples))
+def _look(loss: torch.Tensor, samples: int, whole: int, *, gathered: bool) -> tuple[Weighing, _Path | None]:
+    """Return how a loss is to be weighed, and where in its graph the number of items is, if it is there.
+
+    `whole` is the number of samples of the whole batch, if this process has run only some of them.
+    """
+    summands = list(_terms(loss.grad_fn, 0 if gathered else samples, whole))
     terms = [term for term in summands if term.kind != "constant"]
     kinds = {term.kind for term in terms}
     if kinds <= {"mean"}:
@@ -310,13 +319,14 @@ def _is_readable(node: Any) -> bool:
     return _is_stated(node) or (_is_unpacked(node, "target") and _is_unpacked(node, "total_weight"))
 
 
-def _terms(root: Any, samples: int = 0) -> Iterator[_Term]:
+def _terms(root: Any, samples: int = 0, whole: int = 0) -> Iterator[_Term]:
     """Yield the summands of a loss.
 
     Raises
     ------
     UsageError
-        A sum is divided by a number that is no multiple of `samples`, if that is given.
+        A sum is divided by a number that is no multiple of `samples`, if that is given, or by the size of the `whole`
+        batch.
     """
     # Node, whether it is summed over afterwards, whether it is multiplied by a constant, where it is.
     nodes = [(root, False, False, _Path(None, 0))]
@@ -339,6 +349,12 @@ def _terms(root: Any, samples: int = 0) -> Iterator[_Term]:
                 "session.step: the loss is a sum that is divided by something else than the number of samples: if it "
                 "is a mean over tokens, pixels or weights, say over how many with session.step(loss, items=…), such as "
                 'items=mask.sum(); otherwise say reduction="mean" or "sum"'
+            )
+        elif name == "DivBackward0" and whole and not summed and _divides_by_whole_batch(node, whole):
+            raise UsageError(
+                f"session.step: the loss is a sum that is divided by {whole}, the samples of the whole batch, of which "
+                f"{samples} are here: divide it by the number of samples that the loop has got, len(x); or say that it "
+                'is as meant with session.step(loss, reduction="mean")'
             )
         elif name in _SUMS and not summed:
             nodes.extend((child, True, times, place) for child, place in children)
@@ -369,6 +385,32 @@ def _divides_a_sum(node: Any, samples: int) -> bool:
     if divisor is None or divisor % samples == 0:
         return False
     return any(term.kind in ("sum", "loss sum") for term in _terms(_inputs(node)[0]))
+
+
+def _divides_by_whole_batch(node: Any, whole: int) -> bool:
+    """Return whether a sum is divided by the samples of the whole batch, which are not the elements of the sum."""
+    divisor = _divisor(node)
+    if divisor is None or divisor % whole:
+        return False
+    summand = _inputs(node)[0]
+    is_sum = any(term.kind in ("sum", "loss sum") for term in _terms(summand))
+    return is_sum and divisor not in _summed_elements(summand)
+
+
+def _summed_elements(root: Any) -> set[float]:
+    """Return the numbers of elements of what is summed in the summands of a term."""
+    found: set[float] = set()
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        name = type(node).__name__
+        if name in _TERMS or name in SAME_VALUE or name in _PRODUCTS:
+            nodes += _inputs(node)
+        elif name in _SUMS:
+            found.add(math.prod(node._saved_self_sym_sizes))  # noqa: SLF001 - torch has no other way
+        elif getattr(node, "_saved_reduction", None) == _SUM and _is_unpacked(node, "self"):
+            found.add(node._saved_self.numel())  # noqa: SLF001 - the same
+    return found
 
 
 def _divisor(node: Any) -> float | None:

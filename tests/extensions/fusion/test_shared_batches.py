@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from freetrain_parsl.extensions.fusion.engine.calls import call_of
 from freetrain_parsl.extensions.fusion.slot.shared_batches import (
     MemberBatches,
     SharedBatches,
@@ -103,3 +106,35 @@ def test_a_training_that_changes_its_dataset_gets_no_batches_any_more() -> None:
     dataset.tensors[0].add_(1)
     assert batches.get(0, 2, fetch) is None
     assert fetch.fetched == 1
+
+
+def test_batches_of_objects_are_not_shared() -> None:
+    """A training job may change them, such as ``batch.x = batch.x / 255``."""
+
+    class Pair:
+        def __init__(self) -> None:
+            self.x = torch.ones(2)
+
+    batches = SharedBatches()
+    batch: Any = "a batch"
+    one, other = (batches.get(0, 0, lambda: (batch, Pair()))[1] for _ in range(2))
+    assert one is not other
+    assert one.x is not other.x
+
+
+def test_calls_with_other_objects_are_not_made_at_once() -> None:
+    """All members would get the first one's."""
+
+    @dataclass
+    class Pair:
+        x: torch.Tensor
+
+    def kind(argument: Any) -> Any:
+        return call_of(member, 0, model, (argument,), {}).kind
+
+    model, member = torch.nn.Linear(2, 2), Mock()
+    pairs = Pair(torch.zeros(2)), Pair(torch.ones(2))
+    assert kind(pairs[0]) == kind(pairs[0]) != kind(pairs[1])
+    assert kind(np.zeros(2)) == kind(np.zeros(2)) != kind(np.ones(2))
+    assert kind({1, 2}) != kind({1, 3})
+    assert kind(torch.zeros(2)) == kind(torch.ones(2)), "these are stacked"

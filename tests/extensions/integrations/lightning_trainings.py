@@ -55,6 +55,16 @@ class Net(lightning.LightningModule):
         return [optimizer], [{"scheduler": warm, "interval": "step"}, {"scheduler": decay, "interval": "epoch"}]
 
 
+class KnowingItsLength(Net):
+    """Its schedule ends with the training, as in Lightning's documentation."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 class FollowingTheLoss(Net):
     """Its learning rate is reduced while the loss of the training job does not fall."""
 

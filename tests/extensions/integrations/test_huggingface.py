@@ -143,6 +143,24 @@ def test_the_trainer_is_as_before_afterwards(tmp_path: Path) -> None:
     run_local(train)
 
 
+def test_a_model_can_be_saved_while_it_trains(tmp_path: Path) -> None:
+    """With the Trainer's arguments, as ``save_model`` does."""
+
+    class Saving(TrainerCallback):
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            trainer.save_model(str(tmp_path / "saved"))
+
+    def train(session: Any) -> None:
+        trainer.add_callback(Saving())
+        fit(session, trainer)
+
+    trainer = make(tmp_path)
+    run_local(train)
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+    saved = torch.load(tmp_path / "saved" / "training_args.bin", weights_only=False)
+    assert (type(saved), saved.learning_rate) == (type(trainer.args), 5e-3)
+
+
 def refused(root: Path, **options: Any) -> str:
     def train(session: Any) -> None:
         trainer = make(root, **options)

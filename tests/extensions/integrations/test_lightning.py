@@ -10,7 +10,7 @@ import pytest
 import torch
 from held import resize
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
-from lightning_trainings import Data, FollowingTheLoss, Net, fit, in_session, points
+from lightning_trainings import Data, FollowingTheLoss, KnowingItsLength, Net, fit, in_session, points
 from training_crew import run_member
 
 from freetrain_parsl.errors import UsageError
@@ -76,6 +76,14 @@ def test_a_restart_in_mid_epoch_or_at_its_end_changes_nothing(variant, plain, tm
     resumed = alone(tmp_path / "stopped", **variant)
     assert isinstance(resumed, Finished)
     check(resumed.value, plain, within=1e-6 if variant.get("accumulate") else 0.0)
+
+
+def test_a_schedule_may_depend_on_the_number_of_steps(tmp_path) -> None:
+    torch.set_num_threads(1)
+    plain = fit(tmp_path / "plain", module=KnowingItsLength)
+    assert isinstance(alone(tmp_path / "net", module=KnowingItsLength, disturbances={"pause_at": 7}), Paused)
+    resumed = alone(tmp_path / "net", module=KnowingItsLength)
+    torch.testing.assert_close(resumed.value["weights"], plain["weights"], rtol=0, atol=0)
 
 
 def test_processes_leave_and_join_in_one_run(variant, plain, tmp_path, crew: Crew) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -128,7 +129,9 @@ def _whole(leaves: list[Any], spec: Any) -> Any:
 def _kind_of(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout
-    return leaf if leaf.__hash__ else type(leaf)
+    if isinstance(leaf, np.ndarray):
+        return "array", leaf.shape, leaf.dtype.str, leaf.tobytes()
+    return leaf if leaf.__hash__ else ("object", id(leaf))  # the models would all get that of the first member
 
 
 class CallsApart:

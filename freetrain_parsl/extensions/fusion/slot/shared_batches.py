@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MemberBatches", "SharedBatches", "can_be_shared", "same_source"]
 
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None))  # of which nobody changes what others have
 _KEPT = 2  # batches: that of the training jobs that are ahead, and that of those behind
 
 
@@ -118,6 +119,8 @@ class SharedBatches:
             known = None
         if known is None:
             batch, data = fetch()
+            if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(data)):
+                return batch, data  # an object that each training job may change
             tensors = _tensors(data)
             known = batch, data, tensors, versions_of(tensors)
             self._batches[place] = known
