@@ -6,6 +6,7 @@ import json
 import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from training_crew import run_member
 
 from freetrain_parsl.errors import UsageError
 from freetrain_parsl.training.fragment import Finished, Membership, Paused, run_local
+from freetrain_parsl.training.group.decisions import Decisions
+from freetrain_parsl.training.mailbox import ControlMailbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -228,6 +231,30 @@ def test_periodic_saves_wait_for_the_code_after_the_batches(tmp_path: Path) -> N
     periodic = [(one["step"], one["epoch"]) for one in saved if one["reason"] == "periodic"]
     assert periodic
     assert all(step < BATCHES * (epoch + 1) for step, epoch in periodic), periodic
+
+
+@pytest.mark.parametrize(
+    ("ended", "pending", "tail", "seconds"),
+    [
+        (False, True, 50.0, 2.0),
+        (True, True, 50.0, 50.0),
+        (True, True, 0.1, 0.1),
+        (True, True, None, 60.0),  # not known in the first epoch of a process
+        (True, False, 50.0, 2.0),  # nothing has to be done before: the others may continue without this node
+        (True, False, 0.1, 0.1),
+        (True, False, None, 2.0),
+    ],
+)
+def test_what_is_pending_does_not_wait_for_code_that_a_node_would_not_see_the_end_of(
+    ended: bool, pending: bool, tail: float | None, seconds: float
+) -> None:
+    mailbox = ControlMailbox()
+    if pending:
+        mailbox.pause_requested.set()
+    training: Any = Mock(mailbox=mailbox)
+    training.state.cursor.pass_ended = ended
+    training.reporter.pace.longest_step, training.reporter.pace.longest_tail = 2.0, tail
+    assert Decisions(training)._until_next() == seconds
 
 
 @pytest.mark.slow
