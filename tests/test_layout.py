@@ -54,7 +54,7 @@ BUDGET: Final = {
     "extensions/simulate": 1_860,
     "extensions/sweeps": 317,
     "extensions/trackers": 397,
-    "planning": 7_965,  # what an event about one node changes is known; a core is added up; blocks that wait
+    "planning": 8_005,  # what an event about one node changes is known; a core is added up; blocks that wait
     "protocol": 2_125,  # refused counts, who was lost, shared bases, texts that are searched in C
     "report": 3_240,  # the same in words, and why a job has none of the free nodes
     "storage": 2_220,

@@ -117,6 +117,9 @@ class Holdings:
         """Node -> until when it is not requested."""
         self._refused: dict[str, _Pause] = {}
         """Kind of node -> until when no block is queued for it: the batch system has refused one."""
+        self._taken: dict[str, float] = {}
+        """Node -> until when it is left to the job for which the batch system takes it back."""
+        self._makes_way_until = -math.inf
         self._doubtful = False
         self._seen_at = -math.inf
         self._count = 0
@@ -167,6 +170,7 @@ class Holdings:
                 yield since + self.settings.join_timeout
         for pause in (*self._shunned.values(), *self._refused.values()):
             yield pause.until
+        yield from (self._makes_way_until, *self._taken.values())
 
     # Events.
 
@@ -182,6 +186,21 @@ class Holdings:
     def doubt(self) -> None:
         """Request nothing before the next survey: idle nodes may have been taken, as our own nodes just were."""
         self._doubtful = True
+
+    def make_way(self, nodes: Iterable[str], now: float, closes: float) -> None:
+        """Leave nodes to the job for which the batch system takes them back, until it can have started.
+
+        It may need several, which are not given back at the same moment, and holds none of them meanwhile: a block that
+        waits in the queue would get the first one, and the job would have to wait for it once more.
+        """
+        terms = list((self._terms_by_kind or {"": self.terms}).values())
+        if self.kinds_that_may_wait:
+            self._taken = {name: until for name, until in self._taken.items() if now < until}
+            self._taken |= dict.fromkeys(nodes, closes + max(each.start_delay for each in terms))
+            self._makes_way_until = max(self._makes_way_until, closes)
+
+    def _avoided(self, now: float) -> frozenset[str]:
+        return frozenset(name for name, until in self._taken.items() if now < until)
 
     def start(self, started: ev.BlockStarted, joined: Collection[str]) -> None:
         """Record that a block holds nodes now; those that have not `joined` are missing."""
@@ -243,7 +262,7 @@ class Holdings:
         if self._doubtful:
             return []
         ours = {name for block in self._blocks.values() for name in block.nodes}.union(joined)
-        shunned = {name for name, shunned in self._shunned.items() if now < shunned.until}
+        shunned = {name for name, shunned in self._shunned.items() if now < shunned.until} | self._avoided(now)
         return [
             (window, [name for name in window.nodes if name not in ours and name not in shunned])
             for window in self.windows
@@ -282,7 +301,7 @@ class Holdings:
                 # Where other users' jobs are hidden, it could start on a node that is planned for one of them.
                 pinned = terms.hides_waiting or shortest < terms.start_delay + seconds
                 self._blocks[name] = _Block(nodes, now + seconds, now, pinned, window.node_kind)
-                actions.append(ev.RequestBlock(name, nodes, seconds, window, pinned))
+                actions.append(ev.RequestBlock(name, nodes, seconds, window, pinned, self._avoided(now)))
                 left -= 1
         return actions
 
@@ -315,8 +334,13 @@ class Holdings:
     def await_nodes(self, node_kind: str, count: int, now: float) -> ev.Actions:
         """Let `count` blocks, or as many as may, wait in the queue for any node of a kind.
 
-        Others that wait are withdrawn after `idle_timeout`.
+        Others that wait are withdrawn after `idle_timeout`, and all at once while nodes are given back: see `make_way`.
         """
+        if now < self._makes_way_until:
+            withdrawn = self.waiting(node_kind)
+            for name in withdrawn:
+                del self._blocks[name]
+            return [ev.ReleaseBlock(name) for name in withdrawn]
         waiting, terms = self.waiting(node_kind), self.terms_on(node_kind)
         actions: ev.Actions = []
         for _ in range(self.may_be_queued(node_kind, count, now)):
@@ -324,7 +348,7 @@ class Holdings:
             name = str(self._count)
             self._count += 1
             self._blocks[name] = _Block((), None, now, pinned=False, node_kind=node_kind)
-            actions.append(ev.QueueBlock(name, seconds, node_kind))
+            actions.append(ev.QueueBlock(name, seconds, node_kind, self._avoided(now)))
         most = min(count, self.settings.standby_blocks)
         for name in waiting[:most]:
             self._blocks[name].unwanted_since = None

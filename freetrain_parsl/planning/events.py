@@ -205,7 +205,8 @@ class Action:
 class RequestBlock(Action):
     """Submit a block on these nodes of a window, for at most `seconds`.
 
-    It may run on other nodes of the same partition unless it is `pinned`, because some of them close too early.
+    It may run on other nodes of the same partition, but those to be `avoided`, unless it is `pinned`, because some of
+    them close too early.
     """
 
     block: str
@@ -213,15 +214,20 @@ class RequestBlock(Action):
     seconds: float
     window: Window
     pinned: bool
+    avoided: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class QueueBlock(Action):
-    """Submit a block of one node that waits in the queue until any node becomes idle, and then lasts `seconds`."""
+    """Submit a block of one node that waits in the queue until any node becomes idle, and then lasts `seconds`.
+
+    It must not start on nodes that are to be `avoided`.
+    """
 
     block: str
     seconds: float
     node_kind: str
+    avoided: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,29 @@ def test_nodes_that_jobs_share() -> None:
     assert len(queued(planner.advance(ev.TrainerSubmitted(2, trainer("u", most=2))))) == 1
 
 
+def test_none_waits_while_the_batch_system_takes_nodes_back(planner: Planner) -> None:
+    """A job that needs several of them would find the first ones taken when it gets the last."""
+    terms = replace(PREEMPTIBLE, start_delay=10.0)
+    planner.advance(ev.TrainerSubmitted(0, trainer("t", most=4)))
+    (first, second) = queued(planner.advance(seen(1, terms=terms)))
+    planner.advance(joined(5, first, "a", closes=600.0))
+    third, *_ = queued(planner.advance(joined(6, second, "b", closes=600.0)))
+    actions = planner.advance(ev.NodesClosing(100, ("a",), 110.0))
+    assert ev.ReleaseBlock(third) in actions
+    assert queued(actions) == []
+    actions = planner.advance(ev.NodesClosing(104, ("b",), 114.0), ev.BlockEnded(105, first), ev.NodesLeft(105, ("a",)))
+    assert queued(actions) == []
+    actions = planner.advance(seen(106, "a", "c", terms=terms))
+    assert [(each.nodes, each.avoided) for each in only(ev.RequestBlock, actions)] == [(("c",), {"a", "b"})]
+    assert planner.wake_at(107) <= 114
+    again = only(ev.QueueBlock, planner.advance(ev.Tick(114)))
+    assert again
+    assert all(each.avoided == {"a", "b"} for each in again)
+    actions = planner.advance(seen(121, "a", terms=terms))
+    assert [each.nodes for each in only(ev.RequestBlock, actions)] in ([("a",)], []), "it was not taken"
+    assert planner._holdings._avoided(121) == {"b"}
+
+
 @given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(1, 60)), max_size=25))
 def test_never_more_than_allowed_whatever_happens(steps: list[tuple[int, int, int]]) -> None:
     """Trainers come and end, nodes become idle, blocks start: the numbers of blocks stay within their limits."""

@@ -59,18 +59,18 @@ class BlockCycle:
     def request(self, request: ev.RequestBlock) -> None:
         """Request a block in a window from the job submitter."""
         block = Block(request.block, request.nodes, request.seconds, request.window.closes, request.window.node_kind)
-        self._submit(block, pinned=request.pinned)
+        self._submit(block, request.avoided, pinned=request.pinned)
 
     def queue(self, request: ev.QueueBlock) -> None:
         """Request a block that waits for any node from the job submitter."""
-        self._submit(Block(request.block, (), request.seconds, None, request.node_kind), pinned=False)
+        self._submit(Block(request.block, (), request.seconds, None, request.node_kind), request.avoided, pinned=False)
 
-    def _submit(self, block: Block, *, pinned: bool) -> None:
+    def _submit(self, block: Block, avoided: frozenset[str], *, pinned: bool) -> None:
         name, nodes, seconds, kind = block.name, block.nodes, block.seconds, block.node_kind
         self._registry.blocks[name] = block
         least = min(seconds, least_walltime(self._settings))
-        avoided = tuple(sorted(self._registry.avoided.difference(nodes)))
-        self._submitter.request(BlockSpec(name, nodes, seconds, least, pinned, kind, avoided))
+        others = tuple(sorted((self._registry.avoided | avoided).difference(nodes)))
+        self._submitter.request(BlockSpec(name, nodes, seconds, least, pinned, kind, others))
         self._write(record.BlockRequested(name, list(nodes), seconds, block.closes, kind))
 
     def on_survey(self, survey: Survey) -> None:
