@@ -169,7 +169,7 @@ class _Closings:
                 remark = self._unplanned(job)
             if remark:
                 remarks[remark].append(job.job)
-        self.notes += [f"{_jobs(jobs)}: {remark}" for remark, jobs in remarks.items()]
+        self.notes += [f"{_jobs(list(dict.fromkeys(jobs)))}: {remark}" for remark, jobs in remarks.items()]
 
     def _preempts(self, job: PendingJob, partition: Partition) -> bool:
         partitions = self._occupancy.state.partitions

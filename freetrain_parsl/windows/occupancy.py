@@ -48,7 +48,7 @@ class Occupancy:
     def _out_of_reach(self) -> frozenset[str]:
         """Return the jobs without a plan that are deeper in the queue than the scheduler considers."""
         most = self.state.scheduling.plan_jobs
-        eligible = [job for job in self.queue if job.eligible]
+        eligible = list({job.job: job for job in self.queue if job.eligible}.values())  # tasks of an array are one
         return frozenset() if most is None else frozenset(job.job for job in eligible[most:] if job.start is None)
 
     def partitions_of(self, job: PendingJob) -> list[str]:

@@ -12,6 +12,7 @@ from freetrain_parsl.windows.slurm.jobs import SlurmJob, block_status, plain_fea
 from freetrain_parsl.windows.slurm.json_parser import parse_json_jobs, parse_json_nodes
 from freetrain_parsl.windows.slurm.text_parser import (
     count_gpus,
+    count_tasks,
     parse_config,
     parse_jobs,
     parse_nodes,
@@ -101,7 +102,7 @@ def test_jobs_of_squeue():
     }
 
 
-@pytest.mark.parametrize("line", ["not of squeue", "1\tmain\n", "x" + "\t" * 14, "1" + "\t" * 13])
+@pytest.mark.parametrize("line", ["not of squeue", "1\tmain\n", "x" + "\t" * 15, "1" + "\t" * 14])
 def test_line_that_is_none_is_refused(line):
     """The message contains its beginning."""
     with pytest.raises(ValueError, match="line"):
@@ -229,11 +230,36 @@ def test_json_that_is_none_of_squeue_is_refused(text):
 @pytest.mark.parametrize("name", ["a\tb", "two\nlines", "freetrain.", ""])
 def test_a_job_may_have_any_name(name):
     """Names come last and truncated, so that no name can break the parsing of other fields."""
-    line = "7\tmain\tPENDING\tada\t5:00\tN/A\tN/A\t1\t\t(null)\t\t1\tNone\t(null)\t"
+    line = "7\tmain\tPENDING\tada\t5:00\tN/A\tN/A\t1\t\t(null)\t\t1\tNone\t(null)\tN/A\t"
     jobs = parse_jobs(f"{line}{name:10}\t\n{line}next      \t\n")
     assert len(jobs) == 2
     assert jobs[0].name == name.partition("\n")[0]
     assert jobs[1].name == "next"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "count"),
+    [
+        ("N/A", 1),
+        ("", 1),
+        ("7", 1),
+        ("1-200", 200),
+        ("1-200%5", 5),
+        ("1,5-9:2", 4),
+        ("0-9:4%20", 3),
+        ("1-3,8,12,...", 5),
+    ],
+)
+def test_tasks_of_an_array_are_counted(tasks, count):
+    assert count_tasks(tasks) == count
+
+
+def test_a_pending_array_is_as_many_jobs_as_could_run():
+    """Else blocks would make way for one of its tasks with each query."""
+    line = "7\tmain\tPENDING\tada\t5:00\tN/A\tN/A\t1\t\t(null)\t\t1\tResources\t(null)\t{}\tmine      \t\n"
+    partitions = parse_partitions(read("slurm-22.05.8/scontrol_show_partition.txt"))
+    for tasks, count in (("1-2", 2), ("1-200", 8), ("1-200%3", 3)):
+        assert len(sort_jobs(parse_jobs(line.format(tasks)), partitions)[1]) == count
 
 
 @pytest.mark.parametrize(

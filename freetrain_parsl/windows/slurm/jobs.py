@@ -39,6 +39,7 @@ class SlurmJob(NamedTuple):
     reason: str
     features: str
     name: str  # possibly truncated
+    tasks: int = 1  # of a pending job array, which is one line, that may run at once
 
 
 def sort_jobs(
@@ -59,7 +60,8 @@ def sort_jobs(
             nodes = _expand(record.nodes, hosts)
             running.append(RunningJob(record.job, record.name, record.user, record.partition, nodes, record.ends))
         elif block_state(record.state)[0] in (BlockState.PENDING, BlockState.HELD):
-            pending.append(_pending(record, partitions, hosts))
+            nodes_there = sum(len(partitions[name].nodes) for name in record.partition.split(",") if name in partitions)
+            pending += [_pending(record, partitions, hosts)] * min(record.tasks, max(1, nodes_there))
     return tuple(running), tuple(pending)
 
 

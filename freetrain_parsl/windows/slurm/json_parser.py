@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from freetrain_parsl.errors import UnreadableAnswer
 from freetrain_parsl.windows.slurm.jobs import SlurmJob
-from freetrain_parsl.windows.slurm.text_parser import make_node
+from freetrain_parsl.windows.slurm.text_parser import count_tasks, make_node
 
 if TYPE_CHECKING:
     from freetrain_parsl.windows.state import Node
@@ -72,6 +72,7 @@ def _job(item: dict[str, Any]) -> SlurmJob:
             _text(item, "state_reason"),
             _text(item, "features"),
             _text(item, "name"),
+            count_tasks(str(item.get("array_task_string") or "")),
         )
     except KeyError as error:
         raise UnreadableAnswer(f"a job lacks {error}") from None

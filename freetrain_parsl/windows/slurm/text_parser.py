@@ -25,6 +25,7 @@ __all__ = [
     "JOB_FIELDS",
     "JOB_FORMAT",
     "count_gpus",
+    "count_tasks",
     "make_node",
     "parse_config",
     "parse_jobs",
@@ -50,6 +51,7 @@ JOB_FIELDS = (
     "PriorityLong",
     "Reason",
     "Feature",
+    "ArrayTaskID",
     "Name",
 )
 _NAME_WIDTH = len(OUR_JOBS)
@@ -64,6 +66,7 @@ _MARK_SIGNS = "".join(_MARKS)
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^,:()]+)*?:(\d+)(?=[(,]|$)")
 _PAIR = re.compile(r"(?:^|\s)(\w+)=(\S*)")
 _WORD = re.compile(r"\S+")
+_TASKS = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?(?=,|$|\.)")
 
 
 P = ParamSpec("P")
@@ -150,7 +153,9 @@ def _job(line: str) -> SlurmJob:
     values = ["" if value in _NOTHING else value for value in texts]
     if len(values) != len(JOB_FIELDS) - 1 or not values[0].isdecimal():
         raise ValueError(f"line {line[:80]!r} does not have the {len(JOB_FIELDS)} requested fields")
-    job, partition, state, user, limit, start, ends, count, nodes, planned, named, priority, reason, features = values
+    job, partition, state, user, limit, start, ends, count, nodes, planned, named, priority, reason, features, tasks = (
+        values
+    )
     return SlurmJob(
         job,
         partition,
@@ -167,7 +172,20 @@ def _job(line: str) -> SlurmJob:
         reason,
         features,
         name.rstrip(),
+        count_tasks(tasks),
     )
+
+
+def count_tasks(tasks: str) -> int:
+    """Count the tasks of a job array that may run at once: ``1-200``, ``1,5-9:2%10``; one if it is none.
+
+    A long list ends with dots: the others are not counted.
+    """
+    numbers, _, limit = tasks.partition("%")
+    count = 0
+    for first, last, step in _TASKS.findall(numbers):
+        count += (int(last or first) - int(first)) // int(step or 1) + 1
+    return max(1, min(count, int(limit)) if limit.isdecimal() and int(limit) else count)
 
 
 @_reader
