@@ -80,6 +80,7 @@ def _limit(seconds: float) -> str:
 def _fields(job: FakeJob) -> dict[str, str]:
     nodes = compress_hosts(job.nodes) if job.nodes else ""
     return {
+        "ArrayTaskID": "N/A",
         "EndTime": _date(job.end if job.end is not None else job.ends),
         "Feature": "(null)",
         "JobID": job.id,
