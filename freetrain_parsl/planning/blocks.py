@@ -84,6 +84,7 @@ class _Block:
     requested: float
     pinned: bool
     node_kind: str = ""
+    avoided: frozenset[str] = frozenset()
     started: bool = False
     unwanted_since: float | None = None
     missing_since: dict[str, float] = field(default_factory=dict)
@@ -341,14 +342,19 @@ class Holdings:
             for name in withdrawn:
                 del self._blocks[name]
             return [ev.ReleaseBlock(name) for name in withdrawn]
-        waiting, terms = self.waiting(node_kind), self.terms_on(node_kind)
+        avoided, terms = self._avoided(now), self.terms_on(node_kind)
         actions: ev.Actions = []
+        for name in self.waiting(node_kind):
+            if self._blocks[name].avoided and not self._blocks[name].avoided & avoided:  # it would miss these nodes
+                del self._blocks[name]
+                actions.append(ev.ReleaseBlock(name))
+        waiting = self.waiting(node_kind)
         for _ in range(self.may_be_queued(node_kind, count, now)):
             seconds = block_walltime(None, self.settings, terms, now)
             name = str(self._count)
             self._count += 1
-            self._blocks[name] = _Block((), None, now, pinned=False, node_kind=node_kind)
-            actions.append(ev.QueueBlock(name, seconds, node_kind, self._avoided(now)))
+            self._blocks[name] = _Block((), None, now, pinned=False, node_kind=node_kind, avoided=avoided)
+            actions.append(ev.QueueBlock(name, seconds, node_kind, avoided))
         most = min(count, self.settings.standby_blocks)
         for name in waiting[:most]:
             self._blocks[name].unwanted_since = None
