@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -122,7 +123,8 @@ def test_trainings_go_on_and_their_times_are_right_though_the_wall_clock_is_step
         assert [future.result(60) for future in futures] == ["done", "done"]
         assert bench.failures == []
         times = [entry.time for entry in bench.history()]
-        assert times == sorted(times)
+        # Entries of different threads, each with the time of its event, may change places.
+        assert all(later > earlier - 0.1 for earlier, later in pairwise(times))
         assert times[-1] - times[0] <= time.monotonic() - began
         stepped = [entry.detail["seconds"] for entry in bench.history() if entry.kind == "clock_stepped"]
         assert stepped == pytest.approx(list(steps), abs=0.5)
