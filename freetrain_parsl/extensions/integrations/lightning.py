@@ -121,9 +121,7 @@ class SessionStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning 
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        trainer.fit_loop._combined_loader = (
-            None  # `estimated_stepping_batches` has asked for it, before the session could
-        )
+        trainer.fit_loop._combined_loader = None  # `estimated_stepping_batches` has filled it, without the session
         module = self.lightning_module
         assert module is not None, "connected by the Trainer"
         _check_trainer(trainer)
