@@ -252,13 +252,14 @@ class Planner:
                     self._holdings.lack(blocks[machine], machine, event.time)
                     self._holdings.doubt()
             case ev.NodesClosing():
-                if event.closes - event.time <= self.settings.startup:
+                soon = event.closes - event.time <= self.settings.startup
+                if soon:
                     self._holdings.make_way(event.nodes, event.time, event.closes)
                     self._dirty = True
                 for machine in event.nodes:
                     for member in self._members.units.get(machine, {}).values():
                         member.node = replace(member.node, closes=min(event.closes, member.node.closes_or_inf))
-                        if event.closes - event.time <= self.settings.startup:
+                        if soon:
                             self._holdings.doubt()
                         self._dirty = True
             case ev.NodesForecast():

@@ -266,7 +266,7 @@ class Runtime:
             self.extension.use_replicas(self.members)
         self.extension.started(self.state, lambda: self.batch_runner is not None and self.batch_runner.has_piece)
         self.batch_runner = self._make_batch_runner()
-        check_schedulers(self.state.objects.values(), each=not self.members.is_newcomer)
+        check_schedulers(self.state.objects.values(), search=not self.members.is_newcomer)
         self.state.trainable.watch(self.state.objects)
         if self._restored is not None:
             self._load_again(self._restored, tell=True)

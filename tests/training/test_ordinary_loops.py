@@ -127,35 +127,22 @@ def test_gradients_of_a_batch_that_is_left_are_not_added_to_the_next_one() -> No
         run_local(skips_batches, skips=(2,), micro_batch=4)
 
 
-def leaves_within_a_batch(session: Any) -> tuple[torch.Tensor, float]:
-    model, optimizer, data = prepared(session, shuffle=False, micro_batch=4)
+def leaves_early(session: Any, after: int, micro_batch: int | None = None) -> tuple[torch.Tensor, float]:
+    model, optimizer, data = prepared(session, shuffle=False, micro_batch=micro_batch)
     scheduler = ExponentialLR(optimizer, 0.5)
     session.prepare(scheduler)
     for _ in session.epochs(2):
-        for number, (x, y) in enumerate(data):
+        for number, (x, y) in enumerate(data, 1):
             session.step(cross_entropy(model(x), y))
-            if number == 4:
-                break
-        scheduler.step()
-    return flat(model), optimizer.param_groups[0]["lr"]
-
-
-def leaves_after_a_batch(session: Any) -> tuple[torch.Tensor, float]:
-    model, optimizer, data = prepared(session, shuffle=False)
-    scheduler = ExponentialLR(optimizer, 0.5)
-    session.prepare(scheduler)
-    for _ in session.epochs(2):
-        for number, (x, y) in enumerate(data):
-            session.step(cross_entropy(model(x), y))
-            if number == 1:
+            if number == after:
                 break
         scheduler.step()
     return flat(model), optimizer.param_groups[0]["lr"]
 
 
 def test_a_loop_that_is_left_within_a_batch_leaves_nothing_of_it() -> None:
-    parameters, rate = run_local(leaves_within_a_batch)
-    expected, expected_rate = run_local(leaves_after_a_batch)
+    parameters, rate = run_local(leaves_early, after=5, micro_batch=4)
+    expected, expected_rate = run_local(leaves_early, after=2)
     assert rate == expected_rate == 0.025
     torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-12)
 

@@ -27,7 +27,7 @@ LrScaling: TypeAlias = Rule | Callable[[float], float]
 """A `Rule`, or a function: batch size relative to the initial one -> factor of the learning rate."""
 
 
-def check_schedulers(objects: Iterable[object], *, each: bool = False) -> None:
+def check_schedulers(objects: Iterable[object], *, search: bool = False) -> None:
     """Check that each learning-rate scheduler of a prepared optimizer is prepared, too.
 
     Otherwise its state is in no checkpoint, and a process that joins begins its schedule anew: the learning rates of
@@ -38,8 +38,8 @@ def check_schedulers(objects: Iterable[object], *, each: bool = False) -> None:
     ----------
     objects
         What has been prepared.
-    each
-        Whether to look for all schedulers of the optimizers, which takes some ten milliseconds.
+    search
+        Whether to search this process for schedulers, also those that leave no mark; takes some ten milliseconds.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def check_schedulers(objects: Iterable[object], *, each: bool = False) -> None:
         and not any(other is optimizer for other in scheduled)
         for optimizer in optimizers
     )
-    if unknown or (each and _unprepared(optimizers, prepared)):
+    if unknown or (search and _unprepared(optimizers, prepared)):
         raise UsageError(
             "a learning-rate scheduler was made, but not given to the session, so that its state would not be "
             "saved: pass it to session.prepare, too"
